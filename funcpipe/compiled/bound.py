@@ -21,6 +21,8 @@ from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, StageArgs, StageOut
 from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key, switches_key
 from funcpipe.runtime.context import no_autocast
+from funcpipe.runtime.divisors import refuse_left_out
+from funcpipe.runtime.drawing import MeanOverTargets
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.split_backward import EagerWeights
@@ -95,6 +97,8 @@ class CompiledBound(EagerBound):
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
+        if self.guessed and programs.means and report.loss is not None and report.loss.weight is None:
+            refuse_left_out(_means(programs.means, args))
         if program.gives is None:
             program.gives = border_key_or_none(y)
         y.words = program.gives  # a program lays out what it gives the same way each time
@@ -224,6 +228,15 @@ class CompiledBound(EagerBound):
         if key not in self._ends:
             self._ends[key] = self.loss_cotangents(residual)
         return self._ends[key]
+
+
+def _means(means: Sequence[tuple[bool, int]], args: StageArgs) -> list[MeanOverTargets]:
+    """The means of a program, each with every tensor that may be its targets: the plan's, or any whole numbers."""
+    target = [] if args.target is None else tensors(args.target.leaves)
+    leaves = [
+        leaf for leaf in target or tensors(*(border.leaves for border in args.borders())) if not leaf.is_complex()
+    ]
+    return [MeanOverTargets(leaf, *mean) for mean in means for leaf in leaves]
 
 
 def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardReport, dict[str, Border]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from funcpipe.compiled.backend import Backend
@@ -13,6 +14,9 @@ from funcpipe.compiled.recompute import memory_of
 from funcpipe.compiled.source import Code
 from funcpipe.core.shown import guarded
 from funcpipe.core.words import size_of
+
+_CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+"""Called with scores, target, weight, reduction (1 for a mean) and ignore_index."""
 
 
 class Programs:
@@ -40,6 +44,12 @@ class Programs:
         self.once = None if once is None else Code(once, joint.module)  # it runs once: no backend builds it
         present = memory_of(joint.params[: len(joint.params) - len(joint.once)])
         self.once_bytes = sum(size for memory, size in memory_of(joint.once).items() if memory not in present)
+
+    @cached_property
+    def means(self) -> list[tuple[bool, int]]:
+        """The means of cross entropies in the graph: are their classes weighed, and which class is left out."""
+        nodes = [node for node in self.joint.module.graph.nodes if node.target in _CROSS_ENTROPIES]
+        return [(node.args[2] is not None, node.args[4]) for node in nodes if node.args[3] == 1]
 
     def complete(self, bare: list[Tensor]) -> list[Tensor]:
         """What P holds: the tensors of parameters and state, and what is computed of them."""

@@ -39,14 +39,17 @@ class Counts:
     Attributes:
         weigh: how much each counts; None: its rows.
         summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
+        known: is it known what a mean is divided by. Means of other losses count by rows, unless a run sees that they
+            leave out targets.
     """
 
     weigh: Weigh | None = None
     summed: bool = False
+    known: bool = False
 
 
-BY_ROWS = Counts()
-"""Means that count by rows: assumed of a loss that is not known."""
+BY_ROWS = Counts(known=True)
+"""Means that count by rows."""
 
 
 _MODULES = tuple(
@@ -84,7 +87,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
     if body not in _KNOWN:
         # What a module of the user's returns is not known; where its reduction says sum, that is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
-        return Counts(loss.weigh if isinstance(loss, Weighing) else None, summed)
+        weighing = isinstance(loss, Weighing)
+        return Counts(loss.weigh if weighing else None, summed, weighing and getattr(loss, "is_known", True))
     reduction = _reduction(loss)
     if reduction not in ("mean", "batchmean", "sum"):
         name = _name(loss)
@@ -93,7 +97,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
             f"reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, target: (({name}(y, target) * "
             "weights).sum(), weights.sum())"
         )
-    return Counts(CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None, reduction == "sum")
+    weigh = CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None
+    return Counts(weigh, reduction == "sum", known=True)
 
 
 class CountedTargets:

@@ -39,6 +39,11 @@ class ModelLoss:
             )
         return loss
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what the model's loss is divided by."""
+        return self.labels is not None and getattr(self.labels, "counter", None) is not None
+
     def weigh(self, inputs: Any, target: Any) -> Any:
         """How much a microbatch counts: the labels that the model's loss is the mean of; None: its rows."""
         return None if self.labels is None else self.labels(inputs)

@@ -38,6 +38,7 @@ class Word(NamedTuple):
         trained: the leaves that it trains, where there are replicas.
         copies: what its parameters are, without their numbers, where there are replicas.
         length: of the sequences that it has and slices are cut of; None: it has none.
+        of_target, rows_unclear: of ready-made microbatches, as in `Uncut`.
     """
 
     plan: str
@@ -53,6 +54,8 @@ class Word(NamedTuple):
     trained: str = ""
     copies: str = ""
     length: int | None = None
+    of_target: bool = False
+    rows_unclear: bool = False
 
 
 class Agreed(NamedTuple):
@@ -66,6 +69,7 @@ class Agreed(NamedTuple):
         marked: does any leaf require a gradient.
         layouts: for each tie, of each member, at this replica.
         length: of the sequences that slices are cut of; None: there are none.
+        rows_unclear: see `Shares`.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -75,6 +79,7 @@ class Agreed(NamedTuple):
     marked: bool
     layouts: tuple[tuple[Any, ...], ...]
     length: int | None = None
+    rows_unclear: bool = False
 
 
 def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0) -> Agreed:
@@ -87,7 +92,8 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
-        return Agreed((word.parts,), word.merged is not False, weights, True, word.marked, layouts, word.length)
+        merged = word.merged is not False
+        return Agreed((word.parts,), merged, weights, True, word.marked, layouts, word.length, word.rows_unclear)
     faults = _differences(words, "the plan", lambda word: word.plan)
     for name in words[0].options:
         faults += _differences(words, name, lambda word, name=name: word.options.get(name))
@@ -119,7 +125,9 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
     # Of tied leaves that are cut over the replicas each has parts of other sizes.
     layouts = [_layouts(group, marked) for group in groups]
     length = next((word.length for word in words if word.length is not None), None)
-    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length)
+    deciding = [next(filter(_has_ready_rows, sorted(group, key=_precedence)), group[0]) for group in groups]
+    unclear = any(word.rows_unclear for word in deciding)
+    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length, unclear)
 
 
 def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
@@ -134,12 +142,20 @@ def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...]
 def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
     """Rows of the microbatches of a replica. Raises RanksError."""
     rows = next((word.rows for word in words if word.rows is not None), None)
-    first = sorted(words, key=lambda word: word.merged is None)  # who has the inputs comes first, as in one process
-    ready = [word.ready for word in first if word.ready is not None]
+    ready = [word.ready for word in sorted(words, key=_precedence) if word.ready is not None]
     try:
         return parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
     except BatchError as error:
         raise RanksError(str(error)) from None
+
+
+def _precedence(word: Word) -> tuple[bool, bool]:
+    """Whose ready-made rows count: the target's before the inputs', as in one process."""
+    return not word.of_target, word.merged is None
+
+
+def _has_ready_rows(word: Word) -> bool:
+    return word.ready is not None and any(word.ready)
 
 
 def _differences(words: Sequence[Word], name: str, field: Callable[[Word], Any], *, some: bool = False) -> list[str]:

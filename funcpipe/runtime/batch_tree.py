@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any
@@ -38,14 +38,17 @@ class BatchTree:
         self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
             self.faults += refuse_hidden(tree, name, self.leaves, spec)
-        self.ready_rows: list[int | None] = []
-        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
+        pieces: list[list[Tensor]] = []
         for index, piece in enumerate(self.ready or ()):
             leaves, spec = flatten(piece)
             self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
-            self.ready_rows.append(
-                next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-            )
+            pieces.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()])
+        self.ready_rows: list[int | None] = [leaves[0].shape[0] if leaves else None for leaves in pieces]
+        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
+        self.rows_agree = _agree(pieces, lambda leaf: leaf.shape[0])
+        """Would the rows of every other leaf give ready-made microbatches the same shares."""
+        self.sizes_agree = self.rows_agree and _agree(pieces, Tensor.numel)
+        """Would their numbers of elements."""
 
     @cached_property
     def places(self) -> list[str]:
@@ -151,6 +154,19 @@ class BatchTree:
             border.words = keys[size, length]
             out.append(border)
         return out
+
+
+def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
+    """Do the sizes of all leaves compare alike between ready-made microbatches, and do they compare like rows."""
+    if len({len(leaves) for leaves in pieces}) > 1:
+        return all(len({size(leaf) for leaf in leaves}) <= 1 for leaves in pieces)
+    columns = list(zip(*pieces, strict=True))
+    first = [leaf.shape[0] for leaf in columns[0]] if columns else []
+    return all(
+        size(leaf) * first[0] == rows * size(column[0])
+        for column in columns
+        for leaf, rows in zip(column, first, strict=True)
+    )
 
 
 def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:

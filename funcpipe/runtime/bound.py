@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from funcpipe.core.errors import BatchError
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
@@ -172,6 +173,14 @@ class Bound(Protocol):
         ...
 
 
+ROWS_UNCLEAR = (
+    "the leaves of the ready-made microbatches (fp.Microbatches) differ in how many rows they have, and it is not known "
+    "which of them count; say how much a microbatch counts, make_plan(weight=target -> number), or return (sum, weight) "
+    "from the loss"
+)
+"""What to do where ready-made microbatches have no rows that count."""
+
+
 class Shares(NamedTuple):
     """How much each microbatch counts in the batch's loss; with replicas, those of all of them, one after the other.
 
@@ -183,6 +192,8 @@ class Shares(NamedTuple):
         parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``, else by rows.
         summed: whether the loss returns sums.
         first: the place of this replica's first microbatch.
+        guessed: do means count by rows although it is not known what the loss divides them by.
+        rows_unclear: do the leaves of ready-made microbatches differ in how their rows compare, so that none can count.
     """
 
     weights: tuple[float, ...]
@@ -192,25 +203,32 @@ class Shares(NamedTuple):
     parts: tuple[float, ...]
     summed: bool = False
     first: int = 0
+    guessed: bool = False
+    rows_unclear: bool = False
 
     def weight(self, microbatch: int) -> float:
         """The weight of a microbatch of this replica."""
         return self.weights[self.first + microbatch]
 
     def part(self, microbatch: int) -> float:
-        """The share of a microbatch of this replica in auxiliary losses."""
+        """The share of a microbatch of this replica in auxiliary losses. Raises BatchError where it is not known."""
+        if self.rows_unclear:
+            raise BatchError(f"an auxiliary loss counts by rows; {ROWS_UNCLEAR}")
         return self.parts[self.first + microbatch]
 
     def factor(self, loss: Loss, microbatch: int) -> float:
         """The factor of the microbatch's loss in the batch's.
 
         A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights that were
-        not known before, the factor is 1 and everything is divided once, at the end.
+        not known before, the factor is 1 and everything is divided once, at the end. Raises BatchError for a mean whose
+        rows are not clear.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
         if self.total is None:
             return 1.0
+        if self.rows_unclear and loss.weight is None and not self.summed:
+            raise BatchError(f"the loss is a mean, which counts by rows; {ROWS_UNCLEAR}")
         weight = self.weights[self.first + microbatch]
         if weight and (self.summed or loss.weight is not None):
             weight = 1.0

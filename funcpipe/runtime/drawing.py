@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from funcpipe.core.torch_names import (
     OpOverload,
@@ -67,10 +68,11 @@ class CatchDraws:
 
 
 class _Thread(threading.local):
-    """The catcher of this thread, and whether it is `beside_others`."""
+    """The catcher of this thread, whether it is `beside_others`, and where it notes means over targets."""
 
     catcher: CatchDraws | None = None
     beside = False
+    means: list[MeanOverTargets] | None = None
 
 
 _thread = _Thread()
@@ -129,6 +131,7 @@ class _Kernels:
             self._libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
             for operation in filter(may_draw, operations_with(_SEEDED)):
                 self._libraries[1].impl(operation.name(), self._kernel(operation), _KEY)
+            self._libraries[1].impl("nll_loss_nd", self._noting_means(torch.ops.aten.nll_loss_nd.default), _KEY)
         except (AttributeError, RuntimeError) as error:
             self.work = False
             warnings.warn(
@@ -165,6 +168,39 @@ class _Kernels:
                 include_key(key, True)
 
         return kernel
+
+    def _noting_means(self, operation: Any) -> Callable[..., Any]:
+        """The kernel under which all cross entropies come by: it notes what their means leave out."""
+        key = self._key
+
+        def kernel(scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+            include_key(key, False)
+            try:
+                if _thread.means is not None and reduction == 1:
+                    _thread.means.append(MeanOverTargets(target, weight is not None, ignore_index))
+                return operation(scores, target, weight, reduction, ignore_index)
+            finally:
+                include_key(key, True)
+
+        return kernel
+
+
+class MeanOverTargets(NamedTuple):
+    """A mean of torch's cross entropy: of which targets, are they weighed by class, and which class is left out."""
+
+    target: Tensor
+    weighed: bool
+    ignored: int
+
+
+@contextmanager
+def noting_means() -> Generator[list[MeanOverTargets]]:
+    """Inside, and inside of a catcher of draws, this thread notes the means over targets that are computed."""
+    before, _thread.means = _thread.means, []
+    try:
+        yield _thread.means
+    finally:
+        _thread.means = before
 
 
 class _Everything(TorchDispatchMode):

@@ -32,6 +32,8 @@ from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding
 from funcpipe.runtime.border import LEAF, Border, close_border, open_border, share
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
+from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
+from funcpipe.runtime.drawing import noting_means
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.gradient_sums import GradientSums
@@ -63,6 +65,7 @@ class EagerBound:
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
+        self.guessed = loss is not None and shares is not None and shares.guessed
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         # What waits for W is the same for all microbatches, slices and levels, else sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
@@ -146,7 +149,7 @@ class EagerBound:
         drawing = self.drawing
         drawing.microbatch = args.microbatch
         with drawing:
-            out = self.evaluate(args, keep=keep)
+            out = self._evaluate_guessed(args, keep=keep) if self.guessed else self.evaluate(args, keep=keep)
         if drawing.counts:
             self.stage.seen.draws.add(self.train)
             if keep:
@@ -180,6 +183,14 @@ class EagerBound:
         self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         if self.looked:
             seen.looked[key] = self.reentrant
+
+    def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """`evaluate` where a mean counts by its rows: refuses a mean that is seen to be of something else."""
+        with noting_means() as means:
+            out = self.evaluate(args, keep=keep)
+        if out.report.loss is not None and out.report.loss.weight is None:
+            refuse_left_out(means)
+        return out
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
@@ -245,8 +256,13 @@ class EagerBound:
         # The output may be handed out as well, so an in-place loss gets its own.
         leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
+        watched = WatchDivisors.of(fn) if self.guessed else None
         try:
-            loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
+            with watched or nullcontext():
+                value = fn(tree, open_border(target, grad=False)[0])
+            loss = read_loss(value)
+            if watched is not None:
+                watched.check(fn, loss)
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise

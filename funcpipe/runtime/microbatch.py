@@ -169,12 +169,22 @@ def look(
             "slices; give tensors"
         )
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
-    made = None
+    made, of_target, unclear = None, False, False
     if ready:
-        known = next((tree.ready_rows for tree in trees.values() if any(tree.ready_rows)), [None] * max(ready.values()))
-        made = tuple([size or 0 for size in known])
+        # The loss is a mean over the target, so its rows count before those of the inputs.
+        order = sorted(trees.values(), key=lambda tree: tree.name != "target")
+        source = next((tree for tree in order if any(tree.ready_rows)), None)
+        made = tuple([size or 0 for size in source.ready_rows]) if source else (0,) * max(ready.values())
+        of_target = source is not None and source.name == "target"
+        unclear = source is not None and not (source.sizes_agree if of_target else source.rows_agree)
+        if source is not None and not source.rows_agree and rows is not None:
+            raise BatchError(
+                f"the leaves of {source.name}, ready-made microbatches, differ in how many rows they have, so it is not known "
+                "how to cut the other leaves of the batch; cut these, too: fp.Microbatches([...])"
+            )
     lengths = slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
-    return Uncut(trees, rows, made, parts_of(rows, made, limit), tuple(declared), length, lengths)
+    parts = parts_of(rows, made, limit)
+    return Uncut(trees, rows, made, parts, tuple(declared), length, lengths, of_target, unclear)
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,8 @@ class Uncut:
         feeds: the names of those that are here.
         length: of the sequences that are cut into slices; None: none is.
         slices: the lengths of the slices that follow from it.
+        of_target: are the ready-made rows those of the target, which count before others.
+        rows_unclear: see `Shares`.
     """
 
     trees: Mapping[str, BatchTree]
@@ -198,6 +210,8 @@ class Uncut:
     feeds: tuple[str, ...]
     length: int | None
     slices: tuple[int, ...]
+    of_target: bool = False
+    rows_unclear: bool = False
 
     @property
     def merged(self) -> bool | None:

@@ -193,7 +193,7 @@ def preparing(
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, pattern, copies, uncut.length)
+    word = Word(*facts, marked, tied, pattern, copies, uncut.length, uncut.of_target, uncut.rows_unclear)
 
     def rest(words: Sequence[Word]) -> Prepared:
         nonlocal cut
@@ -206,7 +206,8 @@ def preparing(
         every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
         every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
         first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
-        shares = shares_of(every_size, every_weight, plan, options.loss_scale, first)
+        unclear = agreed.rows_unclear
+        shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear)
         unmarked = [[False] * len(row) for row in leaves]
         trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
         ties = resolve_ties(plan, trees, trained, here)

@@ -30,19 +30,28 @@ class Weighed(NamedTuple):
 
 
 def shares_of(
-    rows: Sequence[int], weights: Sequence[float] | None, plan: Plan, loss_scale: Any, first: int = 0
+    rows: Sequence[int],
+    weights: Sequence[float] | None,
+    plan: Plan,
+    loss_scale: Any,
+    first: int = 0,
+    *,
+    rows_unclear: bool = False,
 ) -> Shares:
     """The shares of microbatches with so many rows and these weights; None: their rows count.
 
-    They are those of all replicas; ``first`` is the place of the first one of this.
+    They are those of all replicas; ``first`` is the place of the first one of this. See `Shares` for ``rows_unclear``.
 
     Raises:
         BatchError: all weights are 0.
     """
     counts, scale, summed = tuple(map(float, rows)), float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
+    rows_unclear = rows_unclear and len(counts) > 1 and plan.weight is None
     if weights is None:
-        return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first)
+        guessed = len(counts) > 1 and not summed and not plan.counts.known
+        options = {"guessed": guessed, "rows_unclear": rows_unclear}
+        return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first, **options)
     total = sum(weights)
     if not total:
         error = BatchError(
@@ -52,7 +61,7 @@ def shares_of(
         raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
-    return Shares(tuple(weights), total, True, scale, parts, summed, first)
+    return Shares(tuple(weights), total, True, scale, parts, summed, first, rows_unclear=rows_unclear)
 
 
 def weighed(batch: Batch, plan: Plan) -> Weighed:

@@ -95,8 +95,9 @@ def test_class_weights_count():
     torch.manual_seed(0)
     loss, x, target = nn.CrossEntropyLoss(weight=WEIGHTS), f64(8, 5), labels(8, ignored=())
     result = assert_exact(loss, x, target)
-    means = fp.run(plan_of(lambda y, t: loss(y, t)), numbers(), (x, target)).loss
-    assert abs(float(result.loss - means)) > 1e-3
+    assert abs(float(result.loss - sum(loss(*rows) for rows in zip(x.split(2), target.split(2))) / 4)) > 1e-3
+    with pytest.raises(fp.BatchError, match="classes have weights"):
+        fp.run(plan_of(lambda y, t: loss(y, t)), numbers(), (x, target))
 
 
 def test_pixels_and_probabilities():
@@ -277,7 +278,7 @@ def test_plans_travel():
     plan = plan_of(nn.CrossEntropyLoss(weight=WEIGHTS))
     counts = pickle.loads(pickle.dumps(plan.counts))
     assert float(counts.weigh(None, torch.tensor([1, 2, -100]))) == 4.0
-    assert plan_of(F.mse_loss).counts == plan_of(lambda y, t: y.sum()).counts
+    assert plan_of(F.mse_loss).counts == plan_of(nn.L1Loss()).counts != plan_of(lambda y, t: y.sum()).counts
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
