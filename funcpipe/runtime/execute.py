@@ -59,6 +59,8 @@ class LaneExecutor(ABC):
     """Can it do each half of a `vjp`."""
     runs = 0
     """How many runs it has begun, where those of several processes must be the same."""
+    takes_faulthandler = True
+    """May a run with a timeout take Python's one ``faulthandler.dump_traceback_later``: is the timeout the caller's."""
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason

@@ -46,6 +46,9 @@ from funcpipe.runtime.transport import Mailbox, Stop
 from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
 
+_LIMIT = 600.0
+"""Seconds for which ranks wait where nobody says how long."""
+
 
 class Ranks(Lanes):
     """The processes of a plan, seen from one of them. Made by `ranks`.
@@ -76,7 +79,7 @@ class Ranks(Lanes):
         replicas: Sequence[Sequence[int]],
         place: tuple[int, int],
         rank_of: Sequence[int],
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         self.mesh, (self.replica, rank) = mesh, place
         self.replicas, size = len(replicas), len(replicas[0])
@@ -89,7 +92,8 @@ class Ranks(Lanes):
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
-        self._store, self._limit, self._links = store, timeout, 0
+        self._store, self._limit, self._links = store, timeout or _LIMIT, 0
+        self._is_limit_given = timeout is not None
         self._stores: list[Any] = []
         self._link: Link | None = None
         self._identities: Identities = {}
@@ -136,6 +140,7 @@ class Ranks(Lanes):
                 refuse_options(options)
                 link.run = self.runs
                 link.refuse_gone()
+                self.takes_faulthandler = self._is_limit_given or options.timeout is not None
                 if options.timeout is None:
                     options = replace(options, timeout=self._limit)
                 link.limit(options.timeout or self._limit)
