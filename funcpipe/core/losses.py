@@ -39,14 +39,19 @@ class Counts:
     Attributes:
         weigh: how much each counts; None: its rows.
         summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
+        alike: where nothing weighs them, each counts as much as another, whatever its rows are.
     """
 
     weigh: Weigh | None = None
     summed: bool = False
+    alike: bool = False
 
 
 BY_ROWS = Counts()
 """Means that count by rows: assumed of a loss that is not known."""
+
+ALIKE = Counts(alike=True)
+"""The mean over the microbatches of what the loss returned for each, as torch.distributed.pipelining has it."""
 
 
 _MODULES = tuple(

@@ -384,8 +384,10 @@ class Execution:
         """How it went so far."""
         name = self.executor.word
         most = tuple(level.most for level in self.levels)
-        count = self.ready.batch.num_microbatches
-        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)
+        batch, first = self.ready.batch, self.ready.shares.first
+        count = batch.num_microbatches
+        first //= len(batch.slices or (1,))
+        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began, first)
 
 
 def walk(executions: Sequence[Execution]) -> None:

@@ -28,9 +28,12 @@ from funcpipe.runtime.exchanges import Everyone
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.store import AskedStore, hello
+from funcpipe.runtime.surroundings import names_of
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
+_NAMING = 4.0
+"""Seconds more than others that a wait gets whose job has the timeout itself, and says then who did not come."""
 _WHY = 0.5
 """Seconds for which a rank that has lost another waits to be told why: others may leave for that before all are told."""
 
@@ -40,6 +43,8 @@ class Link:
 
     Attributes:
         rank, size: which it is, of how many.
+        processes: the number of each for torch.distributed.
+        names: what errors call each.
         failure: what has broken the link, once something has.
         heard: was that told by another, who tells all.
         timeout: seconds after which a wait ends in an error, when no rank gets on any more.
@@ -51,13 +56,14 @@ class Link:
         self,
         stores: Sequence[Any],
         rank: int,
-        size: int,
+        processes: Sequence[int],
         timeout: float,
         doing: Callable[[], tuple[bool, str]],
         marks: Callable[[], Any],
     ) -> None:
         store, self._waits, self._watches = stores  # while one waits nobody else can use it
-        self.rank, self.size, self.doing = rank, size, doing
+        self.rank, self.size, self.doing = rank, len(processes), doing
+        self.processes, self.names = tuple(processes), names_of(processes)
         self.store, self.pulse = AskedStore(store), Pulse(store, marks)
         self._connector = Connector(self._waits, rank, lambda: self.failure is not None)
         self.limit(timeout)
@@ -89,7 +95,7 @@ class Link:
     def hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Say hello, and hear everyone's. Raises Alarm: someone did not come."""
         self._watcher.give(partial(self._watch, self._watches))
-        said = self.wait(partial(self._hear, mine))
+        said = self.wait(partial(self._hear, mine), _NAMING)
         self.pulse.start()
         return said
 
@@ -120,7 +126,8 @@ class Link:
                 store.wait([f"hello/{other}"], timedelta(seconds=max(0.001, deadline - monotonic())))
             except RuntimeError:
                 missing = [rank for rank in range(other, self.size) if not store.check([f"hello/{rank}"])]
-                text = f"did not come: no process of rank {missing} made or used its ranks for {self.timeout:g} s"
+                names = ", ".join(self.names[rank] for rank in missing)
+                text = f"did not come: {names} made no fp.ranks, or did not use it, for {self.timeout:g} s"
                 raise LostError(missing[0] if missing else -1, text) from None
             said.append(json.loads(store.get(f"hello/{other}")))
         # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
@@ -182,8 +189,8 @@ class Link:
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
-    def wait(self, job: Callable[[], Any]) -> Any:
-        """The result of a job on the thread that may block. Raises Alarm; see `take`."""
+    def wait(self, job: Callable[[], Any], more: float = 0.0) -> Any:
+        """The result of a job on the thread that may block, with so many seconds more. Raises Alarm; see `take`."""
         answers: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
 
         def work() -> None:
@@ -197,10 +204,10 @@ class Link:
                 self.fail(Failure(self.rank, type(error).__name__, str(error), None, self.run))
 
         self._worker.give(work)
-        return self.take(answers)
+        return self.take(answers, more)
 
-    def take(self, answers: queue.SimpleQueue[tuple[Any] | None]) -> Any:
-        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout."""
+    def take(self, answers: queue.SimpleQueue[tuple[Any] | None], more: float = 0.0) -> Any:
+        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout and ``more``."""
         with self.alarming(partial(answers.put, None)):
             beats, since = self.pulse.beats, monotonic()
             while True:
@@ -209,7 +216,7 @@ class Link:
                 except queue.Empty:  # Ctrl-C is seen here
                     if beats != self.pulse.beats:
                         beats, since = self.pulse.beats, monotonic()
-                    if monotonic() - since < self.timeout:
+                    if monotonic() - since < self.timeout + more:
                         continue
                     text = f"the others did not come for {self.timeout:g} s"
                     self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))

@@ -17,7 +17,7 @@ from funcpipe.core.levels import way_at
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import Stage, names_of
-from funcpipe.core.tree import Tree, flatten
+from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.agreement import START, Word, agree, weights_of_all
@@ -43,6 +43,7 @@ from funcpipe.runtime.refusals import (
 )
 from funcpipe.runtime.replicas import Sharding, Summed
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.same_numbers import digests_of, refuse_different
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
 from funcpipe.runtime.trainable import (
@@ -192,12 +193,15 @@ def preparing(
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
+    is_new = bool(part.replicas > 1 or tied) and part.compared.has_new(leaf for row in leaves for leaf in row)
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, pattern, copies, uncut.length)
+    word = Word(*facts, marked, tied, pattern, copies, uncut.length, is_new)
 
     def rest(words: Sequence[Word]) -> Prepared:
         nonlocal cut
-        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
+        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
+        if agreed.is_new:
+            _compare(part, plan, trees, states, spread)
         own = agreed.parts[part.replica]
         slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
         if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
@@ -245,6 +249,23 @@ def preparing(
         )
 
     return word, rest
+
+
+def _compare(
+    part: PlanPart, plan: Plan, trees: Sequence[Tree], states: Sequence[Tree], spread: Mapping[int, ShardedParams]
+) -> None:
+    """Compare the numbers of parameters and state with those of other processes. Raises RanksError."""
+    digests: dict[str, str] = {}
+    for stage in sorted(part.stages):
+        cuts = spread[stage].cuts if stage in spread else {}
+        digests |= {**digests_of(trees[stage], f"params[{stage}]", cuts)}
+        digests |= {**digests_of(states[stage], f"state[{stage}]", {})}
+    groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
+    places = {stage: locations(trees[stage], f"params[{stage}]") for group in groups for stage, leaf in group if leaf >= 0}
+    tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
+    everyone = part.exchange("the numbers of parameters and state", (digests, tied))
+    refuse_different(everyone, part.replicas, part.names)
+    part.compared.settle()
 
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:

@@ -32,16 +32,23 @@ from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
-from funcpipe.runtime.peer_errors import asked, peer_error, table_of, tell
+from funcpipe.runtime.peer_errors import OUTSIDE, asked, peer_error, table_of, tell
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.refusals import refuse_options
 from funcpipe.runtime.replicas import Sharding, Told, unheard
 from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import STALL, below, connections
-from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
+from funcpipe.runtime.surroundings import (
+    is_under_torchrun,
+    link_name,
+    names_of,
+    refuse_devices,
+    refuse_other_devices,
+)
 from funcpipe.runtime.transport import Mailbox, Stop
 from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
@@ -61,6 +68,9 @@ class Ranks(Lanes):
         replicas: how many there are.
         mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
         members: the processes of all of them, as torch.distributed numbers them.
+        processes: likewise, in order: replica by replica and by rank.
+        names: what errors call each of them.
+        compared: the leaves of parameters that replicas and ties have been found to have alike.
         copies: of these, those with the same stages as this one, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
@@ -85,7 +95,9 @@ class Ranks(Lanes):
         self.replicas, size = len(replicas), len(replicas[0])
         self.copies = tuple(members[rank] for members in replicas)
         self._copies = range(rank, len(replicas) * size, size)
-        self.members = frozenset(member for members in replicas for member in members)
+        self.processes = tuple(member for members in replicas for member in members)
+        self.members, self.names = frozenset(self.processes), names_of(self.processes)
+        self.compared = ComparedLeaves()
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
@@ -102,7 +114,7 @@ class Ranks(Lanes):
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
         self._reducing: dict[int, Any] = {}
         self._executions: Sequence[Execution] = ()
-        self._at = "outside of a run"
+        self._at = OUTSIDE
         self._did: tuple[bool, str] | None = None
         """What the lanes did when they were ended."""
 
@@ -135,6 +147,7 @@ class Ranks(Lanes):
             raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
         try:
             self.runs, self._over, self._did, self._reducing = self.runs + 1, False, None, {}
+            self.compared.begin()
             with _Telling(self):
                 link = self._open()
                 refuse_options(options)
@@ -146,7 +159,7 @@ class Ranks(Lanes):
                 link.limit(options.timeout or self._limit)
                 yield options
         finally:
-            self._at, self._over = "outside of a run", False
+            self._at, self._over = self._outside(), False
             if self._link is not None:
                 self._link.limit(self._limit)
             self._turn.release()
@@ -243,10 +256,11 @@ class Ranks(Lanes):
             self._at = f"at {about} ({self.runs})"
             known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
             self._over = about == END
-            self._at = f"after {about} ({self.runs})"
+            self._at = f"after {about} ({self.runs})" if self._turn.locked() else self._outside(about)
         if len({(run, what) for run, what, _ in known}) > 1:
             self.runs = max(run for run, *_ in known)
-            where = "; ".join(f"rank {rank} is at {what} ({run})" for rank, (run, what, _) in enumerate(known))
+            places = zip(self.names, known, strict=True)
+            where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in places)
             raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
         return [given for *_, given in known]
 
@@ -269,7 +283,12 @@ class Ranks(Lanes):
         return joined_timeline(result, machine(), self.exchange_here)
 
     def schedule(
-        self, params: Sequence[Tree], *, state: Sequence[Tree] | None = None, seed: int | None = None
+        self,
+        params: Sequence[Tree],
+        *,
+        state: Sequence[Tree] | None = None,
+        seed: int | None = None,
+        scale_grads: bool = True,
     ) -> RankSchedule:
         """An object with the ``step`` and ``eval`` of torch.distributed.pipelining's schedules, for loops such as
         torchtitan's.
@@ -278,11 +297,13 @@ class Ranks(Lanes):
             params: as for `run`, one tree per stage, None for stages of other ranks.
             state: likewise; the schedule keeps what each step makes of it.
             seed: each step draws by a key made of it and the number of the step.
+            scale_grads: divide gradients by the number of microbatches, as torch's schedules do unless told otherwise.
+                Give False for a loss that returns a sum, as torchtitan's does.
 
         Raises:
-            PlanError: the plan has no loss, or no backwards.
+            PlanError: the plan has no loss, no backwards, or slices.
         """
-        return RankSchedule(self.plan, self, params, state, seed)
+        return RankSchedule(self.plan, self, params, state, seed, scale_grads=scale_grads)
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
         """The leaves of a stage's parameters that are DTensors over its replicas."""
@@ -345,12 +366,12 @@ class Ranks(Lanes):
             limit = self._limit + (0.0 if self._stores else STALL)
             self._stores = self._stores or connections(self._store, limit)
             stores = [below(link_name(self._links), store) for store in self._stores]
-            number, count = self.replica * self.size + self.rank, self.replicas * self.size
-            link = self._link = Link(stores, number, count, limit, self._doing, self._marks)
+            number = self.replica * self.size + self.rank
+            link = self._link = Link(stores, number, self.processes, limit, self._doing, self._marks)
             link.run = self.runs
             said = link.hear(self._hello())
             try:
-                refuse_others(said)
+                refuse_others(said, self.names)
             except RanksError:
                 self._link = None
                 link.close(told=False)
@@ -381,6 +402,10 @@ class Ranks(Lanes):
         states = lane_states(executions)
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
 
+    def _outside(self, about: str = "") -> str:
+        """Where this rank is between runs; each time in other words, for `_marks`."""
+        return f"{OUTSIDE}, after {about or 'one'} ({self.runs})"
+
     def _marks(self) -> tuple[Any, ...]:
         """Changes whenever this rank gets on."""
         moved = 0 if self._link is None else self._link.moved()
@@ -394,6 +419,7 @@ class Ranks(Lanes):
         if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
         self._link = None
+        self.compared.forget()
         failure = tell(link, error, self.runs)
         table = asked(link) if failure.timed else {}
         if not link.close(told=False):
@@ -402,7 +428,7 @@ class Ranks(Lanes):
             return
         if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
             text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
-            raise RunTimeout(f"{text}\n{table_of(table, link.size)}") from None
+            raise RunTimeout(f"{text}\n{table_of(table, link.names)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
         raise peer_error(failure, table, link) from None

@@ -114,7 +114,8 @@ def _prepared(given: Batches, part: PlanPart, timeout: float | None) -> list[Pre
             halves.append(preparing("run_batches", given.plan, given.params, batch, timed, part=part))
     everyone = part.exchange(START, [word for word, _ in halves])
     if len({*map(len, everyone)}) > 1:
-        said = "; ".join(f"rank {rank} was given {len(words)}" for rank, words in enumerate(everyone))
+        pairs = zip(part.names, everyone, strict=True)
+        said = "; ".join(f"{name} was given {len(words)}" for name, words in pairs)
         raise RanksError(f"run_batches takes as many batches on every rank: {said}")
     readies: list[Prepared] = []
     for number, (_, rest) in enumerate(halves):
