@@ -19,6 +19,7 @@ class Failure(NamedTuple):
         where: its coordinates, where it was in a stage.
         run: the number of the run.
         timed: did it wait for too long; then all say what they are doing.
+        about: what it did, outside of a run; "" if that is not known.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Failure(NamedTuple):
     where: Sequence[Any] | None
     run: int
     timed: bool = False
+    about: str = ""
 
     def place(self) -> Where | None:
         """The coordinates."""

@@ -38,7 +38,7 @@ def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], link: Li
         if link.store.silent:
             text = f"{text}; {_NO_STORE}, so nobody could tell what came first"
     else:
-        at = "" if place is None else f" {place}"
+        at = f" {place}" if place is not None else f" in {failure.about}" if failure.about else ""
         text = f"{names[rank]} failed{at}: {failure.kind}: {failure.text}"
     error = PeerError(text)
     error.funcpipe = place
@@ -71,12 +71,12 @@ def table_of(table: Mapping[int, tuple[bool, str]], names: Sequence[str]) -> str
     return "\n".join(f"  * {name}: {lines.get(rank, 'does not answer')}" for rank, name in enumerate(names))
 
 
-def tell(link: Link, error: BaseException, run: int) -> Failure:
+def tell(link: Link, error: BaseException, run: int, about: str = "") -> Failure:
     """Break the link by an error in a run and tell it to the others, where nobody else does; what has broken it first."""
     if not isinstance(error, Alarm):
         where, text = getattr(error, "funcpipe", None), str(error)[:2000]
         kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
-        link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout)))
+        link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout), about))
     failure = link.failure
     assert failure is not None
     if not link.heard:

@@ -267,7 +267,7 @@ class Ranks(Lanes):
     @property
     def others(self) -> Exchange:
         """The exchange for what comes out of a run."""
-        return Exchange(self.exchange, self.copies)
+        return Exchange(self.exchange, self.copies, self.telling)
 
     def exchange_here(self, about: str, mine: Any) -> list[Any]:
         """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""
@@ -344,9 +344,9 @@ class Ranks(Lanes):
         """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
         self._reducing.pop(stage, None)
 
-    def telling(self) -> AbstractContextManager[object]:
-        """Inside, an error is told to the other ranks, which raise PeerError."""
-        return _Telling(self)
+    def telling(self, about: str = "") -> AbstractContextManager[object]:
+        """Inside, an error is told to the other ranks, which raise PeerError; it says what this rank was about."""
+        return _Telling(self, about)
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
@@ -413,14 +413,14 @@ class Ranks(Lanes):
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, about: str = "") -> None:
         """After an error: tell it to the others and break the link, or raise what one of theirs is here."""
         link = self._link
         if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
         self._link = None
         self.compared.forget()
-        failure = tell(link, error, self.runs)
+        failure = tell(link, error, self.runs, about)
         table = asked(link) if failure.timed else {}
         if not link.close(told=False):
             self._stores = []
@@ -437,12 +437,12 @@ class Ranks(Lanes):
 class _Telling:
     """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, about: str = "") -> None:
+        self.ranks, self.about = ranks, about
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.ranks._failed(error)
+            self.ranks._failed(error, self.about)
