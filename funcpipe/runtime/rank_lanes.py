@@ -33,6 +33,7 @@ from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
 from funcpipe.runtime.peer_errors import OUTSIDE, asked, peer_error, table_of, tell
+from funcpipe.runtime.plan_classes import permit_classes_of
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
@@ -188,6 +189,7 @@ class Ranks(Lanes):
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
         self.check(plan)
+        permit_classes_of(plan)
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:

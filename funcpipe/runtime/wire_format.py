@@ -1,7 +1,8 @@
 """Trees as bytes for other processes, and back: JSON that is checked, then memory. No pickle, and nothing is imported.
 
-A container travels as its kind and its children; a class by its module and name, which must be loaded at the other end
-already and must be a container there too. Tensors travel as size, strides and dtype, and their memory.
+A container travels as its kind and its children; a class by its module and name. Bytes make values of such classes alone
+that this process has itself sent, met in its own trees, or permitted (`permit`). Tensors travel as size, strides and dtype,
+and their memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, is_registered, put_together_by, take_apart, unflatten
 from funcpipe.runtime.border import LEAF, fills
 from funcpipe.runtime.plain_tensors import is_plain
 
@@ -225,11 +226,14 @@ def _form_of(data: bytes) -> TreeForm:
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""Not getattr of torch: it imports some of its modules when they are asked for."""
+
+
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    if name not in _DTYPES:
         raise ValueError(f"{name} is no dtype")
-    return found
+    return _DTYPES[name]
 
 
 _AS_THEY_ARE = (type(None), bool, int, str)
@@ -379,23 +383,45 @@ def _name_of(kind: type) -> str:
             f"a {kind.__qualname__} cannot go to another process: {kind.__module__} has no class of this name, by which "
             "it would be found there; define it at the top of a module, or hand a dict or a tuple on"
         )
+    _permitted.add(name)
     return name
+
+
+_permitted: set[str] = set()
+"""The names of classes that may come from other processes."""
+
+
+def permit(kind: type) -> type:
+    """Let values of a class come from other processes, where it is found by its name."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _looked_up(name) is kind:
+        _permitted.add(name)
+    return kind
 
 
 def _class(name: str) -> Any:
     found = _looked_up(name)
     if not isinstance(found, type):
         raise ValueError(f"there is no class {name} in this process")
+    if name not in _permitted and not is_registered(found):
+        raise ValueError(
+            f"this process has neither sent nor registered a {name}, so none is made here of what another one says; "
+            "import the class by its name where the stage that gets it is defined, or hand a dict or a tuple on"
+        )
     return found
 
 
 def _looked_up(name: str) -> Any:
-    """What has a name in a module that is loaded; None: nothing."""
+    """What has a name in a module that is loaded; None: nothing. Nothing is run: no getattr, by which some import."""
     module, _, path = name.partition(":")
-    first, *inner = path.split(".")
-    found: Any = (
-        vars(sys.modules[module]).get(first) if module in sys.modules else None
-    )  # not getattr: some import then
-    for part in inner:
-        found = getattr(found, part, None)
+    space: Mapping[str, Any] = vars(sys.modules[module]) if module in sys.modules else {}
+    found: Any = None
+    for part in path.split("."):
+        found = space.get(part)
+        if not isinstance(found, type):
+            return None
+        space = vars(found)
     return found
+
+
+permit(TensorLayout)
