@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.runtime.address import connect_at, host_of, own_address
+from funcpipe.runtime.address import connect_at, host_of, own_address, own_loopback
 from funcpipe.runtime.alarms import Alarm, Alarming, Failure
 from funcpipe.runtime.connection import LostError, Way
 from funcpipe.runtime.connector import Connector
@@ -119,7 +119,8 @@ class Link:
     def _hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = self._waits
         host = host_of(store)
-        store.set(*hello(self.rank, {**mine, "address": own_address([host])}))
+        loopback = own_loopback(host)
+        store.set(*hello(self.rank, {**mine, "address": own_address([host]), "loopback": loopback}))
         deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
         for other in range(self.size):
             try:
@@ -131,7 +132,12 @@ class Link:
                 raise LostError(missing[0] if missing else -1, text) from None
             said.append(json.loads(store.get(f"hello/{other}")))
         # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
-        self._connector.where = connect_at([host, *(each.get("address", "") for each in said)])
+        where = connect_at([host, *(each.get("address", "") for each in said)])
+        at_home = len({each.get("machine") for each in said}) == 1 and all(each.get("loopback") for each in said)
+        if not where and at_home:
+            # The store is at a loopback address for all, so all are here: nobody else needs to reach the cables.
+            where = {"hostname": loopback}
+        self._connector.where = where
         return said
 
     def connect(

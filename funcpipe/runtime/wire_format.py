@@ -8,6 +8,7 @@ and their memory.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -44,8 +45,19 @@ class TensorLayout(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
     def room(self, device: torch.device | None = None) -> Tensor:
-        """A new tensor with memory for the numbers."""
+        """A new tensor with memory for the numbers. Raises PlanError: more than this machine has."""
+        if self.nbytes > machine_memory():
+            raise PlanError(f"what came from another process is damaged: a tensor of {self.nbytes} bytes")
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device or "cpu")
+
+
+@lru_cache(1)
+def machine_memory() -> int:
+    """Bytes of this machine's memory, which no value on it exceeds; more than any has where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 48
 
 
 @dataclass(frozen=True)
