@@ -82,9 +82,7 @@ class Agreed(NamedTuple):
     is_new: bool = False
 
 
-def agree(
-    words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()
-) -> Agreed:
+def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()) -> Agreed:
     """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
 
     Errors call the processes by these ``names``.
@@ -195,7 +193,9 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
 
 def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise RanksError where processes, called by these names, have refused to run the plan, or differ from the first."""
-    refused = [f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each]
+    refused = [
+        f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each
+    ]
     raise_all("not all ranks run the plan:", refused, RanksError)
     faults = [
         f"{name}: {process} has {each['same'].get(name)}, {names[0]} has {value}"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.core.result import Loss
+from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.wire_format import permit
 

@@ -45,7 +45,11 @@ def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterab
         yield _classes_in(value.__globals__, seen)
         yield _named_in_modules(value.__code__, value.__globals__)
         inner = [_content(cell) for cell in value.__closure__ or ()]
-        inner += [getattr(value, "__wrapped__", None), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inner += [
+            getattr(value, "__wrapped__", None),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
     elif isinstance(value, partial):
         inner = [value.func, *value.args, *value.keywords.values()]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     elif isinstance(value, MethodType):
@@ -57,7 +61,8 @@ def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterab
     elif isinstance(value, dict):
         inner = [*value.values()]  # pyright: ignore[reportUnknownVariableType]
     elif callable(value):
-        inner = [vars(kind).get("__call__") for kind in type(value).__mro__]
+        kinds: Any = type(value).__mro__  # pyright: ignore[reportFunctionMemberAccess]
+        inner = [vars(kind).get("__call__") for kind in kinds]
         inner += [*getattr(value, "__dict__", {}).values()]
     for each in inner:
         yield from _namespaces(each, seen, depth - 1)

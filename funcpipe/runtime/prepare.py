@@ -261,7 +261,9 @@ def _compare(
         digests |= {**digests_of(trees[stage], f"params[{stage}]", cuts)}
         digests |= {**digests_of(states[stage], f"state[{stage}]", {})}
     groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
-    places = {stage: locations(trees[stage], f"params[{stage}]") for group in groups for stage, leaf in group if leaf >= 0}
+    places = {
+        stage: locations(trees[stage], f"params[{stage}]") for group in groups for stage, leaf in group if leaf >= 0
+    }
     tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
     everyone = part.exchange("the numbers of parameters and state", (digests, tied))
     refuse_different(everyone, part.replicas, part.names)

@@ -93,11 +93,12 @@ class RankSchedule:
         seed = None if self.seed is None else fold_in(self.seed, self.steps)
         result = self._run(self.plan, args, target, feeds, seed)
         self.state, self.steps = result.state, self.steps + 1
+        factor = 1.0 if self.scale_grads or result.weight is None else result.weight
         with torch.no_grad():
             for leaf, gradient in [
                 (entry.leaf, entry.gradient) for entry in by_leaf(self.params, result.grads, result.ties)
             ]:
-                gradient = gradient if self.scale_grads else gradient * result.weight
+                gradient = gradient if factor == 1.0 else gradient * factor
                 leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
         _put_own(result, losses)
         return result.outputs if return_outputs else None

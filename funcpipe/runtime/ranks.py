@@ -110,13 +110,14 @@ def _checked_timeout(timeout: Any) -> float:
 
 def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
     """Warn of dimensions along which there are pipelines that this call joins in nothing."""
-    names: tuple[str, ...] = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None:
+        return
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
     sizes = {name: mesh.mesh.shape[dim] for dim, name in enumerate(names) if name not in (pp, dp)}
     unnamed = {name: size for name, size in sizes.items() if size > 1}
     if not unnamed:
         return
-    first, wanted = next(iter(unnamed)), [name for name in (dp, pp) if name is not None]
-    kept = ", ".join(repr(name) for name in wanted)
+    first, kept = next(iter(unnamed)), ", ".join(repr(name) for name in names if name in (pp, dp))
     warnings.warn(
         f"the mesh has the dimension {' and '.join(map(repr, unnamed))}, which fp.ranks was not told of: the pipelines "
         "along it train apart, each with gradients of its own rows. "

@@ -131,7 +131,12 @@ def refuse_different(
         ]
     for places in ties:
         # Of the first replica: the others have the same, or are told of above.
-        members = [(place, each[place], names[rank]) for place in places for rank, each in enumerate(told[:size]) if place in each]
+        members = [
+            (place, each[place], names[rank])
+            for place in places
+            for rank, each in enumerate(told[:size])
+            if place in each
+        ]
         faults += [
             f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, and they are tied"
             for place, digest, name in members[1:]

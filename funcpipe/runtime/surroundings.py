@@ -16,7 +16,10 @@ from funcpipe.runtime.store import AskedStore, below, hello
 def names_of(processes: Sequence[int]) -> tuple[str, ...]:
     """What errors call each rank of a plan, by the numbers that torch.distributed, and torchrun's logs, have for them."""
     return tuple(
-        [f"rank {rank}" if rank == number else f"rank {rank} (process {number})" for rank, number in enumerate(processes)]
+        [
+            f"rank {rank}" if rank == number else f"rank {rank} (process {number})"
+            for rank, number in enumerate(processes)
+        ]
     )
 
 

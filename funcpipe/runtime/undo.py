@@ -53,9 +53,7 @@ class Undo:
         for leaf in tensors:
             if id(leaf) not in self._kept:
                 state = self.optimizer.state.get(leaf)
-                copies = (
-                    None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
-                )
+                copies = None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
                 self._kept[id(leaf)] = _Kept(leaf, _copied(leaf), copies)
 
     def restore(self) -> None:
