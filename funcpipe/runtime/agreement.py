@@ -10,9 +10,9 @@ import torch
 
 from funcpipe.core.errors import BatchError, RanksError, raise_all
 from funcpipe.core.plan import Plan
+from funcpipe.runtime.alarms import names_of
 from funcpipe.runtime.microbatch import parts_of
 from funcpipe.runtime.shares import Weighed, settled
-from funcpipe.runtime.surroundings import names_of
 
 START = "the start of a run"
 """What the first exchange of a run is about."""
@@ -204,3 +204,10 @@ def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> No
         if each["same"].get(name) != value
     ]
     raise_all("the ranks do not fit together:", faults, RanksError)
+
+
+def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) -> RanksError:
+    """The error of processes, called by these names, that exchange something in other runs, or about other things."""
+    pairs = zip(names, known, strict=True)
+    where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
+    return RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")

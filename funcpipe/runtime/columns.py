@@ -11,7 +11,7 @@ from torch import Tensor
 from funcpipe.core.result import Loss
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.runtime.plain_tensors import is_plain
-from funcpipe.runtime.wire_format import permit
+from funcpipe.runtime.wire_classes import permit
 
 _SMALL = 64
 """Of so many values a tensor costs more to be sent by itself than to be copied twice."""

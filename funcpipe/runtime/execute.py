@@ -59,8 +59,6 @@ class LaneExecutor(ABC):
     """Can it do each half of a `vjp`."""
     runs = 0
     """How many runs it has begun, where those of several processes must be the same."""
-    takes_faulthandler = True
-    """May a run with a timeout take Python's one ``faulthandler.dump_traceback_later``: is the timeout the caller's."""
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason
@@ -382,12 +380,10 @@ class Execution:
 
     def stats(self) -> RunStats:
         """How it went so far."""
-        name = self.executor.word
-        most = tuple(level.most for level in self.levels)
-        batch, first = self.ready.batch, self.ready.shares.first
-        count = batch.num_microbatches
-        first //= len(batch.slices or (1,))
-        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began, first)
+        ready, most = self.ready, tuple(level.most for level in self.levels)
+        first = ready.shares.first // len(ready.batch.slices or (1,))
+        how = self.executor.word, self.executor.reason, ready.threads, ready.batch.num_microbatches
+        return RunStats(*how, self.seconds, most, self.began, first)
 
 
 def walk(executions: Sequence[Execution]) -> None:

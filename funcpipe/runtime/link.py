@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.runtime.address import connect_at, host_of, own_address, own_loopback
-from funcpipe.runtime.alarms import Alarm, Alarming, Failure
+from funcpipe.runtime.alarms import Alarm, Alarming, Failure, names_of
 from funcpipe.runtime.connection import LostError, Way
 from funcpipe.runtime.connector import Connector
 from funcpipe.runtime.device_stream import DeviceEnds
@@ -28,7 +28,6 @@ from funcpipe.runtime.exchanges import Everyone
 from funcpipe.runtime.pulse import Pulse
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.store import AskedStore, hello
-from funcpipe.runtime.surroundings import names_of
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)

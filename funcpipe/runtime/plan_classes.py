@@ -14,7 +14,7 @@ from torch import nn
 
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
-from funcpipe.runtime.wire_format import permit
+from funcpipe.runtime.wire_classes import permit
 
 _DEPTH = 8
 """So many closures, partials and objects inside each other are looked into."""

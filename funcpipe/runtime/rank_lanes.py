@@ -22,8 +22,8 @@ from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
-from funcpipe.runtime.agreement import END, alike, refuse_others
-from funcpipe.runtime.alarms import Alarm
+from funcpipe.runtime.agreement import END, alike, other_places, refuse_others
+from funcpipe.runtime.alarms import Alarm, Telling, names_of
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.edge import Outbox
@@ -42,20 +42,11 @@ from funcpipe.runtime.replicas import Sharding, Told, unheard
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
-from funcpipe.runtime.store import STALL, below, connections
-from funcpipe.runtime.surroundings import (
-    is_under_torchrun,
-    link_name,
-    names_of,
-    refuse_devices,
-    refuse_other_devices,
-)
+from funcpipe.runtime.store import LIMIT, STALL, below, connections
+from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
 from funcpipe.runtime.transport import Mailbox, Stop
 from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
-
-_LIMIT = 600.0
-"""Seconds for which ranks wait where nobody says how long."""
 
 
 class Ranks(Lanes):
@@ -105,7 +96,7 @@ class Ranks(Lanes):
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
-        self._store, self._limit, self._links = store, timeout or _LIMIT, 0
+        self._store, self._limit, self._links = store, timeout or LIMIT, 0
         self._is_limit_given = timeout is not None
         self._stores: list[Any] = []
         self._link: Link | None = None
@@ -120,7 +111,7 @@ class Ranks(Lanes):
         """What the lanes did when they were ended."""
 
     def __enter__(self) -> Self:
-        with _Telling(self):
+        with Telling(self._failed):
             self._open()
         return super().__enter__()
 
@@ -149,18 +140,17 @@ class Ranks(Lanes):
         try:
             self.runs, self._over, self._did, self._reducing = self.runs + 1, False, None, {}
             self.compared.begin()
-            with _Telling(self):
+            with Telling(self._failed):
                 link = self._open()
                 refuse_options(options)
                 link.run = self.runs
                 link.refuse_gone()
-                self.takes_faulthandler = self._is_limit_given or options.timeout is not None
                 if options.timeout is None:
-                    options = replace(options, timeout=self._limit)
+                    options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
                 link.limit(options.timeout or self._limit)
                 yield options
         finally:
-            self._at, self._over = self._outside(), False
+            self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
             if self._link is not None:
                 self._link.limit(self._limit)
             self._turn.release()
@@ -254,16 +244,14 @@ class Ranks(Lanes):
             RanksError: another rank exchanges something else now.
             PeerError: a rank failed, or is lost.
         """
-        with _Telling(self):
+        with Telling(self._failed):
             self._at = f"at {about} ({self.runs})"
             known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
             self._over = about == END
-            self._at = f"after {about} ({self.runs})" if self._turn.locked() else self._outside(about)
+            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
         if len({(run, what) for run, what, _ in known}) > 1:
             self.runs = max(run for run, *_ in known)
-            places = zip(self.names, known, strict=True)
-            where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in places)
-            raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
+            raise other_places(known, self.names)
         return [given for *_, given in known]
 
     @property
@@ -322,7 +310,7 @@ class Ranks(Lanes):
 
     def whole(self, tensor: Any) -> Tensor:
         """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
-        with _Telling(self):
+        with Telling(self._failed):
             return whole_of(
                 tensor, self.copies, lambda part, room: self._open().gather({self.replica: part}, self._copies, room)
             )
@@ -338,7 +326,7 @@ class Ranks(Lanes):
         """The sums of the gradients of a stage over the replicas, which have begun. Raises PeerError."""
         if self.replicas == 1:
             return gradients
-        with _Telling(self):
+        with Telling(self._failed):
             self._at = f"at the sums of stage {stage} ({self.runs})"
             return self._open().take(self._reducing[stage])()
 
@@ -348,13 +336,13 @@ class Ranks(Lanes):
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
         """Inside, an error is told to the other ranks, which raise PeerError; it says what this rank was about."""
-        return _Telling(self, about)
+        return Telling(self._failed, about)
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
-        with _Telling(self):
+        with Telling(self._failed):
             return self._open().gather(dense, holders, lambda place: like[place].room())
 
     def _open(self) -> Link:
@@ -404,10 +392,6 @@ class Ranks(Lanes):
         states = lane_states(executions)
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
 
-    def _outside(self, about: str = "") -> str:
-        """Where this rank is between runs; each time in other words, for `_marks`."""
-        return f"{OUTSIDE}, after {about or 'one'} ({self.runs})"
-
     def _marks(self) -> tuple[Any, ...]:
         """Changes whenever this rank gets on."""
         moved = 0 if self._link is None else self._link.moved()
@@ -434,17 +418,3 @@ class Ranks(Lanes):
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
         raise peer_error(failure, table, link) from None
-
-
-class _Telling:
-    """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
-
-    def __init__(self, ranks: Ranks, about: str = "") -> None:
-        self.ranks, self.about = ranks, about
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.ranks._failed(error, self.about)

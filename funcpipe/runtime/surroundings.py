@@ -13,16 +13,6 @@ from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.store import AskedStore, below, hello
 
 
-def names_of(processes: Sequence[int]) -> tuple[str, ...]:
-    """What errors call each rank of a plan, by the numbers that torch.distributed, and torchrun's logs, have for them."""
-    return tuple(
-        [
-            f"rank {rank}" if rank == number else f"rank {rank} (process {number})"
-            for rank, number in enumerate(processes)
-        ]
-    )
-
-
 def link_name(number: int) -> str:
     """The name of a link of some ranks, below which its keys lie in their store."""
     return f"link{number}"

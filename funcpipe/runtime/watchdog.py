@@ -67,7 +67,7 @@ class LaneWatch:
 
         There is one for the process, so it is taken only where the caller asked for a timeout.
         """
-        if not self.executions[0].executor.takes_faulthandler:
+        if not self.executions[0].ready.options.takes_faulthandler:
             return
         self._has_backstop = True  # first: an interruption may come right after
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Spec, Tree, flatten, is_registered, put_together_by, take_apart, unflatten
+from funcpipe.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
 from funcpipe.runtime.border import LEAF, fills
 from funcpipe.runtime.plain_tensors import is_plain
+from funcpipe.runtime.wire_classes import class_named, looked_up, name_of, permit
 
 
 class TensorLayout(NamedTuple):
@@ -129,7 +129,7 @@ def pack_form(form: TreeForm) -> bytes:
 
 def unpack_form(data: bytes) -> TreeForm:
     """The form that was packed. Raises PlanError for what was not."""
-    return _unpacked_form(data, _class, _DECODERS)
+    return _unpacked_form(data, class_named, _DECODERS)
 
 
 def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
@@ -220,7 +220,7 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
     classes: dict[str, type] = {}
 
     def find(name: str) -> type:
-        classes[name] = found = _class(name)
+        classes[name] = found = class_named(name)
         return found
 
     return _unpacked_form(data, find, {**_DECODERS, "number": _BY_CODE.__getitem__}), classes
@@ -229,7 +229,7 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
 def _form_of(data: bytes) -> TreeForm:
     """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
     form, classes = _known(data)
-    if any(_looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
+    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
         _known.cache_clear()
         form, _ = _known(data)
     return form
@@ -326,9 +326,9 @@ def _structure(node: Any) -> Any:
     if kind is defaultdict:
         raise PlanError("a defaultdict cannot go to another process, since its factory cannot; hand a dict on")
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return ["named", _name_of(kind), [_structure(child) for child in node]]
+        return ["named", name_of(kind), [_structure(child) for child in node]]
     children, kept = take_apart(node)
-    return ["class", _name_of(kind), [_structure(child) for child in children], _plain(kept)]
+    return ["class", name_of(kind), [_structure(child) for child in children], _plain(kept)]
 
 
 def _built(code: Any, find: Callable[[str], Any]) -> Any:
@@ -367,7 +367,7 @@ def _plain(kept: Any) -> Any:
     if type(kept) is dict:
         return ["dict", [[_plain(key), _plain(part)] for key, part in kept.items()]]
     if isinstance(kept, type):
-        return ["type", _name_of(kept)]
+        return ["type", name_of(kept)]
     return ["leaf", _coded(str(kept) if isinstance(kept, str) else kept)]
 
 
@@ -386,54 +386,6 @@ def _unplain(code: Any, find: Callable[[str], Any]) -> Any:
             return _decoded(value)
         case _:
             raise ValueError(f"{kind!r} is nothing that a class keeps")
-
-
-def _name_of(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _looked_up(name) is not kind:
-        raise PlanError(
-            f"a {kind.__qualname__} cannot go to another process: {kind.__module__} has no class of this name, by which "
-            "it would be found there; define it at the top of a module, or hand a dict or a tuple on"
-        )
-    _permitted.add(name)
-    return name
-
-
-_permitted: set[str] = set()
-"""The names of classes that may come from other processes."""
-
-
-def permit(kind: type) -> type:
-    """Let values of a class come from other processes, where it is found by its name."""
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _looked_up(name) is kind:
-        _permitted.add(name)
-    return kind
-
-
-def _class(name: str) -> Any:
-    found = _looked_up(name)
-    if not isinstance(found, type):
-        raise ValueError(f"there is no class {name} in this process")
-    if name not in _permitted and not is_registered(found):
-        raise ValueError(
-            f"this process has neither sent nor registered a {name}, so none is made here of what another one says; "
-            "import the class by its name where the stage that gets it is defined, or hand a dict or a tuple on"
-        )
-    return found
-
-
-def _looked_up(name: str) -> Any:
-    """What has a name in a module that is loaded; None: nothing. Nothing is run: no getattr, by which some import."""
-    module, _, path = name.partition(":")
-    space: Mapping[str, Any] = vars(sys.modules[module]) if module in sys.modules else {}
-    found: Any = None
-    for part in path.split("."):
-        found = space.get(part)
-        if not isinstance(found, type):
-            return None
-        space = vars(found)
-    return found
 
 
 permit(TensorLayout)

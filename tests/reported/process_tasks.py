@@ -101,8 +101,10 @@ def comparisons(rank, size, renews):
         for _ in range(6):
             result = fp.run(plan, params, rows(8), executor=ranks)
             if renews:
-                params = tuple({k: (p - 0.1 * g[k]).detach().requires_grad_() for k, p in tree.items()}
-                               for tree, g in zip(params, result.grads, strict=True))  # fmt: skip
+                params = tuple(
+                    {name: (leaf - 0.1 * row[name]).detach().requires_grad_() for name, leaf in tree.items()}
+                    for tree, row in zip(params, result.grads, strict=True)
+                )
             else:
                 fp.step(optimizer, params, result)
     return abouts["the numbers of parameters and state"]
@@ -186,6 +188,7 @@ def losses_of_replicas(rank, size):
 
 def fails_beside(rank, size):
     """Two pipelines beside each other; the second stage of the second one fails: what its first rank hears."""
+
     def second(p, x):
         if rank == 3:
             raise ArithmeticError("planted")
