@@ -17,12 +17,13 @@ from funcpipe.core.levels import way_at
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import Stage, names_of
-from funcpipe.core.tree import Tree, flatten, locations
+from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
 from funcpipe.runtime.agreement import START, Word, agree, weights_of_all
 from funcpipe.runtime.bound import Bound, Program, Shares
 from funcpipe.runtime.check_finite import FiniteBound
+from funcpipe.runtime.compare_numbers import compare_numbers, compare_tied
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.options import RunOptions
@@ -43,7 +44,6 @@ from funcpipe.runtime.refusals import (
 )
 from funcpipe.runtime.replicas import Sharding, Summed
 from funcpipe.runtime.rng import Keys
-from funcpipe.runtime.same_numbers import digests_of, refuse_different
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
 from funcpipe.runtime.trainable import (
@@ -201,7 +201,7 @@ def preparing(
         nonlocal cut
         agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
         if agreed.is_new:
-            _compare(part, plan, trees, states, spread)
+            compare_numbers(part, plan, trees, states, spread)
         own = agreed.parts[part.replica]
         slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
         if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
@@ -214,6 +214,8 @@ def preparing(
         unmarked = [[False] * len(row) for row in leaves]
         trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
         ties = resolve_ties(plan, trees, trained, here)
+        if len(words) == 1 and ties:
+            compare_tied(part.compared, trees, leaves, ties)
         if backward:
             refuse_undeclared_ties(trees, trained, ties)
         if backward and not halves:
@@ -249,25 +251,6 @@ def preparing(
         )
 
     return word, rest
-
-
-def _compare(
-    part: PlanPart, plan: Plan, trees: Sequence[Tree], states: Sequence[Tree], spread: Mapping[int, ShardedParams]
-) -> None:
-    """Compare the numbers of parameters and state with those of other processes. Raises RanksError."""
-    digests: dict[str, str] = {}
-    for stage in sorted(part.stages):
-        cuts = spread[stage].cuts if stage in spread else {}
-        digests |= {**digests_of(trees[stage], f"params[{stage}]", cuts)}
-        digests |= {**digests_of(states[stage], f"state[{stage}]", {})}
-    groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
-    places = {
-        stage: locations(trees[stage], f"params[{stage}]") for group in groups for stage, leaf in group if leaf >= 0
-    }
-    tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
-    everyone = part.exchange("the numbers of parameters and state", (digests, tied))
-    refuse_different(everyone, part.replicas, part.names)
-    part.compared.settle()
 
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:

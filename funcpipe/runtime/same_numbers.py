@@ -1,20 +1,14 @@
-"""Compares the numbers of parameters and state that several processes have: replicas, and leaves that are tied.
-
-Every process makes its own model, so one that is seeded otherwise, or alone has read a checkpoint, trains another one. No
-error would show it: gradients are summed all the same. Nothing is sent from one to the others: which of them is meant is
-not known here, and parameters are the caller's.
-"""
+"""Hashes of the numbers of parameters and state, and which parameters were compared by them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from funcpipe.core.errors import RanksError, bullets
 from funcpipe.core.torch_names import version
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.cable import memory_view
@@ -26,8 +20,6 @@ Digests: TypeAlias = Mapping[str, str]
 
 _TWICE = 2
 """In so many runs that follow each other new leaves are compared. Who makes new ones in every step computes them of those."""
-
-_MOST_FAULTS = 8
 
 
 class ComparedLeaves:
@@ -99,52 +91,17 @@ def digest_of(leaf: Any) -> str:
     return digest.hexdigest()
 
 
-def digests_of(tree: Tree, root: str, cuts: Mapping[int, Sharding | None]) -> Digests:
-    """The hashes of the tensors of a tree; of those that are cut over the replicas, that of the whole."""
+def digests_of(
+    tree: Tree, root: str, cuts: Mapping[int, Sharding | None], wanted: Collection[str] | None = None
+) -> Digests:
+    """The hashes of the tensors of a tree at the ``wanted`` places (None: at all); of those that are cut over the
+    replicas, that of the whole.
+    """
     digests: dict[str, str] = {}
     for number, (place, leaf) in enumerate(zip(locations(tree, root), flatten(tree)[0], strict=True)):
+        if wanted is not None and place not in wanted:
+            continue
         digest = whole.digest(leaf) if cuts.get(number) is not None else digest_of(leaf)
         if digest:
             digests[place] = digest
     return digests
-
-
-def refuse_different(
-    everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], replicas: int, names: Sequence[str]
-) -> None:
-    """Raise RanksError where replicas, or leaves that are tied, have other numbers.
-
-    Args:
-        everyone: what every process has, replica by replica and by rank, and the places of its leaves of each tie.
-        replicas: how many there are.
-        names: what to call each process.
-    """
-    told, size = [digests for digests, _ in everyone], len(everyone) // replicas
-    ties = [[*dict.fromkeys(place for row in rows for place in row)] for rows in zip(*[ties for _, ties in everyone])]
-    faults: list[str] = []
-    for number, mine in enumerate(told[size:], size):
-        first = told[number % size]
-        faults += [
-            f"{place}: {names[number]} has other numbers than {names[number % size]}"
-            for place, digest in mine.items()
-            if first.get(place, digest) != digest
-        ]
-    for places in ties:
-        # Of the first replica: the others have the same, or are told of above.
-        members = [
-            (place, each[place], names[rank])
-            for place in places
-            for rank, each in enumerate(told[:size])
-            if place in each
-        ]
-        faults += [
-            f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, and they are tied"
-            for place, digest, name in members[1:]
-            if digest != members[0][1]
-        ]
-    if faults:
-        title = (
-            "the processes do not begin with the same numbers; call torch.manual_seed(0) in all of them before the model "
-            "is made, or fp.load the same checkpoint in all of them before the first run:"
-        )
-        raise RanksError(bullets(title, faults, _MOST_FAULTS))

@@ -318,3 +318,20 @@ def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
     size = (200, 200)
     kept = {each.data_ptr() for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) == size}
     assert len(kept) == 3 * len(params)  # themselves, and two averages of each
+
+
+def test_tied_weights_of_one_process_that_begin_apart_are_refused_too():
+    """Each time, until they are alike; one that is alike and no other tensor is never looked at."""
+    stages = [fp.stage(lambda p, x: x * p["w"])] * 2
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, ties=[((0, "w"), (1, "w"))], devices="cpu"
+    )
+    params = ({"w": torch.ones(6)}, {"w": torch.full((6,), 2.0)})
+    x = torch.randn(4, 6)
+    for _ in range(2):
+        with pytest.raises(fp.PlanError, match=r"params\[1\]\['w'\] has other numbers than params\[0\]\['w'\]"):
+            fp.run(plan, params, (x, x))
+    params[1]["w"].fill_(1.0)
+    grads = fp.run(plan, params, (x, x)).grads
+    one = torch.ones(6)
+    assert torch.equal(grads[0]["w"], fp.run(plan, ({"w": one}, {"w": one}), (x, x)).grads[0]["w"])
