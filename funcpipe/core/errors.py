@@ -141,10 +141,12 @@ class PeerError(FuncpipeError, ConnectionError):
     Attributes:
         rank: of that process, among all that run the plan (with replicas, those of one after those of the other); None:
             nobody knows which.
+        process: its number in the job, as torch.distributed and torchrun's logs have it; None: nobody knows which.
         funcpipe: the coordinates of its failure, where it failed inside of a stage.
     """
 
     rank: int | None = None
+    process: int | None = None
     funcpipe: Where | None = None
 
 

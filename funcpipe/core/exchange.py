@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ class Exchange:
     Attributes:
         call: does it.
         copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
+        telling: of what is done, gives a context; an error inside is told to the other processes.
     """
 
     call: Callable[[str, Any], list[Any]]
     copies: tuple[int, ...] = ()
+    telling: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __call__(self, about: str, mine: Any) -> list[Any]:
         """What every process gives."""

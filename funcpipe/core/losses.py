@@ -41,15 +41,20 @@ class Counts:
         summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
         known: is it known what a mean is divided by. Means of other losses count by rows, unless a run sees that they
             leave out targets.
+        alike: where nothing weighs them, each counts as much as another, whatever its rows are.
     """
 
     weigh: Weigh | None = None
     summed: bool = False
     known: bool = False
+    alike: bool = False
 
 
 BY_ROWS = Counts(known=True)
 """Means that count by rows."""
+
+ALIKE = Counts(known=True, alike=True)
+"""The mean over the microbatches of what the loss returned for each, as torch.distributed.pipelining has it."""
 
 
 _MODULES = tuple(

@@ -287,6 +287,7 @@ class RunStats:
         slots: the most values that lay in each pool at a time, in the order of the program's pools; of `ranks` in those
             of this process, once they are read, and 0 in others.
         began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where none was measured.
+        first_microbatch: with replicas, the place of this one's first microbatch among those of all (``Result.losses``).
     """
 
     executor: str
@@ -296,6 +297,7 @@ class RunStats:
     seconds: float
     slots: tuple[int, ...] = ()
     began: float = 0.0
+    first_microbatch: int = 0
 
     @guarded
     def __repr__(self) -> str:

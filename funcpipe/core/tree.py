@@ -199,6 +199,12 @@ def take_apart(node: Any) -> tuple[list[Any], Any]:
     return list(children), kept
 
 
+def is_registered(kind: type) -> bool:
+    """Is a class itself registered as a container: by its user, or since a tree of this process had one."""
+    entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)
+    return entry is not None and entry.type is kind
+
+
 def put_together_by(kind: type) -> Callable[[Any, Any], Any] | None:
     """What makes a container of a class out of what `take_apart` returned, the last first; None: it makes leaves."""
     entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)

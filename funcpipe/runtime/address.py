@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from ipaddress import ip_address
@@ -78,13 +78,21 @@ def own_address(hosts: Iterable[str]) -> str:
 
     IPv4 goes first where a host has both: then machines with both choose alike.
     """
+    return next((address for address in _ways_to(hosts) if not ip_address(address).is_loopback), "")
+
+
+def own_loopback(host: str) -> str:
+    """The loopback address by which a process reaches a host; "" if it goes there by a network."""
+    ways = [*_ways_to([host])]
+    return ways[0] if ways and all(ip_address(address).is_loopback for address in ways) else ""
+
+
+def _ways_to(hosts: Iterable[str]) -> Iterator[str]:
+    """The addresses from which this machine reaches each of these hosts, IPv4 first."""
     for host in filter(None, hosts):
         with suppress(OSError):
             found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
             for family, kind, _, _, to in sorted(found, key=lambda each: each[0] != socket.AF_INET):
                 with suppress(OSError), socket.socket(family, kind) as probe:
                     probe.connect(to)  # chooses a way; datagrams are not sent by it
-                    address = probe.getsockname()[0]
-                    if not ip_address(address).is_loopback:
-                        return address
-    return ""
+                    yield probe.getsockname()[0]

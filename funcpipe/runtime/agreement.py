@@ -10,6 +10,7 @@ import torch
 
 from funcpipe.core.errors import BatchError, RanksError, raise_all
 from funcpipe.core.plan import Plan
+from funcpipe.runtime.alarms import names_of
 from funcpipe.runtime.microbatch import parts_of
 from funcpipe.runtime.shares import Weighed, settled
 
@@ -39,6 +40,7 @@ class Word(NamedTuple):
         copies: what its parameters are, without their numbers, where there are replicas.
         length: of the sequences that it has and slices are cut of; None: it has none.
         of_target, rows_unclear: of ready-made microbatches, as in `Uncut`.
+        is_new: has it parameters whose numbers were not compared with those of others yet.
     """
 
     plan: str
@@ -56,6 +58,7 @@ class Word(NamedTuple):
     length: int | None = None
     of_target: bool = False
     rows_unclear: bool = False
+    is_new: bool = False
 
 
 class Agreed(NamedTuple):
@@ -70,6 +73,7 @@ class Agreed(NamedTuple):
         layouts: for each tie, of each member, at this replica.
         length: of the sequences that slices are cut of; None: there are none.
         rows_unclear: see `Shares`.
+        is_new: has any of them parameters whose numbers are to be compared.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -80,10 +84,13 @@ class Agreed(NamedTuple):
     layouts: tuple[tuple[Any, ...], ...]
     length: int | None = None
     rows_unclear: bool = False
+    is_new: bool = False
 
 
-def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0) -> Agreed:
+def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()) -> Agreed:
     """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
+
+    Errors call the processes by these ``names``.
 
     Raises:
         RanksError: they do not fit; every process raises it, since all have the same words.
@@ -94,26 +101,24 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
         merged = word.merged is not False
         return Agreed((word.parts,), merged, weights, True, word.marked, layouts, word.length, word.rows_unclear)
-    faults = _differences(words, "the plan", lambda word: word.plan)
+    names = names or names_of(range(len(words)))
+    said = [*zip(names, words, strict=True)]
+    faults = _differences(said, "the plan", lambda word: word.plan)
     for name in words[0].options:
-        faults += _differences(words, name, lambda word, name=name: word.options.get(name))
-    faults += [f"rank {rank} {lack}" for rank, word in enumerate(words) for lack in word.lacks]
-    faults += _differences(words, "the length of the sequences", lambda word: word.length, some=True)
+        faults += _differences(said, name, lambda word, name=name: word.options.get(name))
+    faults += [f"{name} {lack}" for name, word in said for lack in word.lacks]
+    faults += _differences(said, "the length of the sequences", lambda word: word.length, some=True)
     size = len(words) // replicas
     groups = [words[first : first + size] for first in range(0, len(words), size)]
-    for number, group in enumerate(groups):
-        of = f" of replica {number}" if replicas > 1 else ""
+    for number in range(replicas):
+        of, group = f" of replica {number}" if replicas > 1 else "", said[number * size : (number + 1) * size]
         faults += _differences(group, f"the rows of the batch{of}", lambda word: word.rows, some=True)
         faults += _differences(
             group, f"ready-made microbatches{of}", lambda word: word.ready and len(word.ready), some=True
         )
     for rank in range(size):
-        faults += _differences(
-            [group[rank] for group in groups], f"trained leaves of rank {rank}", lambda word: word.trained
-        )
-        faults += _differences(
-            [group[rank] for group in groups], f"the parameters of rank {rank}", lambda word: word.copies
-        )
+        faults += _differences(said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained)
+        faults += _differences(said[rank::size], f"the parameters of rank {rank}", lambda word: word.copies)
     raise_all("the ranks do not run the same:", faults, RanksError)
     parts = tuple([_parts(group, limit) for group in groups])
     merged = all(word.merged is not False for word in words)
@@ -127,7 +132,8 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
     length = next((word.length for word in words if word.length is not None), None)
     deciding = [next(filter(_has_ready_rows, sorted(group, key=_precedence)), group[0]) for group in groups]
     unclear = any(word.rows_unclear for word in deciding)
-    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length, unclear)
+    is_new = any(word.is_new for word in words)
+    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new)
 
 
 def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
@@ -158,12 +164,14 @@ def _has_ready_rows(word: Word) -> bool:
     return word.ready is not None and any(word.ready)
 
 
-def _differences(words: Sequence[Word], name: str, field: Callable[[Word], Any], *, some: bool = False) -> list[str]:
-    """Where processes say other things; with ``some`` those that say None say nothing."""
-    values = [(rank, value) for rank, word in enumerate(words) if (value := field(word)) is not None or not some]
+def _differences(
+    said: Sequence[tuple[str, Word]], name: str, field: Callable[[Word], Any], *, some: bool = False
+) -> list[str]:
+    """Where processes, by their names, say other things; with ``some`` those that say None say nothing."""
+    values = [(process, value) for process, word in said if (value := field(word)) is not None or not some]
     return [
-        f"{name}: rank {rank} has {value!r}, rank {values[0][0]} has {values[0][1]!r}"
-        for rank, value in values
+        f"{name}: {process} has {value!r}, {values[0][0]} has {values[0][1]!r}"
+        for process, value in values
         if value != values[0][1]
     ]
 
@@ -199,14 +207,23 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
     }
 
 
-def refuse_others(said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RanksError where processes have refused to run the plan, or differ from the first."""
-    refused = [f"rank {rank} refuses: {each['refused']}" for rank, each in enumerate(said) if "refused" in each]
+def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Raise RanksError where processes, called by these names, have refused to run the plan, or differ from the first."""
+    refused = [
+        f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each
+    ]
     raise_all("not all ranks run the plan:", refused, RanksError)
     faults = [
-        f"{name}: rank {rank} has {each['same'].get(name)}, rank 0 has {value}"
+        f"{name}: {process} has {each['same'].get(name)}, {names[0]} has {value}"
         for name, value in said[0]["same"].items()
-        for rank, each in enumerate(said)
+        for process, each in zip(names, said, strict=True)
         if each["same"].get(name) != value
     ]
     raise_all("the ranks do not fit together:", faults, RanksError)
+
+
+def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) -> RanksError:
+    """The error of processes, called by these names, that exchange something in other runs, or about other things."""
+    pairs = zip(names, known, strict=True)
+    where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
+    return RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")

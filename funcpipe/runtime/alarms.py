@@ -19,6 +19,7 @@ class Failure(NamedTuple):
         where: its coordinates, where it was in a stage.
         run: the number of the run.
         timed: did it wait for too long; then all say what they are doing.
+        about: what it did, outside of a run; "" if that is not known.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Failure(NamedTuple):
     where: Sequence[Any] | None
     run: int
     timed: bool = False
+    about: str = ""
 
     def place(self) -> Where | None:
         """The coordinates."""
@@ -59,3 +61,27 @@ class Alarming:
     def __exit__(self, *error: object) -> None:
         with self.gate:
             self.alarms.remove(self.alarm)
+
+
+class Telling:
+    """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
+
+    def __init__(self, failed: Callable[[BaseException, str], None], about: str = "") -> None:
+        self.failed, self.about = failed, about
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.failed(error, self.about)
+
+
+def names_of(processes: Sequence[int]) -> tuple[str, ...]:
+    """What errors call each rank of a plan, by the numbers that torch.distributed, and torchrun's logs, have for them."""
+    return tuple(
+        [
+            f"rank {rank}" if rank == number else f"rank {rank} (process {number})"
+            for rank, number in enumerate(processes)
+        ]
+    )

@@ -5,19 +5,24 @@ from __future__ import annotations
 import ctypes
 import json
 import secrets
+import selectors
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from funcpipe.runtime.connection import LostError
+from funcpipe.runtime.wire_format import machine_memory
 
 _MOST = 512
 """So many pieces of memory go to the system at once; it takes 1024."""
+
+_PIECE = 1 << 22
+"""So many bytes that are only announced get memory at once."""
 
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """Programs may let SIGPIPE end them, as those whose output is piped."""
@@ -29,7 +34,10 @@ _LOOK = 0.2
 """Seconds after which who waits for the other end looks whether it still should."""
 
 _PATIENCE = 5.0
-"""Seconds that who knocks has for each part of the word by which it is let in."""
+"""Seconds that who knocks has for the word by which it is let in."""
+
+_KNOCKING = 64
+"""So many may be about to say it at a time; the first of more have to go."""
 
 
 _memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -82,6 +90,21 @@ class Cable:
             if not count:
                 raise self._lost("its end is closed")
             left = _after(left, count)
+
+    def read_counted(self, length: int) -> bytearray:
+        """Wait for as many bytes as the other end has announced. Memory is taken as they come, not for what is announced.
+
+        Raises:
+            LostError: the connection has ended, or more is announced than this machine can hold.
+        """
+        if length > machine_memory():
+            raise LostError(self.rank, f"what it sent cannot be read: it says that {length} bytes follow")
+        data = bytearray()
+        while len(data) < length:
+            piece = bytearray(min(length - len(data), _PIECE))
+            self.read([piece])
+            data += piece
+        return data
 
     def read_some(self, most: int, *, wait: bool) -> int:
         """Read bytes without a meaning; how many came, at most ``most``. With ``wait`` there is at least one.
@@ -139,7 +162,7 @@ def _listen(hosts: Sequence[str]) -> socket.socket:
             listener = socket.socket(family, kind, protocol)
             try:
                 listener.bind(address)
-                listener.listen(8)
+                listener.listen(128)
             except OSError as error:
                 failure = error
                 listener.close()
@@ -169,23 +192,84 @@ def _answered(store: Any, hosts: Sequence[str], seconds: float, goes_on: Callabl
     Raises:
         OSError: nobody came for so many seconds, or this waits no longer.
     """
-    with closing(_listen(hosts)) as listener:
+    with ExitStack() as opened:
+        listener = opened.enter_context(closing(_listen(hosts)))
         token, deadline = secrets.token_bytes(16), monotonic() + seconds
         host, port, *_ = listener.getsockname()
         store.set("cable", json.dumps([host, port, token.hex()]))
-        listener.settimeout(_LOOK)
+        listener.setblocking(False)
+        door = opened.enter_context(_Door(listener, token))
         while goes_on() and monotonic() < deadline:
-            with suppress(TimeoutError, ConnectionAbortedError):
-                end, _ = listener.accept()
-                with suppress(OSError):  # whoever else knocks
-                    end.settimeout(_PATIENCE)
-                    said = b""
-                    while len(said) < len(token) and (more := end.recv(len(token) - len(said))):
-                        said += more
-                    if secrets.compare_digest(said, token):
-                        return end
-                end.close()
+            end = door.let_in()
+            if end is not None:
+                return end
     raise TimeoutError(f"nobody came for {seconds:g} s")
+
+
+class _Knock(NamedTuple):
+    """Who has not said the whole word yet: its end, what it said, and until when it may say the rest."""
+
+    end: socket.socket
+    said: bytearray
+    until: float
+
+
+class _Door:
+    """Lets in who says the word. All who knock are heard at once, so that none that is slow delays another one."""
+
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self.listener, self.token = listener, token
+        self._knocks: dict[int, _Knock] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in [*self._knocks]:
+            self._leave(number).close()
+        self._selector.close()
+
+    def let_in(self) -> socket.socket | None:
+        """The end of who has said the word, if it comes soon."""
+        for key, _ in self._selector.select(_LOOK):
+            if key.fileobj is self.listener:
+                self._open()
+            elif key.fd in self._knocks and self._hear(key.fd):
+                return self._leave(key.fd)
+        over = [number for number, knock in self._knocks.items() if knock.until < monotonic()]
+        too_many = [*self._knocks][: max(0, len(self._knocks) - _KNOCKING)]
+        for number in {*over, *too_many}:
+            self._leave(number).close()
+        return None
+
+    def _open(self) -> None:
+        with suppress(OSError):  # it has gone again, or the process has no more files for such
+            end, _ = self.listener.accept()
+            end.setblocking(False)
+            self._knocks[end.fileno()] = _Knock(end, bytearray(), monotonic() + _PATIENCE)
+            self._selector.register(end, selectors.EVENT_READ)
+
+    def _hear(self, number: int) -> bool:
+        """Is the word said now; whoever says another one, or leaves, is let go."""
+        end, said, _ = self._knocks[number]
+        try:
+            more = end.recv(len(self.token) - len(said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) == len(self.token) and secrets.compare_digest(bytes(said), self.token):
+            return True
+        if not more or len(said) == len(self.token):
+            self._leave(number).close()
+        return False
+
+    def _leave(self, number: int) -> socket.socket:
+        self._selector.unregister(self._knocks[number].end)
+        return self._knocks.pop(number).end
 
 
 def _called(store: Any, seconds: float) -> socket.socket:

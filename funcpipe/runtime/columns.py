@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcpipe.core.result import Loss
 from funcpipe.core.tree import Tree, flatten, unflatten
 from funcpipe.runtime.plain_tensors import is_plain
+from funcpipe.runtime.wire_classes import permit
 
 _SMALL = 64
 """Of so many values a tensor costs more to be sent by itself than to be copied twice."""
@@ -28,6 +30,10 @@ class Columns(NamedTuple):
 
     length: int
     tree: Tree
+
+
+for _kind in (Columns, Loss):  # of the process with the last stage
+    permit(_kind)
 
 
 def joined(trees: tuple[Tree, ...]) -> tuple[Tree, ...] | Columns:

@@ -292,9 +292,7 @@ class EdgeIn(_Edge):
         self.cable.read([head])
         kind, length = _HEAD.unpack(head)
         if length:
-            text = bytearray(length)
-            self.cable.read([text])
-            self.forms.append(unpack_form(bytes(text)))
+            self.forms.append(unpack_form(bytes(self.cable.read_counted(length))))
         form, (slot, free), event = self.forms[kind], self._asked.popleft(), None
         if self.direct:
             assert self.stream is not None

@@ -98,8 +98,7 @@ def _swapped(to: Cable, source: Cable, data: bytes) -> bytearray:
         writer.start()
     head = bytearray(8)
     source.read([head])
-    theirs = bytearray(int.from_bytes(head, "little"))
-    source.read([theirs])
+    theirs = source.read_counted(int.from_bytes(head, "little"))
     if writer is not None:
         writer.join()
     if failures:
@@ -119,8 +118,9 @@ def _joined(blocks: Sequence[bytes]) -> bytes:
 def _parted(data: bytes | bytearray) -> list[bytes]:
     """The blocks that were joined."""
     blocks: list[bytes] = []
-    while data:
-        end = 8 + int.from_bytes(data[:8], "little")
-        blocks.append(bytes(data[8:end]))
-        data = data[end:]
+    start = 0
+    while start < len(data):
+        end = start + 8 + int.from_bytes(data[start : start + 8], "little")
+        blocks.append(bytes(data[start + 8 : end]))
+        start = end
     return blocks

@@ -380,10 +380,10 @@ class Execution:
 
     def stats(self) -> RunStats:
         """How it went so far."""
-        name = self.executor.word
-        most = tuple(level.most for level in self.levels)
-        count = self.ready.batch.num_microbatches
-        return RunStats(name, self.executor.reason, self.ready.threads, count, self.seconds, most, self.began)
+        ready, most = self.ready, tuple(level.most for level in self.levels)
+        first = ready.shares.first // len(ready.batch.slices or (1,))
+        how = self.executor.word, self.executor.reason, ready.threads, ready.batch.num_microbatches
+        return RunStats(*how, self.seconds, most, self.began, first)
 
 
 def walk(executions: Sequence[Execution]) -> None:

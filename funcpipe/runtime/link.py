@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from funcpipe.runtime.address import connect_at, host_of, own_address
-from funcpipe.runtime.alarms import Alarm, Alarming, Failure
+from funcpipe.runtime.address import connect_at, host_of, own_address, own_loopback
+from funcpipe.runtime.alarms import Alarm, Alarming, Failure, names_of
 from funcpipe.runtime.connection import LostError, Way
 from funcpipe.runtime.connector import Connector
 from funcpipe.runtime.device_stream import DeviceEnds
@@ -31,6 +31,8 @@ from funcpipe.runtime.store import AskedStore, hello
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
+_NAMING = 4.0
+"""Seconds more than others that a wait gets whose job has the timeout itself, and says then who did not come."""
 _WHY = 0.5
 """Seconds for which a rank that has lost another waits to be told why: others may leave for that before all are told."""
 
@@ -40,6 +42,8 @@ class Link:
 
     Attributes:
         rank, size: which it is, of how many.
+        processes: the number of each for torch.distributed.
+        names: what errors call each.
         failure: what has broken the link, once something has.
         heard: was that told by another, who tells all.
         timeout: seconds after which a wait ends in an error, when no rank gets on any more.
@@ -51,13 +55,14 @@ class Link:
         self,
         stores: Sequence[Any],
         rank: int,
-        size: int,
+        processes: Sequence[int],
         timeout: float,
         doing: Callable[[], tuple[bool, str]],
         marks: Callable[[], Any],
     ) -> None:
         store, self._waits, self._watches = stores  # while one waits nobody else can use it
-        self.rank, self.size, self.doing = rank, size, doing
+        self.rank, self.size, self.doing = rank, len(processes), doing
+        self.processes, self.names = tuple(processes), names_of(processes)
         self.store, self.pulse = AskedStore(store), Pulse(store, marks)
         self._connector = Connector(self._waits, rank, lambda: self.failure is not None)
         self.limit(timeout)
@@ -89,7 +94,7 @@ class Link:
     def hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Say hello, and hear everyone's. Raises Alarm: someone did not come."""
         self._watcher.give(partial(self._watch, self._watches))
-        said = self.wait(partial(self._hear, mine))
+        said = self.wait(partial(self._hear, mine), _NAMING)
         self.pulse.start()
         return said
 
@@ -113,18 +118,25 @@ class Link:
     def _hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         store = self._waits
         host = host_of(store)
-        store.set(*hello(self.rank, {**mine, "address": own_address([host])}))
+        loopback = own_loopback(host)
+        store.set(*hello(self.rank, {**mine, "address": own_address([host]), "loopback": loopback}))
         deadline, said = monotonic() + self.timeout, list[dict[str, Any]]()
         for other in range(self.size):
             try:
                 store.wait([f"hello/{other}"], timedelta(seconds=max(0.001, deadline - monotonic())))
             except RuntimeError:
                 missing = [rank for rank in range(other, self.size) if not store.check([f"hello/{rank}"])]
-                text = f"did not come: no process of rank {missing} made or used its ranks for {self.timeout:g} s"
+                names = ", ".join(self.names[rank] for rank in missing)
+                text = f"did not come: {names} made no fp.ranks, or did not use it, for {self.timeout:g} s"
                 raise LostError(missing[0] if missing else -1, text) from None
             said.append(json.loads(store.get(f"hello/{other}")))
         # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
-        self._connector.where = connect_at([host, *(each.get("address", "") for each in said)])
+        where = connect_at([host, *(each.get("address", "") for each in said)])
+        at_home = len({each.get("machine") for each in said}) == 1 and all(each.get("loopback") for each in said)
+        if not where and at_home:
+            # The store is at a loopback address for all, so all are here: nobody else needs to reach the cables.
+            where = {"hostname": loopback}
+        self._connector.where = where
         return said
 
     def connect(
@@ -182,8 +194,8 @@ class Link:
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
-    def wait(self, job: Callable[[], Any]) -> Any:
-        """The result of a job on the thread that may block. Raises Alarm; see `take`."""
+    def wait(self, job: Callable[[], Any], more: float = 0.0) -> Any:
+        """The result of a job on the thread that may block, with so many seconds more. Raises Alarm; see `take`."""
         answers: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
 
         def work() -> None:
@@ -197,10 +209,10 @@ class Link:
                 self.fail(Failure(self.rank, type(error).__name__, str(error), None, self.run))
 
         self._worker.give(work)
-        return self.take(answers)
+        return self.take(answers, more)
 
-    def take(self, answers: queue.SimpleQueue[tuple[Any] | None]) -> Any:
-        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout."""
+    def take(self, answers: queue.SimpleQueue[tuple[Any] | None], more: float = 0.0) -> Any:
+        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout and ``more``."""
         with self.alarming(partial(answers.put, None)):
             beats, since = self.pulse.beats, monotonic()
             while True:
@@ -209,7 +221,7 @@ class Link:
                 except queue.Empty:  # Ctrl-C is seen here
                     if beats != self.pulse.beats:
                         beats, since = self.pulse.beats, monotonic()
-                    if monotonic() - since < self.timeout:
+                    if monotonic() - since < self.timeout + more:
                         continue
                     text = f"the others did not come for {self.timeout:g} s"
                     self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))

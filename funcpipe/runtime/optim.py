@@ -58,10 +58,24 @@ def step(
         PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, no leaf that
             the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
-    check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
-    scale, exchange = 1.0, alone
+    exchange = grads.exchange if isinstance(grads, Result) else alone
+    with exchange.telling("fp.step"):  # else the others would go on, a step ahead of this process
+        check_options(optimizer, max_norm, scaler, optional=exchange != alone)
+        return _step(optimizer, params, grads, max_norm, ties, scaler, exchange)
+
+
+def _step(
+    optimizer: torch.optim.Optimizer | None,
+    params: Tree,
+    grads: Tree | Result,
+    max_norm: float | None,
+    ties: Ties,
+    scaler: torch.amp.GradScaler | None,
+    exchange: Exchange,
+) -> Tensor:
+    """`step`, whose options are checked."""
+    scale = 1.0
     if isinstance(grads, Result):
-        exchange = grads.exchange
         if grads.norm is not None:
             raise PlanError(
                 "the run has stepped (its schedule has S), and its result is not stepped again: leave fp.step out, or run "

@@ -14,7 +14,11 @@ from funcpipe.runtime.trainable import Trainable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunOptions:
-    """What a run takes besides plan, params and batch, as the user gave it; `run` says what each is."""
+    """What a run takes besides plan, params and batch, as the user gave it; `run` says what each is.
+
+    Attributes:
+        takes_faulthandler: with a timeout, is Python's one timer of ``faulthandler`` taken; not where nobody asked for one.
+    """
 
     state: Sequence[Tree] | None = None
     feeds: Mapping[str, Tree] | None = None
@@ -28,6 +32,7 @@ class RunOptions:
     timeout: float | None = None
     optimizer: Any = None
     max_norm: float | None = None
+    takes_faulthandler: bool = True
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from funcpipe.core.remembered import Remembered
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.replicas import Sharding, Told, unheard
+from funcpipe.runtime.same_numbers import ComparedLeaves
 
 
 class PlanPart(Protocol):
@@ -54,6 +55,16 @@ class PlanPart(Protocol):
     @property
     def beside(self) -> int:
         """How many lanes run on this machine, in whichever process."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What to call each process, by replica and rank."""
+        ...
+
+    @property
+    def compared(self) -> ComparedLeaves:
+        """The leaves of parameters whose numbers were compared with those of other processes."""
         ...
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
@@ -130,6 +141,7 @@ class WholePlan:
 
     rank = replica = 0
     replicas = 1
+    names = ("this process",)
     exchange = others = alone
 
     def __init__(self, plan: Plan) -> None:
@@ -137,6 +149,7 @@ class WholePlan:
         self.rank_of = (0,) * plan.num_devices
         self.stages = range(plan.num_stages)
         self.beside = plan.num_devices
+        self.compared = ComparedLeaves()
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
         """The devices of all lanes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any
 
@@ -11,31 +11,39 @@ from funcpipe.core.errors import PeerError, RunTimeout, StageError
 from funcpipe.runtime.alarms import Alarm, Failure
 from funcpipe.runtime.link import Link
 
+OUTSIDE = "outside of a run"
+"""How the words of a rank begin that is in no run, and at nothing that all do together."""
+
 _NO_STORE = "the store of the processes does not answer"
 
 
 def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], link: Link) -> PeerError:
     """What a rank raises for another one's failure."""
-    rank, place, size = failure.rank, failure.place(), link.size
+    rank, place, names = failure.rank, failure.place(), link.names
     if (
         failure.timed and link.store.silent and len(table) < 2
     ):  # is it this rank that is cut off, or the store; who knows
-        rank, text = -1, f"{_NO_STORE}, and nothing went on for a while\n{table_of(table, size)}"
+        rank, text = -1, f"{_NO_STORE}, and nothing went on for a while\n{table_of(table, names)}"
     elif failure.timed:
-        silent = [other for other in range(size) if other not in table]
-        rank = next(iter([*silent, *(other for other, (busy, _) in table.items() if busy)]), -1)
-        whom = "is silent" if silent else "is in an action" if rank >= 0 else ""
-        head = f"rank {rank} {whom}" if whom else "the ranks wait for each other"
-        text = f"{head}, and nothing went on for a while (rank {failure.rank} saw it first)\n{table_of(table, size)}"
+        silent = [other for other in range(link.size) if other not in table]
+        busy = [other for other in table if table[other][0]]
+        outside = [other for other in table if table[other][1].startswith(OUTSIDE)]
+        away = outside if len(outside) < link.size else []  # it does not come to what the others wait in
+        rank = next(iter([*silent, *busy, *away]), -1)
+        whom = "is silent" if silent else "is in an action" if busy else "is outside of a run" if away else ""
+        head = f"{names[rank]} {whom}" if whom else "the ranks wait for each other"
+        text = f"{head}, and nothing went on for a while ({names[failure.rank]} saw it first)\n{table_of(table, names)}"
     elif not failure.kind:
-        text = f"rank {rank}: {failure.text}" if rank >= 0 else failure.text
+        text = f"{names[rank]}: {failure.text}" if rank >= 0 else failure.text
         if link.store.silent:
             text = f"{text}; {_NO_STORE}, so nobody could tell what came first"
     else:
-        at = "" if place is None else f" {place}"
-        text = f"rank {rank} failed{at}: {failure.kind}: {failure.text}"
+        at = f" {place}" if place is not None else f" in {failure.about}" if failure.about else ""
+        text = f"{names[rank]} failed{at}: {failure.kind}: {failure.text}"
     error = PeerError(text)
-    error.rank, error.funcpipe = (None if rank < 0 else rank), place
+    error.funcpipe = place
+    if rank >= 0:
+        error.rank, error.process = rank, link.processes[rank]
     return error
 
 
@@ -57,18 +65,18 @@ def asked(link: Link, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
     return {**said}
 
 
-def table_of(table: Mapping[int, tuple[bool, str]], size: int) -> str:
+def table_of(table: Mapping[int, tuple[bool, str]], names: Sequence[str]) -> str:
     """What all ranks do, a line each."""
     lines = {rank: words for rank, (_, words) in table.items()}
-    return "\n".join(f"  * rank {rank}: {lines.get(rank, 'does not answer')}" for rank in range(size))
+    return "\n".join(f"  * {name}: {lines.get(rank, 'does not answer')}" for rank, name in enumerate(names))
 
 
-def tell(link: Link, error: BaseException, run: int) -> Failure:
+def tell(link: Link, error: BaseException, run: int, about: str = "") -> Failure:
     """Break the link by an error in a run and tell it to the others, where nobody else does; what has broken it first."""
     if not isinstance(error, Alarm):
         where, text = getattr(error, "funcpipe", None), str(error)[:2000]
         kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
-        link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout)))
+        link.fail(Failure(link.rank, kind, text, where, run, isinstance(error, RunTimeout), about))
     failure = link.failure
     assert failure is not None
     if not link.heard:

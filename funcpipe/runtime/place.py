@@ -13,6 +13,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.devices import plan_devices, same_device
+from funcpipe.runtime.same_numbers import whole
 from funcpipe.runtime.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
 
 
@@ -99,6 +100,8 @@ def _sharded(tree: Tree, mesh: Any) -> Tree:
             if isinstance(leaf, nn.Parameter):
                 new = nn.Parameter(new, leaf.requires_grad)
             made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+            if not leaf.is_meta:
+                whole.keep(made[id(leaf)], leaf)  # from parts alone nobody could tell whether replicas began alike
         return made[id(leaf)]
 
     return map_leaves(shard, tree)

@@ -23,6 +23,7 @@ from funcpipe.runtime import microbatch
 from funcpipe.runtime.agreement import START, Word, agree, weights_of_all
 from funcpipe.runtime.bound import Bound, Program, Shares
 from funcpipe.runtime.check_finite import FiniteBound
+from funcpipe.runtime.compare_numbers import compare_numbers, compare_tied
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.options import RunOptions
@@ -192,12 +193,16 @@ def preparing(
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
+    is_new = bool(part.replicas > 1 or tied) and part.compared.has_new(leaf for row in leaves for leaf in row)
     facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
-    word = Word(*facts, marked, tied, pattern, copies, uncut.length, uncut.of_target, uncut.rows_unclear)
+    ready = uncut.of_target, uncut.rows_unclear
+    word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
 
     def rest(words: Sequence[Word]) -> Prepared:
         nonlocal cut
-        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica)
+        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
+        if agreed.is_new:
+            compare_numbers(part, plan, trees, states, spread)
         own = agreed.parts[part.replica]
         slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
         if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
@@ -211,6 +216,8 @@ def preparing(
         unmarked = [[False] * len(row) for row in leaves]
         trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
         ties = resolve_ties(plan, trees, trained, here)
+        if len(words) == 1 and ties:
+            compare_tied(part.compared, trees, leaves, ties)
         if backward:
             refuse_undeclared_ties(trees, trained, ties)
         if backward and not halves:

@@ -22,8 +22,8 @@ from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
-from funcpipe.runtime.agreement import END, alike, refuse_others
-from funcpipe.runtime.alarms import Alarm
+from funcpipe.runtime.agreement import END, alike, other_places, refuse_others
+from funcpipe.runtime.alarms import Alarm, Telling, names_of
 from funcpipe.runtime.context import pin
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.edge import Outbox
@@ -32,15 +32,17 @@ from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Link
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
-from funcpipe.runtime.peer_errors import asked, peer_error, table_of, tell
+from funcpipe.runtime.peer_errors import OUTSIDE, asked, peer_error, table_of, tell
+from funcpipe.runtime.plan_classes import permit_classes_of
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.refusals import refuse_options
 from funcpipe.runtime.replicas import Sharding, Told, unheard
 from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
-from funcpipe.runtime.store import STALL, below, connections
+from funcpipe.runtime.store import LIMIT, STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
 from funcpipe.runtime.transport import Mailbox, Stop
 from funcpipe.runtime.watchdog import begun, lane_states
@@ -58,6 +60,9 @@ class Ranks(Lanes):
         replicas: how many there are.
         mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
         members: the processes of all of them, as torch.distributed numbers them.
+        processes: likewise, in order: replica by replica and by rank.
+        names: what errors call each of them.
+        compared: the leaves of parameters that replicas and ties have been found to have alike.
         copies: of these, those with the same stages as this one, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
@@ -76,20 +81,23 @@ class Ranks(Lanes):
         replicas: Sequence[Sequence[int]],
         place: tuple[int, int],
         rank_of: Sequence[int],
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         self.mesh, (self.replica, rank) = mesh, place
         self.replicas, size = len(replicas), len(replicas[0])
         self.copies = tuple(members[rank] for members in replicas)
         self._copies = range(rank, len(replicas) * size, size)
-        self.members = frozenset(member for members in replicas for member in members)
+        self.processes = tuple(member for members in replicas for member in members)
+        self.members, self.names = frozenset(self.processes), names_of(self.processes)
+        self.compared = ComparedLeaves()
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
         self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
-        self._store, self._limit, self._links = store, timeout, 0
+        self._store, self._limit, self._links = store, timeout or LIMIT, 0
+        self._is_limit_given = timeout is not None
         self._stores: list[Any] = []
         self._link: Link | None = None
         self._identities: Identities = {}
@@ -98,12 +106,12 @@ class Ranks(Lanes):
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
         self._reducing: dict[int, Any] = {}
         self._executions: Sequence[Execution] = ()
-        self._at = "outside of a run"
+        self._at = OUTSIDE
         self._did: tuple[bool, str] | None = None
         """What the lanes did when they were ended."""
 
     def __enter__(self) -> Self:
-        with _Telling(self):
+        with Telling(self._failed):
             self._open()
         return super().__enter__()
 
@@ -131,17 +139,18 @@ class Ranks(Lanes):
             raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
         try:
             self.runs, self._over, self._did, self._reducing = self.runs + 1, False, None, {}
-            with _Telling(self):
+            self.compared.begin()
+            with Telling(self._failed):
                 link = self._open()
                 refuse_options(options)
                 link.run = self.runs
                 link.refuse_gone()
                 if options.timeout is None:
-                    options = replace(options, timeout=self._limit)
+                    options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
                 link.limit(options.timeout or self._limit)
                 yield options
         finally:
-            self._at, self._over = "outside of a run", False
+            self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
             if self._link is not None:
                 self._link.limit(self._limit)
             self._turn.release()
@@ -170,6 +179,7 @@ class Ranks(Lanes):
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
         self.check(plan)
+        permit_classes_of(plan)
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
@@ -234,21 +244,20 @@ class Ranks(Lanes):
             RanksError: another rank exchanges something else now.
             PeerError: a rank failed, or is lost.
         """
-        with _Telling(self):
+        with Telling(self._failed):
             self._at = f"at {about} ({self.runs})"
             known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
             self._over = about == END
-            self._at = f"after {about} ({self.runs})"
+            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
         if len({(run, what) for run, what, _ in known}) > 1:
             self.runs = max(run for run, *_ in known)
-            where = "; ".join(f"rank {rank} is at {what} ({run})" for rank, (run, what, _) in enumerate(known))
-            raise RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
+            raise other_places(known, self.names)
         return [given for *_, given in known]
 
     @property
     def others(self) -> Exchange:
         """The exchange for what comes out of a run."""
-        return Exchange(self.exchange, self.copies)
+        return Exchange(self.exchange, self.copies, self.telling)
 
     def exchange_here(self, about: str, mine: Any) -> list[Any]:
         """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""
@@ -264,7 +273,12 @@ class Ranks(Lanes):
         return joined_timeline(result, machine(), self.exchange_here)
 
     def schedule(
-        self, params: Sequence[Tree], *, state: Sequence[Tree] | None = None, seed: int | None = None
+        self,
+        params: Sequence[Tree],
+        *,
+        state: Sequence[Tree] | None = None,
+        seed: int | None = None,
+        scale_grads: bool = True,
     ) -> RankSchedule:
         """An object with the ``step`` and ``eval`` of torch.distributed.pipelining's schedules, for loops such as
         torchtitan's.
@@ -273,11 +287,13 @@ class Ranks(Lanes):
             params: as for `run`, one tree per stage, None for stages of other ranks.
             state: likewise; the schedule keeps what each step makes of it.
             seed: each step draws by a key made of it and the number of the step.
+            scale_grads: divide gradients by the number of microbatches, as torch's schedules do unless told otherwise.
+                Give False for a loss that returns a sum, as torchtitan's does.
 
         Raises:
-            PlanError: the plan has no loss, or no backwards.
+            PlanError: the plan has no loss, no backwards, or slices.
         """
-        return RankSchedule(self.plan, self, params, state, seed)
+        return RankSchedule(self.plan, self, params, state, seed, scale_grads=scale_grads)
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
         """The leaves of a stage's parameters that are DTensors over its replicas."""
@@ -294,7 +310,7 @@ class Ranks(Lanes):
 
     def whole(self, tensor: Any) -> Tensor:
         """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
-        with _Telling(self):
+        with Telling(self._failed):
             return whole_of(
                 tensor, self.copies, lambda part, room: self._open().gather({self.replica: part}, self._copies, room)
             )
@@ -310,7 +326,7 @@ class Ranks(Lanes):
         """The sums of the gradients of a stage over the replicas, which have begun. Raises PeerError."""
         if self.replicas == 1:
             return gradients
-        with _Telling(self):
+        with Telling(self._failed):
             self._at = f"at the sums of stage {stage} ({self.runs})"
             return self._open().take(self._reducing[stage])()
 
@@ -318,15 +334,15 @@ class Ranks(Lanes):
         """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
         self._reducing.pop(stage, None)
 
-    def telling(self) -> AbstractContextManager[object]:
-        """Inside, an error is told to the other ranks, which raise PeerError."""
-        return _Telling(self)
+    def telling(self, about: str = "") -> AbstractContextManager[object]:
+        """Inside, an error is told to the other ranks, which raise PeerError; it says what this rank was about."""
+        return Telling(self._failed, about)
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
-        with _Telling(self):
+        with Telling(self._failed):
             return self._open().gather(dense, holders, lambda place: like[place].room())
 
     def _open(self) -> Link:
@@ -340,12 +356,12 @@ class Ranks(Lanes):
             limit = self._limit + (0.0 if self._stores else STALL)
             self._stores = self._stores or connections(self._store, limit)
             stores = [below(link_name(self._links), store) for store in self._stores]
-            number, count = self.replica * self.size + self.rank, self.replicas * self.size
-            link = self._link = Link(stores, number, count, limit, self._doing, self._marks)
+            number = self.replica * self.size + self.rank
+            link = self._link = Link(stores, number, self.processes, limit, self._doing, self._marks)
             link.run = self.runs
             said = link.hear(self._hello())
             try:
-                refuse_others(said)
+                refuse_others(said, self.names)
             except RanksError:
                 self._link = None
                 link.close(told=False)
@@ -383,13 +399,14 @@ class Ranks(Lanes):
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, about: str = "") -> None:
         """After an error: tell it to the others and break the link, or raise what one of theirs is here."""
         link = self._link
         if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
         self._link = None
-        failure = tell(link, error, self.runs)
+        self.compared.forget()
+        failure = tell(link, error, self.runs, about)
         table = asked(link) if failure.timed else {}
         if not link.close(told=False):
             self._stores = []
@@ -397,21 +414,7 @@ class Ranks(Lanes):
             return
         if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
             text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
-            raise RunTimeout(f"{text}\n{table_of(table, link.size)}") from None
+            raise RunTimeout(f"{text}\n{table_of(table, link.names)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
         raise peer_error(failure, table, link) from None
-
-
-class _Telling:
-    """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.ranks._failed(error)

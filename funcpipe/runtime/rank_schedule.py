@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
+from funcpipe.core.losses import ALIKE, Weighing
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, leaves
@@ -22,29 +24,51 @@ from funcpipe.runtime.run import run
 class RankSchedule:
     """What torch's training loops call a schedule: `step` adds to ``.grad``, and keeps state and seeds by itself.
 
+    Gradients are those of torch's schedules: of the sum over the microbatches of what the loss returns for each,
+    divided by their number where ``scale_grads``. So a loss that returns a sum goes with ``scale_grads=False``, and
+    unequal microbatches count alike. A loss that returns ``(sum, weight)``, one with a method ``weigh`` and a plan with
+    ``weight=`` say how microbatches count: their gradients are divided by the weights of all, or by nothing without
+    ``scale_grads``. With replicas, sum and number are over the microbatches of all of them.
+
     Attributes:
         plan: what a step runs.
         params: one tree per stage, None for stages of other ranks.
         state: of the next step, likewise.
         steps: how many were made.
-        result: of the last step or evaluation.
+        scale_grads: are gradients divided by the number of microbatches.
+        result: of the last step or evaluation. Its ``losses`` are those of all replicas.
     """
 
     def __init__(
-        self, plan: Plan, executor: Executor, params: Sequence[Tree], state: Sequence[Tree] | None, seed: int | None
+        self,
+        plan: Plan,
+        executor: Executor,
+        params: Sequence[Tree],
+        state: Sequence[Tree] | None,
+        seed: int | None,
+        *,
+        scale_grads: bool = True,
     ) -> None:
         if plan.loss is None or not plan.schedule.has_backward:
             raise PlanError(
                 "a schedule that steps is of a plan with a loss and backwards; make_plan(stages, schedule, loss=...), and "
                 "fp.run for forwards alone"
             )
+        if plan.schedule.num_slices > 1:
+            raise PlanError(
+                "torch's schedules do not cut sequences into slices, so ranks.schedule has no meaning for the loss of one; "
+                "run the plan: fp.run(plan, params, batch, executor=ranks)"
+            )
+        if plan.weight is None and not isinstance(plan.loss, Weighing):
+            plan = replace(plan, counts=ALIKE)  # not by what is known of the loss: torch's schedules know nothing of it
         self.plan, self.params, self.state, self.seed = plan, params, state, seed
-        self.steps = 0
+        self.scale_grads, self.steps = scale_grads, 0
         self.result: Result | None = None
         self._executor = executor
         kept: dict[str, Any] = {"weight": plan.weight, "merge": plan.merge, "devices": plan.devices}
         forwards = plan.schedule.forwards()
-        self._forwards = make_plan(plan.stages, forwards, loss=plan.loss, outputs=True, **kept)
+        looking = make_plan(plan.stages, forwards, loss=plan.loss, outputs=True, **kept)
+        self._forwards = replace(looking, counts=plan.counts)
 
     def step(
         self,
@@ -59,7 +83,7 @@ class RankSchedule:
         Args:
             args: the inputs, on the rank of stage 0; several are handed on as a tuple.
             target: on the rank of the last stage.
-            losses: gets the loss of each microbatch, in place of what is in it.
+            losses: gets the loss of each microbatch, in place of what is in it; of replicas, those of this one.
             return_outputs: of a plan that has outputs.
             feeds: by name.
 
@@ -69,20 +93,20 @@ class RankSchedule:
         seed = None if self.seed is None else fold_in(self.seed, self.steps)
         result = self._run(self.plan, args, target, feeds, seed)
         self.state, self.steps = result.state, self.steps + 1
+        factor = 1.0 if self.scale_grads or result.weight is None else result.weight
         with torch.no_grad():
             for leaf, gradient in [
                 (entry.leaf, entry.gradient) for entry in by_leaf(self.params, result.grads, result.ties)
             ]:
+                gradient = gradient if factor == 1.0 else gradient * factor
                 leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
-        if losses is not None:
-            losses[:] = result.losses
+        _put_own(result, losses)
         return result.outputs if return_outputs else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **feeds: Any) -> Any:
         """The outputs of the last stage, on its rank, and losses; nothing is trained, no state changes."""
         result = self._run(self._forwards, args, target, feeds, None)
-        if losses is not None:
-            losses[:] = result.losses
+        _put_own(result, losses)
         return result.outputs
 
     def _run(self, plan: Plan, args: tuple[Any, ...], target: Any, feeds: dict[str, Any], seed: int | None) -> Result:
@@ -100,3 +124,10 @@ class RankSchedule:
         """Forget the gradients of all leaves."""
         for leaf in leaves([tree for tree in self.params if tree is not None]):
             leaf.grad = None
+
+
+def _put_own(result: Result, losses: list[Tensor] | None) -> None:
+    """Put the losses of this replica's microbatches in place of what is in a list."""
+    if losses is not None:
+        first = result.stats.first_microbatch
+        losses[:] = result.losses[first : first + result.stats.num_microbatches]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from funcpipe.core.errors import PlacementError, PlanError, RanksError
+from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.lower.proof import proven
 from funcpipe.runtime.context import checked_plan
@@ -27,7 +28,7 @@ def ranks(
     pp: str = "pp",
     dp: str | None = None,
     lanes: Sequence[int] | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> Ranks:
     """The processes that run a plan together: ``with fp.ranks(plan) as ranks: fp.run(..., executor=ranks)``.
 
@@ -62,7 +63,7 @@ def ranks(
             random numbers. None: pipelines beside this one have nothing to do with it.
         lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
         timeout: seconds without an action that begins on any rank, after which waiting ends in an error that says what
-            every rank does. A run's own ``timeout`` goes before it.
+            every rank does. A run's own ``timeout`` goes before it. None: 600, and ``faulthandler`` is left alone.
 
     Raises:
         RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
@@ -71,10 +72,10 @@ def ranks(
         PlacementError: the devices of its lanes are not here.
         PeerError: a process did not come.
     """
-    checked_plan("ranks", plan)
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_gloo_available() and dist.is_initialized()):
+        checked_plan("ranks", plan)
         raise RanksError(
             "there is no process group: torch.distributed.init_process_group('gloo') in every process, started by "
             "torchrun --nproc-per-node 2 script.py"
@@ -86,17 +87,45 @@ def ranks(
     group: Any = dist.group.WORLD
     store, me, size = below(name, group.get_group_store()), members.index(dist.get_rank()), len(replicas[0])
     try:
-        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-            raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
+        checked_plan("ranks", plan)
+        if timeout is not None:
+            timeout = _checked_timeout(timeout)
         refuse_devices(plan)
         proven(plan.program)
         rank_of = _ranks_of(plan, lanes, size)
         plan_devices(plan, [lane for lane, rank in enumerate(rank_of) if rank == me % size])
-    except (PlanError, PlacementError) as error:
+    except Exception as error:  # whatever it is, the others would wait for this process
         refuse_to_join(store, me, error)
         raise
+    _warn_of_unnamed(mesh, pp, dp)
     across = None if dp is None else mesh[dp]
-    return Ranks(plan, store, across, replicas, divmod(me, size), rank_of, float(timeout))
+    return Ranks(plan, store, across, replicas, divmod(me, size), rank_of, timeout)
+
+
+def _checked_timeout(timeout: Any) -> float:
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise PlanError(f"timeout is a number of seconds above 0; got {timeout!r}")
+    return float(timeout)
+
+
+def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
+    """Warn of dimensions along which there are pipelines that this call joins in nothing."""
+    if mesh is None:
+        return
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    sizes = {name: mesh.mesh.shape[dim] for dim, name in enumerate(names) if name not in (pp, dp)}
+    unnamed = {name: size for name, size in sizes.items() if size > 1}
+    if not unnamed:
+        return
+    first, kept = next(iter(unnamed)), ", ".join(repr(name) for name in names if name in (pp, dp))
+    warnings.warn(
+        f"the mesh has the dimension {' and '.join(map(repr, unnamed))}, which fp.ranks was not told of: the pipelines "
+        "along it train apart, each with gradients of its own rows. "
+        + (f"If they are replicas: fp.ranks(plan, mesh, pp={pp!r}, dp={first!r}). " if dp is None else "")
+        + f"If they are meant to be apart, or the stages use {first!r} themselves (tensor parallelism): "
+        f"fp.ranks(plan, mesh[{kept}], ...)",
+        stacklevel=3,
+    )
 
 
 def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:

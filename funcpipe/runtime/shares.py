@@ -45,7 +45,8 @@ def shares_of(
     Raises:
         BatchError: all weights are 0.
     """
-    counts, scale, summed = tuple(map(float, rows)), float(loss_scale), plan.counts.summed
+    counts = tuple([1.0 if plan.counts.alike else float(size) for size in rows])
+    scale, summed = float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
     rows_unclear = rows_unclear and len(counts) > 1 and plan.weight is None
     if weights is None:

@@ -11,6 +11,9 @@ from typing import Any
 
 from funcpipe.core.errors import PeerError
 
+LIMIT = 600.0
+"""Seconds for which ranks wait where nobody says how long."""
+
 STALL = 6.0
 """Seconds that the first connections get more than others: torch's store lets every 25th wait for 5 s."""
 

@@ -63,7 +63,7 @@ def run_together(
     undo = Undo(options.optimizer)
     try:
         with executor.running(options) as running:
-            results = _run(executor, given(), undo, running.timeout)
+            results = _run(executor, given(), undo, running)
         if results is None:
             undo.restore()
     except BaseException:
@@ -74,12 +74,12 @@ def run_together(
     return results
 
 
-def _run(executor: LaneExecutor, given: Batches, undo: Undo, timeout: float | None) -> tuple[Result, ...] | None:
+def _run(executor: LaneExecutor, given: Batches, undo: Undo, running: RunOptions) -> tuple[Result, ...] | None:
     plan, part = given.plan, executor.part(given.plan)
     shared = part.replicas > 1 and any(commits(plan, stage) for stage in range(plan.num_stages))
     if plan.ties or shared:
         return ()
-    steppings = [Stepping(ready, undo, spends=True) for ready in _prepared(given, part, timeout)]
+    steppings = [Stepping(ready, undo, spends=True) for ready in _prepared(given, part, running)]
     if not steppings or not all(part.exchange("steps on lanes", all(map(_can_go_on, steppings)))):
         return ()
     for stepping, settings in zip(steppings, given.ahead() or (), strict=False):
@@ -105,16 +105,17 @@ def _run(executor: LaneExecutor, given: Batches, undo: Undo, timeout: float | No
     return tuple(results)
 
 
-def _prepared(given: Batches, part: PlanPart, timeout: float | None) -> list[Prepared]:
+def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepared]:
     """The batches checked, cut and bound."""
     halves: list[tuple[Word, Callable[[Sequence[Word]], Prepared]]] = []
     for number, (batch, options) in enumerate(given.each, given.first):
         with _noted(number):
-            timed = replace(options, timeout=timeout)
+            timed = replace(options, timeout=running.timeout, takes_faulthandler=running.takes_faulthandler)
             halves.append(preparing("run_batches", given.plan, given.params, batch, timed, part=part))
     everyone = part.exchange(START, [word for word, _ in halves])
     if len({*map(len, everyone)}) > 1:
-        said = "; ".join(f"rank {rank} was given {len(words)}" for rank, words in enumerate(everyone))
+        pairs = zip(part.names, everyone, strict=True)
+        said = "; ".join(f"{name} was given {len(words)}" for name, words in pairs)
         raise RanksError(f"run_batches takes as many batches on every rank: {said}")
     readies: list[Prepared] = []
     for number, (_, rest) in enumerate(halves):

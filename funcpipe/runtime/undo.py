@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from funcpipe.runtime.plain_tensors import is_plain
-
-_Rooms: TypeAlias = dict[Hashable, list[Tensor]]
-
-_rooms: WeakKeyDictionary[torch.optim.Optimizer, _Rooms] = WeakKeyDictionary()
-"""Memory of earlier copies, for each optimizer, by size. On the CPU, in the thread of a lane, to get as much from the system anew
-takes longer than to copy; the allocator of a device with streams keeps it by itself."""
-
-_WORTH = 1 << 16
-"""Bytes from which on it is kept."""
 
 
 @dataclass
@@ -57,7 +45,6 @@ class Undo:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
         self._kept: dict[int, _Kept] = {}
-        self._rooms: _Rooms = {} if optimizer is None else _rooms.setdefault(optimizer, {})
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Keep what is now, but for what is kept already."""
@@ -66,10 +53,8 @@ class Undo:
         for leaf in tensors:
             if id(leaf) not in self._kept:
                 state = self.optimizer.state.get(leaf)
-                copies = (
-                    None if state is None else {name: (value, self._copied(value)) for name, value in state.items()}
-                )
-                self._kept[id(leaf)] = _Kept(leaf, self._copied(leaf), copies)
+                copies = None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
+                self._kept[id(leaf)] = _Kept(leaf, _copied(leaf), copies)
 
     def restore(self) -> None:
         """Make it so again; it stays known."""
@@ -83,34 +68,12 @@ class Undo:
                 kept.restore(self.optimizer)
 
     def close(self) -> None:
-        """Nothing will be undone any more: the memory of the copies is for the next ones."""
-        for kept in self._kept.values():
-            for copy in (kept.numbers, *[copy for _, copy in (kept.state or {}).values()]):
-                key = _key(copy)
-                if key is not None:
-                    self._rooms.setdefault(key, []).append(copy)
+        """Nothing will be undone any more: the copies are released."""
         self._kept = {}
 
-    def _copied(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return deepcopy(value)
-        value = value.detach()
-        key = _key(value)
-        rooms = None if key is None else self._rooms.get(key)
-        if not rooms:
-            return value.clone()
-        try:
-            room = rooms.pop()
-        except IndexError:  # another lane was faster
-            return value.clone()
-        return room.copy_(value)
 
-
-def _key(value: Any) -> Hashable:
-    """Equal for tensors of which one is a room for the other; None: there is none."""
-    if not (is_plain(value) and value.device.type == "cpu" and value.is_contiguous() and value.nbytes >= _WORTH):
-        return None
-    return value.shape, value.dtype
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def to_the_end(work: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ class LaneWatch:
         self.executions, self.timeout, self.pause = executions, timeout, min(1.0, timeout / 20)
         self.report = ""
         self._seen, self._since = list[int](), 0.0
+        self._has_backstop = False
 
     def start(self) -> None:
         """Begin to look."""
@@ -45,7 +46,8 @@ class LaneWatch:
 
     def end(self) -> None:
         """Look no more. It may be called again, and after a start that was interrupted."""
-        faulthandler.cancel_dump_traceback_later()
+        if self._has_backstop:
+            faulthandler.cancel_dump_traceback_later()
 
     def look(self) -> bool:
         """Look; has no lane begun an action for the timeout. Then there is a report."""
@@ -61,7 +63,13 @@ class LaneWatch:
         return [self.executions[0].executor.beats(), *begun(self.executions)]
 
     def _backstop(self) -> None:
-        """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock."""
+        """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock.
+
+        There is one for the process, so it is taken only where the caller asked for a timeout.
+        """
+        if not self.executions[0].ready.options.takes_faulthandler:
+            return
+        self._has_backstop = True  # first: an interruption may come right after
         try:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
         except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)

@@ -1,14 +1,15 @@
 """Trees as bytes for other processes, and back: JSON that is checked, then memory. No pickle, and nothing is imported.
 
-A container travels as its kind and its children; a class by its module and name, which must be loaded at the other end
-already and must be a container there too. Tensors travel as size, strides and dtype, and their memory.
+A container travels as its kind and its children; a class by its module and name. Bytes make values of such classes alone
+that this process has itself sent, met in its own trees, or permitted (`permit`). Tensors travel as size, strides and dtype,
+and their memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
 from funcpipe.runtime.border import LEAF, fills
 from funcpipe.runtime.plain_tensors import is_plain
+from funcpipe.runtime.wire_classes import class_named, looked_up, name_of, permit
 
 
 class TensorLayout(NamedTuple):
@@ -43,8 +45,19 @@ class TensorLayout(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
     def room(self, device: torch.device | None = None) -> Tensor:
-        """A new tensor with memory for the numbers."""
+        """A new tensor with memory for the numbers. Raises PlanError: more than this machine has."""
+        if self.nbytes > machine_memory():
+            raise PlanError(f"what came from another process is damaged: a tensor of {self.nbytes} bytes")
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device or "cpu")
+
+
+@lru_cache(1)
+def machine_memory() -> int:
+    """Bytes of this machine's memory, which no value on it exceeds; more than any has where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 48
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def pack_form(form: TreeForm) -> bytes:
 
 def unpack_form(data: bytes) -> TreeForm:
     """The form that was packed. Raises PlanError for what was not."""
-    return _unpacked_form(data, _class, _DECODERS)
+    return _unpacked_form(data, class_named, _DECODERS)
 
 
 def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
@@ -207,7 +220,7 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
     classes: dict[str, type] = {}
 
     def find(name: str) -> type:
-        classes[name] = found = _class(name)
+        classes[name] = found = class_named(name)
         return found
 
     return _unpacked_form(data, find, {**_DECODERS, "number": _BY_CODE.__getitem__}), classes
@@ -216,7 +229,7 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
 def _form_of(data: bytes) -> TreeForm:
     """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
     form, classes = _known(data)
-    if any(_looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
+    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
         _known.cache_clear()
         form, _ = _known(data)
     return form
@@ -225,11 +238,14 @@ def _form_of(data: bytes) -> TreeForm:
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""Not getattr of torch: it imports some of its modules when they are asked for."""
+
+
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    if name not in _DTYPES:
         raise ValueError(f"{name} is no dtype")
-    return found
+    return _DTYPES[name]
 
 
 _AS_THEY_ARE = (type(None), bool, int, str)
@@ -310,9 +326,9 @@ def _structure(node: Any) -> Any:
     if kind is defaultdict:
         raise PlanError("a defaultdict cannot go to another process, since its factory cannot; hand a dict on")
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
-        return ["named", _name_of(kind), [_structure(child) for child in node]]
+        return ["named", name_of(kind), [_structure(child) for child in node]]
     children, kept = take_apart(node)
-    return ["class", _name_of(kind), [_structure(child) for child in children], _plain(kept)]
+    return ["class", name_of(kind), [_structure(child) for child in children], _plain(kept)]
 
 
 def _built(code: Any, find: Callable[[str], Any]) -> Any:
@@ -351,7 +367,7 @@ def _plain(kept: Any) -> Any:
     if type(kept) is dict:
         return ["dict", [[_plain(key), _plain(part)] for key, part in kept.items()]]
     if isinstance(kept, type):
-        return ["type", _name_of(kept)]
+        return ["type", name_of(kept)]
     return ["leaf", _coded(str(kept) if isinstance(kept, str) else kept)]
 
 
@@ -372,30 +388,4 @@ def _unplain(code: Any, find: Callable[[str], Any]) -> Any:
             raise ValueError(f"{kind!r} is nothing that a class keeps")
 
 
-def _name_of(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _looked_up(name) is not kind:
-        raise PlanError(
-            f"a {kind.__qualname__} cannot go to another process: {kind.__module__} has no class of this name, by which "
-            "it would be found there; define it at the top of a module, or hand a dict or a tuple on"
-        )
-    return name
-
-
-def _class(name: str) -> Any:
-    found = _looked_up(name)
-    if not isinstance(found, type):
-        raise ValueError(f"there is no class {name} in this process")
-    return found
-
-
-def _looked_up(name: str) -> Any:
-    """What has a name in a module that is loaded; None: nothing."""
-    module, _, path = name.partition(":")
-    first, *inner = path.split(".")
-    found: Any = (
-        vars(sys.modules[module]).get(first) if module in sys.modules else None
-    )  # not getattr: some import then
-    for part in inner:
-        found = getattr(found, part, None)
-    return found
+permit(TensorLayout)

@@ -1,6 +1,7 @@
 """Processes that are kept and do one task after the other, all the same one at a time."""
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -53,7 +54,7 @@ class Pool:
             self.processes.append(process)
 
     def run(self, task: str, *args: Any, seconds: float = 60.0) -> list[Any]:
-        """What a task of `rank_tasks` returns, or how it `Failed`, by rank; None of those that are dead or hang."""
+        """What a task of `rank_tasks` (or of "module.task") returns, or how it `Failed`, by rank; None of those that are dead or hang."""
         for end in self.ends:
             end.send((task, args))
         return self.results(seconds)
@@ -94,7 +95,7 @@ class Pool:
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "reported")]
     torch.set_num_threads(1)
     faulthandler.enable()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -110,7 +111,9 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
         began = time.monotonic()
         try:
             module = device_tasks if hasattr(device_tasks, task) and not hasattr(rank_tasks, task) else rank_tasks
-            result = getattr(module, task)(rank, size, *args)
+            name, _, function = task.rpartition(".")
+            module = importlib.import_module(name) if name else module
+            result = getattr(module, function)(rank, size, *args)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
             notes = tuple(getattr(error, "__notes__", ()))

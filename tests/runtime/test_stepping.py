@@ -3,8 +3,6 @@ where that would not have stepped, or the run fails."""
 
 import copy
 import functools
-import gc
-import weakref
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from common import ids, same, schedules, snapshot
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.runtime import undo
 from funcpipe.runtime.stepping import part_of
 
 STAGES, MICROBATCHES = 4, 4
@@ -473,23 +470,3 @@ def test_names_of_parameters_and_the_order_of_the_state():
     assert [*range(2 * STAGES)] == [*optimizer.state_dict()["state"]]
     part = part_of(optimizer, [params[1]["b"], params[2]["a"]])
     assert ["1.b", "2.a"] == part.param_groups[0]["param_names"]
-
-
-def test_the_memory_of_copies_is_used_again_and_goes_with_the_optimizer():
-    """Of small tensors none is kept."""
-    schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
-    params = tuple({"a": torch.randn(128, 128), "b": torch.randn(128, 6)} for _ in range(2))
-    stages = [fp.stage(lambda p, x: torch.tanh(x @ p["a"])), fp.stage(lambda p, x: x @ p["a"])]
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-    optimizer = MAKERS["adamw"](fp.leaves(params))
-    seen = []
-    for _ in range(3):
-        fp.run(plan, params, (torch.randn(4, 128), torch.randn(4, 128)), optimizer=optimizer)
-        seen.append(sorted(room.data_ptr() for rooms in undo._rooms[optimizer].values() for room in rooms))
-    assert len(seen[0]) == 2  # there was no state yet
-    assert len(seen[1]) == 2 * 3
-    assert seen[1] == seen[2]
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None

@@ -1,0 +1,97 @@
+"""The classes that values of a plan may have: those that the code of its stages and its loss can name."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import UserDict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from funcpipe.core.plan import Plan
+from funcpipe.core.remembered import Remembered
+from funcpipe.runtime.wire_classes import permit
+
+_DEPTH = 8
+"""So many closures, partials and objects inside each other are looked into."""
+
+
+def _permit(plan: Plan) -> None:
+    """Let values of these classes come from other processes: this one may receive what it never sent itself."""
+    stages = [way for stage in plan.stages for way in (stage, *stage.ways)]
+    functions = [fn for stage in stages for fn in (stage.fn, stage.commit)]
+    seen: dict[int, Any] = {}
+    for fn in (*functions, plan.loss, plan.weight):
+        for names in _namespaces(fn, seen, _DEPTH):
+            for kind in names:
+                permit(kind)
+
+
+permit_classes_of: Remembered[Plan, None] = Remembered(_permit)
+"""Once for each plan."""
+
+
+def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterable[type]]:
+    """The classes that the code of a function, a module or an object with functions can name, namespace by namespace."""
+    if depth == 0 or id(value) in seen or isinstance(value, (type, ModuleType)):
+        return
+    seen[id(value)] = value  # kept: else another object could get its id
+    inner: list[Any] = []
+    if isinstance(value, FunctionType):
+        yield _classes_in(value.__globals__, seen)
+        yield _named_in_modules(value.__code__, value.__globals__)
+        inner = [_content(cell) for cell in value.__closure__ or ()]
+        inner += [
+            getattr(value, "__wrapped__", None),
+            *(value.__defaults__ or ()),
+            *(value.__kwdefaults__ or {}).values(),
+        ]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    elif isinstance(value, MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, nn.Module):
+        inner = [vars(kind).get("forward") for module in value.modules() for kind in type(module).__mro__]
+    elif isinstance(value, (list, tuple)):
+        inner = [*value]  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(value, dict):
+        inner = [*value.values()]  # pyright: ignore[reportUnknownVariableType]
+    elif callable(value):
+        kinds: Any = type(value).__mro__  # pyright: ignore[reportFunctionMemberAccess]
+        inner = [vars(kind).get("__call__") for kind in kinds]
+        inner += [*getattr(value, "__dict__", {}).values()]
+    for each in inner:
+        yield from _namespaces(each, seen, depth - 1)
+
+
+def _content(cell: Any) -> Any:
+    """What a closure holds; None where that is assigned later."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _classes_in(namespace: dict[str, Any], seen: dict[int, Any]) -> list[type]:
+    """The classes in the names of a module that values may have."""
+    if id(namespace) in seen:
+        return []
+    seen[id(namespace)] = namespace
+    return [value for value in [*namespace.values()] if isinstance(value, type) and _is_container(value)]
+
+
+def _named_in_modules(code: CodeType, namespace: dict[str, Any]) -> list[type]:
+    """The classes that code names as ``module.Class``; nothing is imported for it."""
+    modules = [namespace[name] for name in code.co_names if isinstance(namespace.get(name), ModuleType)]
+    found = [vars(module).get(name) for module in modules if module.__name__ in sys.modules for name in code.co_names]
+    return [value for value in found if isinstance(value, type) and _is_container(value)]
+
+
+def _is_container(kind: type) -> bool:
+    """May values of a class be taken apart: named tuples, dataclasses, mappings."""
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_named_tuple or dataclasses.is_dataclass(kind) or issubclass(kind, (dict, UserDict))

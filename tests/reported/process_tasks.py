@@ -1,0 +1,320 @@
+"""What the processes of `test_processes` do. Every task gets (rank, size, ...) and returns something small, or raises."""
+
+import faulthandler
+import time
+import warnings
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import funcpipe as fp
+from funcpipe.runtime.cable import _listen
+from funcpipe.runtime.rank_lanes import Ranks
+
+
+def net(seed, *, buffers=False):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6) if buffers else nn.Tanh(), nn.Linear(6, 6))
+
+
+def rows(count):
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 6, generator=generator), torch.randn(count, 6, generator=generator)
+
+
+def told(job):
+    """What a job returned, or what it raised: kind and message."""
+    try:
+        return job()
+    except fp.FuncpipeError as error:
+        return type(error).__name__, str(error)
+
+
+def two_replicas(split, schedule=None):
+    plan = fp.make_plan(split, schedule or fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    return plan, fp.ranks(plan, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), dp="dp", timeout=20.0)
+
+
+def replicas_begin(rank, size, how, folder):
+    """A run of two replicas, of which one was made otherwise; then one where both are alike."""
+    model = net(rank if how in ("seeds", "sharded", "other classes") else 0, buffers=how == "buffers")
+    if how == "frozen":
+        model[0].requires_grad_(False)
+        model[0].bias.data += rank
+    if how == "buffers":
+        model[1].running_mean += rank
+    split = fp.split(model, 1)
+    schedule = fp.schedules.one_f_one_b(1, 2)
+    plan, made = two_replicas(split, fp.schedules.gather_params(schedule) if how == "sharded" else schedule)
+    with made as ranks:
+        params = fp.place(plan, split.params, ranks, shard=how == "sharded")
+        state = fp.place(plan, split.state, ranks)
+        if how == "loaded on one replica" and rank == 0:
+            fp.save(folder, fp.split(net(7), 1), fp.split(net(7), 1).params)
+            params = fp.load(folder, split).params
+
+        def run():
+            fp.run(plan, params, rows(8), state=state, executor=ranks)
+            return "ran"
+
+        if how == "a model later":
+            run()
+            split = fp.split(net(rank), 1)
+            params = fp.place(plan, split.params, ranks)
+        outcomes = [told(run), told(run)]
+        fresh = fp.split(net(1, buffers=how == "buffers"), 1)
+        params, state = fp.place(plan, fresh.params, ranks), fp.place(plan, fresh.state, ranks)
+        return [*outcomes, told(run) if how != "sharded" else "ran"]
+
+
+def tied_begin(rank, size, alike):
+    """First and last stage share a weight, which each process made by itself."""
+    torch.manual_seed(0 if alike else rank)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+    model[2].weight = model[0].weight
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = tuple(tree if stage in ranks.stages else None for stage, tree in enumerate(split.params))  # no place
+        return told(lambda: bool(fp.run(plan, params, rows(8), executor=ranks)) and "ran")
+
+
+def comparisons(rank, size, renews):
+    """How often numbers are compared in six runs."""
+    split = fp.split(net(0), 1)
+    plan, made = two_replicas(split)
+    abouts = Counter()
+    exchange = Ranks.exchange
+
+    def counted(self, about, mine):
+        abouts[about] += 1
+        return exchange(self, about, mine)
+
+    with made as ranks, mock.patch.object(Ranks, "exchange", counted):
+        params = fp.place(plan, split.params, ranks)
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+        for _ in range(6):
+            result = fp.run(plan, params, rows(8), executor=ranks)
+            if renews:
+                params = tuple(
+                    {name: (leaf - 0.1 * row[name]).detach().requires_grad_() for name, leaf in tree.items()}
+                    for tree, row in zip(params, result.grads, strict=True)
+                )
+            else:
+                fp.step(optimizer, params, result)
+    return abouts["the numbers of parameters and state"]
+
+
+def unnamed_dimension(rank, size):
+    """The warnings of ranks of a mesh with two dimensions and of one with three."""
+    plan = fp.make_plan(fp.split(net(0), 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
+    seen = []
+    for make in (
+        lambda: fp.ranks(plan, mesh),
+        lambda: fp.ranks(plan, mesh, dp="dp"),
+        lambda: fp.ranks(plan, mesh["pp"]),
+        lambda: fp.ranks(plan, three, dp="dp"),
+        lambda: fp.ranks(plan),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            told(make)
+        seen.append([str(each.message) for each in caught if "dimension" in str(each.message)])
+    return seen
+
+
+def summed_loss(y, target):
+    return F.mse_loss(y, target, reduction="sum")
+
+
+def mean_of_labels(y, target):
+    return F.cross_entropy(y, target.argmax(-1).masked_fill(target[:, 0] > 0.5, -100), ignore_index=-100)
+
+
+LOSSES = {
+    "a function that sums": summed_loss,
+    "a module that sums": nn.MSELoss(reduction="sum"),
+    "a mean": F.mse_loss,
+    "a mean of counted labels": mean_of_labels,
+    "a lambda": lambda y, target: (y - target).abs().mean(),
+}
+
+
+def as_torch(rank, size, loss, scale_grads, steps):
+    """The greatest difference of gradients and losses between torch's schedule and that of ranks; torch's norms."""
+    x, target = rows(12)
+    parts = [nn.Sequential(*net(0)[:2]), nn.Sequential(*net(0)[2:])]
+    own = parts[rank]
+    torchs = PipelineStage(own, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(torchs, 3, loss_fn=LOSSES[loss], scale_grads=scale_grads)
+    want = [] if rank else None
+    schedule.step(*([x] if rank == 0 else []), target=target if rank else None, losses=want)
+    made = [fp.from_module(nn.Sequential(*layers), name=str(n)) for n, layers in enumerate((net(0)[:2], net(0)[2:]))]
+    stages, params, _ = zip(*made, strict=True)
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=LOSSES[loss], devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        placed = fp.place(plan, params, ranks)
+        ours, got = ranks.schedule(placed, scale_grads=scale_grads), []
+        for _ in range(steps):
+            ours.step(x, target=target, losses=got)
+        pairs = [(leaf, placed[rank][name]) for name, leaf in own.named_parameters()]
+        apart = max(float((p.grad * steps - q.grad).abs().max() / p.grad.abs().max()) for p, q in pairs)
+        if rank:
+            apart = max(apart, *(float(abs(a.detach() - b)) for a, b in zip(want, got, strict=True)))
+    return apart
+
+
+def losses_of_replicas(rank, size):
+    """The losses that a schedule gives each of two replicas, and those of its rows."""
+    split = fp.split(net(0), 1)
+    plan, made = two_replicas(split, fp.schedules.one_f_one_b(1, 3))
+    x, target = rows(9 if rank else 2)  # two rows: two microbatches
+    with made as ranks:
+        params = fp.place(plan, split.params, ranks)
+        schedule, got, seen = ranks.schedule(params), [], []
+        schedule.step(x, target=target, losses=got)
+        schedule.eval(x, target=target, losses=seen)
+    model = net(0)
+    want = [float(F.mse_loss(model(a), b)) for a, b in zip(x.chunk(3), target.chunk(3), strict=True)]
+    return want, [float(each) for each in got], [float(each) for each in seen]
+
+
+def fails_beside(rank, size):
+    """Two pipelines beside each other; the second stage of the second one fails: what its first rank hears."""
+
+    def second(p, x):
+        if rank == 3:
+            raise ArithmeticError("planted")
+        return x * p
+
+    stages = [fp.stage(lambda p, x: x * p), fp.stage(second)]
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with fp.ranks(plan, mesh["pp"], timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+        try:
+            fp.run(plan, params, rows(4), executor=ranks)
+        except fp.PeerError as error:
+            return error.rank, error.process, str(error)
+        except ArithmeticError:
+            return "failed itself"
+        return "ran"
+
+
+def multiplied(size=2):
+    stages = [fp.stage(lambda p, x: x * p)] * size
+    return fp.make_plan(stages, fp.schedules.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu")
+
+
+def never_runs(rank, size, before):
+    """Rank 1 is in its ranks, and runs nothing (more)."""
+    plan = multiplied()
+    with fp.ranks(plan, timeout=3.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
+        for _ in range(before):
+            result = fp.run(plan, params, rows(4), executor=ranks)
+            fp.step(torch.optim.SGD(fp.leaves(params), lr=0.1), params, result)
+        if rank == 1:
+            time.sleep(6.0)
+            return "slept"
+        try:
+            fp.run(plan, params, rows(4), executor=ranks)
+        except fp.PeerError as error:
+            return error.rank, error.process, str(error)
+
+
+def never_makes_ranks(rank, size):
+    plan = multiplied()
+    if rank == 1:
+        time.sleep(14.0)
+        fp.runtime.ranks._made[0, 1] += 1  # as if it had
+        return "slept"
+    try:
+        with fp.ranks(plan, timeout=1.0):
+            pass
+    except fp.PeerError as error:
+        return error.rank, error.process, str(error)
+
+
+def gives_no_plan(rank, size):
+    def make():
+        with fp.ranks(None if rank == 1 else multiplied(), timeout=20.0):
+            return "made"
+
+    return told(make)
+
+
+class Breaks(torch.optim.SGD):
+    """An optimizer whose second step fails."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        if self.count == 2:
+            raise ArithmeticError("planted")
+        return super().step(closure)
+
+
+def step_fails(rank, size):
+    """The optimizer of rank 1 fails in its second step, and the loop goes on: what each rank hears in which step."""
+    plan, heard = multiplied(), []
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
+        optimizer = (Breaks if rank == 1 else torch.optim.SGD)(fp.leaves(params), lr=0.01)
+        for step in range(4):
+            try:
+                fp.step(optimizer, params, fp.run(plan, params, rows(4), executor=ranks))
+            except (ArithmeticError, fp.PeerError, fp.RanksError) as error:
+                heard.append((step, type(error).__name__, getattr(error, "rank", None), str(error)))
+    return heard
+
+
+def listens_at(rank, size):
+    """The addresses at which cables listened."""
+    at = []
+
+    def listening(hosts):
+        listener = _listen(hosts)
+        at.append(listener.getsockname()[0])
+        return listener
+
+    with mock.patch("funcpipe.runtime.cable._listen", listening), fp.ranks(multiplied(), timeout=20.0):
+        return at
+
+
+def uses_of_faulthandler(rank, size):
+    """How often runs without and with a limit of the caller's set and cancel Python's one timer."""
+    plan, counts = multiplied(), []
+    for made, run in (({}, {}), ({"timeout": 20.0}, {}), ({}, {"timeout": 20.0})):
+        with fp.ranks(plan, **made) as ranks:
+            params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+            with (
+                mock.patch.object(faulthandler, "dump_traceback_later") as later,
+                mock.patch.object(faulthandler, "cancel_dump_traceback_later") as cancel,
+            ):
+                fp.run(plan, params, rows(4), executor=ranks, **run)
+                counts.append(later.call_count + cancel.call_count)
+    return counts
+
+
+class Boxed(dict):
+    """A mapping that only the first stage makes."""
+
+
+def boxes(rank, size):
+    """A class that the process of the second stage never made itself travels, since the stage's code can name it."""
+    stages = [fp.stage(lambda p, x: Boxed(h=x * p)), fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed))]
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+        x, target = rows(4)
+        loss = float(fp.run(plan, params, (x, target), executor=ranks).loss)
+    return abs(loss / float(F.mse_loss(x * 6, target)) - 1) < 1e-5

@@ -1,0 +1,337 @@
+"""Several processes: those that begin apart, torch's schedules, whose fault it is, and what a peer's bytes may do."""
+
+import collections
+import gc
+import json
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import funcpipe as fp
+from funcpipe.runtime.cable import Cable, connected
+from funcpipe.runtime.connection import LostError
+from funcpipe.runtime.wire_format import pack, unpack, unpack_form
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "ranks"), str(Path(__file__).parent)]
+
+import process_tasks  # noqa: E402
+from rank_pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def two():
+    pool = Pool(2)
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="module")
+def four():
+    pool = Pool(4)
+    yield pool
+    pool.end()
+
+
+# -- processes that begin apart ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ("seeds", "params[0]['0.weight']"),
+        ("frozen", "params[0]['0.bias']"),
+        ("buffers", "state[0]['1.running_mean']"),
+        ("loaded on one replica", "params[0]['0.weight']"),
+        ("sharded", "params[0]['0.weight']"),
+        ("a model later", "params[0]['0.weight']"),
+    ],
+)
+def test_replicas_that_begin_with_other_numbers_are_refused(two, tmp_path, how, place):
+    """Each time, until they are alike."""
+    for first, second, alike in two.all("process_tasks.replicas_begin", how, str(tmp_path)):
+        for kind, text in (first, second):
+            assert kind == "RanksError"
+            assert f"{place}: rank 1 has other numbers than rank 0" in text, text
+            assert "torch.manual_seed" in text
+        assert alike == "ran"
+
+
+def test_tied_weights_of_two_processes_that_begin_apart_are_refused_without_place(two):
+    for kind, text in two.all("process_tasks.tied_begin", False):
+        assert kind == "RanksError"
+        assert "rank 1 has other numbers than params[0]" in text, text
+        assert "they are tied" in text
+    assert two.all("process_tasks.tied_begin", True) == ["ran"] * 2
+
+
+def test_numbers_are_compared_in_the_first_run_alone(two):
+    assert two.all("process_tasks.comparisons", False) == [1, 1]
+
+
+def test_who_makes_new_parameters_in_each_step_does_not_pay_in_each(two):
+    assert two.all("process_tasks.comparisons", True) == [2, 2]
+
+
+def test_a_dimension_of_the_mesh_that_is_not_named_is_warned_of(four):
+    for plain, named, cut, three, none in four.all("process_tasks.unnamed_dimension"):
+        (text,) = plain
+        assert "the dimension 'dp'" in text
+        assert "dp='dp'" in text
+        assert "mesh['pp']" in text
+        assert not named
+        assert not cut
+        assert not three
+        assert not none
+
+
+# -- torch's schedules -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+@pytest.mark.parametrize("loss", process_tasks.LOSSES)
+def test_the_schedule_of_ranks_gives_the_gradients_and_losses_of_torchs(two, loss, scale_grads):
+    assert max(two.all("process_tasks.as_torch", loss, scale_grads, 1)) < 1e-5
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+def test_gradients_of_several_steps_add_up(two, scale_grads):
+    assert max(two.all("process_tasks.as_torch", "a function that sums", scale_grads, 2)) < 1e-5
+
+
+def test_each_replica_gets_the_losses_of_its_own_microbatches(two):
+    for number, (want, *got) in enumerate(two.all("process_tasks.losses_of_replicas")):
+        assert len(want) == (3 if number else 2)
+        for losses in got:
+            assert losses == pytest.approx(want)
+
+
+def test_a_schedule_of_slices_has_no_counterpart_in_torch():
+    stages = [fp.stage(lambda p, x: x * p)] * 2
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.PlanError, match="slices"):
+        fp.typing.RankSchedule(plan, "serial", (torch.tensor(1.0),) * 2, None, None)
+
+
+# -- whose fault it is -------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_the_rank_in_the_pipeline_and_the_process_of_the_job(four):
+    first, also, beside, failing = four.all("process_tasks.fails_beside")
+    assert (first, beside) == ("ran", "ran")
+    assert failing == "failed itself"
+    assert also[:2] == (1, 3)
+    assert "rank 1 (process 3) failed" in also[2]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_rank_that_never_calls_run_is_named(two, before):
+    (rank, process, text), other = two.all("process_tasks.never_runs", before)
+    assert (rank, process, other) == (1, 1, "slept")
+    assert "rank 1 is outside of a run" in text
+
+
+def test_a_rank_that_never_calls_ranks_is_named(two):
+    (rank, process, text), _ = two.all("process_tasks.never_makes_ranks")
+    assert (rank, process) == (1, 1)
+    assert "rank 1" in text
+    assert "made no fp.ranks" in text
+
+
+def test_a_rank_that_gives_no_plan_is_told_of_at_once(two):
+    began = time.monotonic()
+    (kind, text), (own, _) = two.all("process_tasks.gives_no_plan")
+    assert (kind, own) == ("RanksError", "PlanError")
+    assert "rank 1 refuses" in text
+    assert time.monotonic() - began < 15
+
+
+def test_a_failure_in_step_of_one_rank_is_told_to_all(two):
+    """Who catches it and goes on is told next that the loops are in other steps."""
+    here, there = two.all("process_tasks.step_fails")
+    assert there[0][:2] == (1, "ArithmeticError")
+    step, kind, rank, text = here[0]
+    assert (kind, rank) == ("PeerError", 1)
+    assert step in (1, 2)  # in the step itself, or in the run after it
+    assert "rank 1 failed in fp.step: ArithmeticError: planted" in text
+
+
+# -- what a peer's bytes may do ----------------------------------------------------------------------------------------
+
+MADE = []
+
+
+class Evil(collections.namedtuple("Evil", "a b")):
+    """Its constructor does something."""
+
+    def __new__(cls, a, b):
+        MADE.append(a)
+        return super().__new__(cls, a, b)
+
+
+@dataclass
+class Data:
+    a: int
+
+
+class Mapped(dict):
+    """A mapping."""
+
+
+def form(structure, *leaves):
+    return json.dumps([structure, leaves, []]).encode()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        ["named", f"{__name__}:Evil", [0]],
+        ["class", f"{__name__}:Data", [0], ["tuple", [["leaf", "a"]]]],
+        ["class", f"{__name__}:Mapped", [0], ["tuple", []]],
+        ["class", "subprocess:Popen", [0], ["leaf", None]],
+        ["class", "torch:nn.Linear", [0], ["leaf", None]],
+        ["named", f"{__name__}:pytest.Item", [0]],
+        ["named", "inspect:Traceback", [0]],
+    ],
+)
+def test_bytes_make_no_value_of_a_class_that_was_never_sent(structure):
+    before = {*sys.modules}
+    with pytest.raises(fp.PlanError, match="damaged"):
+        unpack_form(form(structure, 1))
+    assert not MADE
+    assert before == {*sys.modules}
+
+
+@pytest.mark.parametrize("name", ["torch.onnx", "torch._inductor", "torch.nn", "float32"])
+def test_bytes_import_nothing_for_a_dtype(name):
+    before = {*sys.modules}
+    with pytest.raises(fp.PlanError, match="damaged"):
+        unpack_form(form(0, {"dtype": name}))
+    assert before == {*sys.modules}
+
+
+def test_a_class_that_this_process_has_sent_comes_back():
+    @dataclass
+    class Local:
+        a: int
+
+    Local.__qualname__ = "Sent"
+    Local.__module__ = __name__
+    globals()["Sent"] = Local
+    data = pack(Local(3))
+    assert unpack(data) == Local(3)
+
+
+def test_a_class_that_only_one_process_makes_travels_where_the_plans_code_names_it(two):
+    assert two.all("process_tasks.boxes") == [True, True]
+
+
+def test_a_tensor_of_more_bytes_than_the_machine_has_is_refused_before_there_is_memory_for_it():
+    layout = unpack_form(form(0, {"tensor": [[1 << 50], [1], "torch.float32"]})).leaves[0]
+    with pytest.raises(fp.PlanError, match="damaged"):
+        layout.room()
+
+
+def test_a_length_that_no_value_has_takes_no_memory():
+    here, there = socket.socketpair()
+    cable = Cable.__new__(Cable)
+    cable._socket, cable.rank = here, 3
+    with pytest.raises(LostError, match="bytes follow"):
+        cable.read_counted(1 << 60)
+    there.sendall(bytes(10))
+    there.close()
+    with pytest.raises(LostError):
+        cable.read_counted(1 << 30)
+    here.close()
+
+
+@pytest.mark.parametrize("kind", ["holds", "drips", "floods"])
+def test_a_stranger_who_holds_a_connection_delays_nobody(kind):
+    store, ends, over = dist.HashStore(), [], threading.Event()
+
+    def connect(rank):
+        ends.append(connected(store, rank, (0, 1), ["127.0.0.1"], 20.0, lambda: True))
+
+    answering = threading.Thread(target=connect, args=(0,))
+    answering.start()
+    store.wait(["cable"], timedelta(seconds=10))
+    host, port, _ = json.loads(store.get("cable"))
+    strangers = [socket.create_connection((host, port)) for _ in range(100 if kind == "floods" else 5)]
+
+    def drip():
+        while not over.wait(0.2):
+            for stranger in strangers:
+                try:
+                    stranger.send(b"x")
+                except OSError:
+                    return
+
+    dripping = threading.Thread(target=drip)
+    if kind == "drips":
+        dripping.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    connect(1)
+    answering.join(10)
+    assert len(ends) == 2
+    assert time.monotonic() - began < 1.5
+    over.set()
+    if kind == "drips":
+        dripping.join()
+    for end in [*ends, *strangers]:
+        end.close()
+
+
+def test_a_rendezvous_on_loopback_listens_on_loopback(two):
+    for addresses in two.all("process_tasks.listens_at"):
+        assert {*addresses} <= {"127.0.0.1"}
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_without_a_timeout_leave_faulthandler_alone(two):
+    for without, of_ranks, of_run in two.all("process_tasks.uses_of_faulthandler"):
+        assert without == 0
+        assert of_ranks > 0
+        assert of_run > 0
+
+
+def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
+    """Of parameters and what the optimizer keeps, which a run copies to be able to undo its steps."""
+    params = tuple({"w": torch.randn(200, 200)} for _ in range(2))
+    schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
+    plan = fp.make_plan([fp.stage(lambda p, x: x @ p["w"])] * 2, schedule, loss=F.mse_loss, devices="cpu")
+    optimizer = torch.optim.AdamW(fp.leaves(params))
+    x = torch.randn(4, 200)
+    for _ in range(3):
+        fp.run(plan, params, (x, x), optimizer=optimizer)
+    gc.collect()
+    size = (200, 200)
+    kept = {each.data_ptr() for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) == size}
+    assert len(kept) == 3 * len(params)  # themselves, and two averages of each
+
+
+def test_tied_weights_of_one_process_that_begin_apart_are_refused_too():
+    """Each time, until they are alike; one that is alike and no other tensor is never looked at."""
+    stages = [fp.stage(lambda p, x: x * p["w"])] * 2
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, ties=[((0, "w"), (1, "w"))], devices="cpu"
+    )
+    params = ({"w": torch.ones(6)}, {"w": torch.full((6,), 2.0)})
+    x = torch.randn(4, 6)
+    for _ in range(2):
+        with pytest.raises(fp.PlanError, match=r"params\[1\]\['w'\] has other numbers than params\[0\]\['w'\]"):
+            fp.run(plan, params, (x, x))
+    params[1]["w"].fill_(1.0)
+    grads = fp.run(plan, params, (x, x)).grads
+    one = torch.ones(6)
+    assert torch.equal(grads[0]["w"], fp.run(plan, ({"w": one}, {"w": one}), (x, x)).grads[0]["w"])
