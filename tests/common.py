@@ -47,13 +47,12 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     away = [fp.schedules.one_f_one_b(s, m), fp.schedules.zb_h2(s, m), *zbv, fp.schedules.interleaved(s, m)]
     away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
     whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
-    again = [fp.schedules.unsplit(one) for one in (fp.schedules.zb_h2(s, m), *zbv)]
     reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
     gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
     if s % 2 == 0 and m > 1:
         gathered.append(fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1))
     paired = [fp.schedules.pair(one) for one in (line[0], fp.schedules.remat(whole[0]), *away[2:], *line[2:])]
-    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *again, *reduced, *gathered, *paired)}
+    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered, *paired)}
     return list(unique.values())
 
 

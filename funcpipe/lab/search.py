@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import lcm
 from operator import itemgetter
 from random import Random
 
@@ -21,12 +19,9 @@ from funcpipe.lab.levels import descend, least
 from funcpipe.lab.problem import Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
 from funcpipe.schedules.levels import levels_of, mixed
-from funcpipe.schedules.periods import TRIED, fitting, periods, repeated
 
 _BEGINS = 0.4
 """Of the seconds, how many go into published and greedy schedules at most."""
-_PERIODS = 0.4
-"""Likewise, of what is left, into schedules of fewer microbatches, whose periods are repeated."""
 _LEVELS = 0.3
 """Likewise, into the choice of levels."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
@@ -182,8 +177,6 @@ def _search(
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
     best.sharpen(steps=min(1, steps))
-    for problem in problems:
-        by_period(problem, best, budget.part(_PERIODS / len(problems)), seed)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -203,29 +196,3 @@ def _search(
     if exact:
         best.prove(problems, seed)
     return best
-
-
-def by_period(problem: Problem, best: Best, budget: Budget, seed: int) -> None:
-    """Where there are too many actions to move single ones, offer what is found for fewer microbatches, its period repeated."""
-    few, many = _fewer(problem), problem.num_microbatches // problem.num_slices
-    if not too_many(problem) or few == many or best.done or budget.late:
-        return
-    small = replace(problem, num_microbatches=few * problem.num_slices)
-    one = _search([small], Best([small], budget), exact=False, seed=seed, steps=0)
-    budget.told.look = best.look
-    if one.schedule is not None:
-        for period in fitting(periods(one.schedule, problem.cost), many - few)[:TRIED]:
-            best.offer(problem, repeated(one.schedule, period, many), "period")
-
-
-def _fewer(problem: Problem) -> int:
-    """For how many microbatches a schedule is found that is repeated; as many as there are where that saves little.
-
-    Devices fill and drain in about as many microbatches each as there are devices, and twice as many are left for the
-    period. What remains must be a number of periods: of 1, 2, 4 or as many microbatches as devices, as published ones have.
-    That of so few is the same, so a search begins another one only once.
-    """
-    many = problem.num_microbatches // problem.num_slices
-    least, step = 4 * problem.num_devices, lcm(4, problem.num_devices)
-    few = least + (many - least) % step
-    return few if 4 * few <= 3 * many else many
