@@ -37,7 +37,6 @@ from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
 from funcpipe.core.errors import TraceError as TraceError
-from funcpipe.core.levels import levels as levels
 from funcpipe.core.plan import Plan as Plan
 from funcpipe.core.result import Loss as Loss
 from funcpipe.core.result import Result as Result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -92,12 +91,6 @@ def snapshot(tree):
     """A copy of every tensor, to see later that nobody wrote."""
     leaves, _ = flatten(tree)
     return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def leveled(schedule: fp.Schedule, num_levels: int = 2) -> fp.Schedule:
-    """The schedule with levels that go from microbatch to microbatch, and from stage to stage."""
-    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-    return replace(schedule, levels={each: (each.stage + each.microbatch) % num_levels for each in forwards})
 
 
 class Again(nn.Sequential):

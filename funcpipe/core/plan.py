@@ -79,8 +79,7 @@ class Plan:
         parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
         parts.append(str((self.spare_slots, self.slices)))
         declared = [
-            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry, len(s.ways))
-            for s in self.stages
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
         ]
         parts += map(repr, declared)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

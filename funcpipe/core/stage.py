@@ -166,7 +166,6 @@ class Stage:
         shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
         carry: does it hand something from each slice of a microbatch to the next; it arrives as ``carry``, None for the
             first.
-        ways: the same computation at level 1, 2, ... of a schedule, which keeps less for its backward: what `levels` made.
         evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
         closed: what the free names of its function held when it was made; the first plan looks whether they still do.
         seen: what runs found out about it.
@@ -185,7 +184,6 @@ class Stage:
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
     carry: bool = field(default=False, repr=False)
     evaluation: bool = field(default=False, repr=False)
-    ways: tuple[Stage, ...] = field(default=(), repr=False)
     closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     seen: StageFacts = field(default_factory=StageFacts, init=False, repr=False)
 
@@ -194,7 +192,7 @@ class Stage:
         declared = {"stash": self.stash, "pop": self.pop, "feeds": self.feeds}
         kept = [word for word in ("state", "carry") if getattr(self, word)]
         words = [("", function_words(self.fn)), *[(name, some(names)) for name, names in declared.items()]]
-        kept += ["compiled"] * (self.program is not None) + [f"{1 + len(self.ways)} levels"] * bool(self.ways)
+        kept += ["compiled"] * (self.program is not None)
         words += [("", word) for word in kept]
         return line(f"Stage {self.name!r}" if self.name else "Stage", words)
 

@@ -258,7 +258,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
         yield (
             f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
             "I, so W fills no bubble: of an eager stage only weights of matrix products and convolutions wait, and none "
-            "with slices or levels. A schedule with whole backwards (1F1B, interleaved) is as fast; "
+            "with slices. A schedule with whole backwards (1F1B, interleaved) is as fast; "
             "fp.compile_stage(stage) splits them."
         )
 

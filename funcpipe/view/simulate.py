@@ -13,12 +13,11 @@ from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.program import lower
-from funcpipe.schedules.levels import Costs, columns, levels_of
 from funcpipe.schedules.memory import running_sum
 from funcpipe.view.play import Play
 
 
-def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timeline:  # noqa: B008  frozen
+def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
     """Run a plan or a schedule by the clock: every device in its order, every action as early as it can.
 
     A hop between devices takes ``cost.comm`` and occupies nobody; with ``cost.bandwidth``, values that go the same way
@@ -34,8 +33,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timelin
 
     Args:
         plan_or_schedule: what to run.
-        cost: times and memory. Where stages have levels (`levels`), the cost of each, level 0 first: they differ in what is
-            of a stage alone (its times, residuals, what waits for links). One cost is that of all levels.
+        cost: times and memory.
 
     Returns:
         A timeline, its times in the unit of the cost.
@@ -47,18 +45,14 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timelin
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"simulate takes a plan or a schedule; got a {type(schedule).__name__}")
-    levels = levels_of(cost, "simulate")
-    for each in levels:
-        each.check_stages(schedule.num_stages)
-    if 1 < len(levels) < schedule.num_levels:
+    if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.num_levels} levels, and the costs of {len(levels)} are given; give "
-            "one for each, level 0 first"
+            "simulate takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., backward=...); got "
+            f"{cost!r}"
         )
-    base = levels[0]
-    program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, base)
-    own = columns(levels, schedule.num_stages, schedule.num_levels)
-    play = Play(program, base, own, bounded=isinstance(plan_or_schedule, Plan))
+    cost.check_stages(schedule.num_stages)
+    program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
+    play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
     play.run()
     spans = [span for lane in play.lanes for span in lane.spans]
     spans.sort(key=lambda span: (span.start, span.device))
@@ -67,7 +61,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timelin
         tuple(spans),
         schedule.num_devices,
         tuple(max((level for _, level in steps), default=0.0) for steps in memory),
-        comm=base.comm,
+        comm=cost.comm,
         name=schedule.name,
         memory=memory,
         path=play.critical_path,
