@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from funcpipe.core.arrows import arrows_of
@@ -13,8 +14,12 @@ from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.program import lower
+from funcpipe.schedules.legal import examine
 from funcpipe.schedules.memory import running_sum
 from funcpipe.view.play import Play
+
+_ROUNDING = 1e-9
+"""Shares of slices that differ by less are the same."""
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
@@ -33,14 +38,14 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
 
     Args:
         plan_or_schedule: what to run.
-        cost: times and memory.
+        cost: times and memory. A plan cuts slices by its own ``slices``: the cost has none, or the same.
 
     Returns:
         A timeline, its times in the unit of the cost.
 
     Raises:
         ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of
-            stages.
+            stages, or other slices than the plan.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
@@ -50,7 +55,10 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
             "simulate takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., backward=...); got "
             f"{cost!r}"
         )
+    examine(schedule)  # before anything is made for each stage that it names
     cost.check_stages(schedule.num_stages)
+    if isinstance(plan_or_schedule, Plan):
+        cost = sliced(plan_or_schedule, cost)
     program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
     play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
     play.run()
@@ -68,6 +76,20 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
         stages=tuple(part.name for part in plan_or_schedule.stages) if isinstance(plan_or_schedule, Plan) else (),
         arrows=arrows_of(program),
     )
+
+
+def sliced(plan: Plan, cost: Cost) -> Cost:
+    """The cost with the lengths by which a plan cuts its microbatches. Raises ScheduleError where it has others."""
+    count = plan.schedule.num_slices
+    lengths = plan.slices or (1,) * count
+    if cost.slices:
+        own, given = ([size for _, size in Cost(slices=each).slice_shares(count)] for each in (lengths, cost.slices))
+        if any(abs(one - other) > _ROUNDING for one, other in zip(own, given, strict=True)):
+            raise ScheduleError(
+                f"the plan cuts microbatches into slices of the lengths {lengths}, and the cost has {cost.slices}; leave "
+                "out Cost(slices=), or give the plan the same: fp.make_plan(..., slices=...)"
+            )
+    return replace(cost, slices=lengths if count > 1 else ())
 
 
 def _blank(schedule: Schedule, cost: Cost) -> Lowered:
