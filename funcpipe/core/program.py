@@ -115,6 +115,7 @@ class Call(NamedTuple):
         reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on this one.
         writes: wires.
         sends: (wire, lane, pool): who else gets what it writes, in this order.
+        first: of what is counted (U), the number for which microbatch 0 stands: there may be more of it than microbatches.
     """
 
     kind: Kind
@@ -124,6 +125,7 @@ class Call(NamedTuple):
     reads: tuple[tuple[int, int], ...]
     writes: tuple[int, ...]
     sends: tuple[tuple[int, int, int], ...]
+    first: int = 0
 
 
 class Pool(NamedTuple):
@@ -264,7 +266,7 @@ class LaneProgram:
     def action(self, run: Run) -> Action:
         """What a `Run` does."""
         call = self.calls[run.call]
-        return action_of(call.kind, call.stage, run.microbatch, self.num_slices)
+        return action_of(call.kind, call.stage, call.first + run.microbatch, self.num_slices)
 
     @cached_property
     def sources(self) -> tuple[int | None, ...]:

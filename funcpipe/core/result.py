@@ -299,7 +299,7 @@ class RunStats:
 
     @guarded
     def __repr__(self) -> str:
-        took = f"{named(self.num_microbatches, 'microbatch').replace('hs', 'hes')} in {self.seconds:.3g} s"
+        took = f"{named(self.num_microbatches, 'microbatch')} in {self.seconds:.3g} s"
         threads = f"{named(self.threads_per_lane, 'thread')} a lane"
         slots = f"at most {max(self.slots)} values in a pool of slots" if self.slots else ""
         who = f"{self.executor} ({self.reason})" if self.reason else self.executor

@@ -195,8 +195,9 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches: one more than the largest index."""
-        return 1 + max((action[2] for order in self.orders for action in order), default=-1)
+        """How many microbatches: one more than the largest index. The number of a U is none."""
+        numbers = (action[2] for order in self.orders for action in order if action[0] not in COUNTED)
+        return 1 + max(numbers, default=-1)
 
     @cached_property
     def num_slices(self) -> int:
@@ -262,13 +263,20 @@ class Schedule:
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept.
 
+        A U that serves nothing then is dropped, too, and the rest is counted anew.
+
         >>> print(fp.Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
         0U0 0F0 0F1
+
+        Raises:
+            ScheduleError: the number is no whole number from 1.
         """
+        if type(num_microbatches) is not int or num_microbatches < 1:
+            raise ScheduleError(f"first takes a number of microbatches, from 1; got {num_microbatches!r}")
         if num_microbatches >= self.num_microbatches:
             return self
         kept = select(self.orders, lambda action: action.kind in COUNTED or action.microbatch < num_microbatches)
-        return self.reordered([_recounted(order, num_microbatches) for order in kept], self.name)
+        return self.reordered([recounted(order) for order in kept], self.name)
 
     def forwards(self) -> Schedule:
         """The forwards alone: the schedule that evaluates with every stage where it trains.
@@ -314,14 +322,14 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
     return frozenset(found)
 
 
-def _recounted(order: tuple[Action, ...], most: int) -> tuple[Action, ...]:
-    """Without what is counted and serves nothing; the rest counted anew, and of each stage so many at most."""
+def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Without what is counted and serves nothing; the rest counted anew."""
     out: list[Action] = []
     served, times = serving(order), Counter[int]()
     for action in order:
         if action.kind not in COUNTED:
             out.append(action)
-        elif action in served and times[action.stage] < most:
+        elif action in served:
             out.append(action._replace(microbatch=times[action.stage]))
             times[action.stage] += 1
     return tuple(out)

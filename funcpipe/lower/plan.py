@@ -92,7 +92,7 @@ def make_plan(
         )
     faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
     for name, flag in (("train", train), ("outputs", outputs)):
-        if flag not in (None, True, False):
+        if flag is not None and not isinstance(flag, bool):
             faults.append(f"{name}= is True, False or None; got {flag!r}")
     faults += [
         f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {rule!r}"
@@ -206,21 +206,22 @@ def _parts(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
 
 def _moved(stages: Sequence[Stage]) -> list[str]:
     """Functions that a loop made, which all read its variable as it was at the end."""
-    parts = _parts(stages)
     functions_of: dict[Any, set[int]] = {}
-    for _, part in parts:
+    for _, part in _parts(stages):
         functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
+    # One function alone may read what it wants; several of one code were made to differ.
+    parts = [row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1]
     faults = [
         f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(names)}; "
         "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
         for label, part in parts
-        if part.closed and len(functions_of[getattr(part.fn, "__code__", None)]) > 1
+        if part.closed and not part.seen.settled
         for names in [rebound_names(part.closed, part.fn)]
         if names
     ]
     if not faults:
         for _, part in parts:
-            part.closed.clear()  # what changes from now on is meant
+            part.seen.settled = True  # what changes from now on is meant
     return faults
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.kinds import COUNTED, MOVES, Kind
 from funcpipe.core.lowered import TAKEN, Lowered, read_again
 from funcpipe.core.packed import Packed
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
@@ -20,7 +20,7 @@ from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe.lower.skips import routes
-from funcpipe.schedules.clock import CODED, B, F, I, R, coded
+from funcpipe.schedules.clock import CODE, CODED, B, F, I, R, coded
 from funcpipe.schedules.legal import Legal, examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
@@ -132,10 +132,22 @@ class _Calls:
         alone, cut = tables[ALONE], [tables[among] for among in places]
         carries = [part.carry and slices > 1 for part in self.context.stages]
         joined = self._joined()
+        counted = {CODE[kind] for kind in COUNTED}
+        turns: dict[tuple[int, int, int], int] = {}
+        """The first number of the call, by code, stage and how often all its numbers have stood, of what is counted."""
         pairs: set[int] = set()
         out: list[int] = []
         for number in self.legal.plan_order:
             code, stage, piece = codes[number]
+            if code in counted:
+                turn, piece = divmod(piece, count)
+                base = turns.get((code, stage, turn), -1)
+                if base < 0:
+                    base = turns[code, stage, turn] = count * len(self.calls)
+                    call = self._call(CODED[code], stage, device_of[stage], True, ALONE)
+                    self.calls.append(call._replace(first=turn * count))
+                out.append(base + piece)
+                continue
             among, rows = cut[piece % slices] if carries[stage] and code in _CARRYING else alone
             bare = code == F and (not backward or (rematted and stage * count + piece in rematted))
             row = rows[-1 if bare else code]

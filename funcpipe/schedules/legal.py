@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +71,10 @@ def _examine(schedule: Schedule) -> Legal:
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
-        refuse(_gaps(schedule.orders) or ["most of its actions are missing"])
+        refuse(_gaps(schedule) or ["most of its actions are missing"])
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches, slices):
-        refuse(_gaps(select(schedule.orders, lambda action: action.kind not in COUNTED)))
+        refuse(_gaps(schedule))
         faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
         refuse(faults)
     refuse(apart(schedule))
@@ -211,9 +210,6 @@ def _incomplete(
                     f"{action} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives "
                     "on one device"
                 )
-            if done[code][at]:
-                faults.append(f"{action} on device {device} stands twice")
-            done[code][at] = 1
             if action.kind in COUNTED:
                 faults += _miscounted(action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage))
                 times[stage] = times.get(stage, 0) + 1
@@ -221,6 +217,9 @@ def _incomplete(
                     faults.append(f"{idle[stage]} before {action}; leave it out")
                 idle[stage] = f"{action} on device {device} is for nothing: stage {stage} does not compute"
                 continue
+            if done[code][at]:
+                faults.append(f"{action} on device {device} stands twice")
+            done[code][at] = 1
             begun.setdefault(stage, action)
             if action.kind in COMPUTES:
                 idle.pop(stage, None)
@@ -315,8 +314,9 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
     return faults
 
 
-def _gaps(orders: Sequence[Sequence[Action]]) -> list[str]:
+def _gaps(schedule: Schedule) -> list[str]:
     """Numbers that no action has, though there are larger ones: counted from 1, or mistyped."""
+    orders = select(schedule.orders, lambda action: action.kind not in COUNTED)
     columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
     faults: list[str] = []
     for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
@@ -94,7 +95,11 @@ class Play:
         """Which lane waits for what."""
 
     def run(self) -> None:
-        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for."""
+        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for.
+
+        Raises:
+            FuncpipeError: they wait for each other; `make_plan` makes no such program.
+        """
         awake = list(range(len(self.lanes)))[::-1]
         while awake:
             number = awake.pop()
@@ -106,6 +111,9 @@ class Play:
                     self.waits[awaited] = number
                     break
                 lane.at += 1
+        waiting = [number for number, lane in enumerate(self.lanes) if lane.at < len(lane.program.instructions)]
+        if waiting:
+            raise FuncpipeError(f"this program cannot come to its end: lanes {waiting} wait for each other")
 
     @property
     def critical_path(self) -> tuple[Action, ...]:

@@ -218,7 +218,7 @@ def test_an_action_moves_past_those_of_others_only():
     lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
     assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.schedules.zb_h2(2, 3).orders[1]))
     assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [
-        bounds_of(lane, at, 4) for at in range(9)
+        bounds_of(lane, at) for at in range(9)
     ]
 
 
