@@ -14,7 +14,7 @@ from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, SPELLING, 
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.notebook import picture, shown
 from funcpipe.core.remembered import declared_fields
-from funcpipe.core.shown import guarded
+from funcpipe.core.shown import count_text, guarded
 from funcpipe.core.spelling import ACTION, is_word, unread, words_of
 
 
@@ -174,10 +174,8 @@ class Schedule:
     @guarded
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        return (
-            f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches{slices}, "
-            f"{self.num_devices} devices>"
-        )
+        stages, microbatches = count_text(self.num_stages, "stage"), count_text(self.num_microbatches, "microbatch")
+        return f"<Schedule {self.name}: {stages}, {microbatches}{slices}, {count_text(self.num_devices, 'device')}>"
 
     _repr_html_ = shown(picture)
 

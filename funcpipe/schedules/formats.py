@@ -82,7 +82,7 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
     Whether a schedule is legal is for `check`, which `make_plan` and `simulate` call.
 
     >>> fp.schedules.from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
-    <Schedule custom: 1 stages, 1 microbatches, 1 devices>
+    <Schedule custom: 1 stage, 1 microbatch, 1 device>
     >>> fp.schedules.from_json('{"funcpipe": "cost", "version": 1, "forward": [1, 2]}').forward
     (1, 2)
 

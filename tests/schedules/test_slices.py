@@ -235,7 +235,7 @@ def test_a_schedule_may_hold_anything_until_it_is_checked():
     """It prints, and its check says what is wrong."""
     for entry in ((fp.Kind.F, 0, 0), fp.Action(fp.Kind.F, 0, 0, "a")):
         schedule = fp.Schedule(((entry, fp.Action(fp.Kind.B, 0, 0)),))
-        assert repr(schedule).startswith("<Schedule custom: 1 stages")
+        assert repr(schedule).startswith("<Schedule custom: 1 stage,")
         with pytest.raises(fp.ScheduleError, match="is no action"):
             fp.make_plan([fp.stage(lambda params, x: x)], schedule, loss=print)
 
