@@ -247,6 +247,9 @@ class Cost:
 
     def _half(self, name: str) -> PerStage:
         """The time of a half of B, given or not, of all stages or of each."""
+        given: PerStage | None = getattr(self, name)
+        if given is not None:
+            return given
         rows = [value for each in ("backward", *_HALVES) if isinstance(value := getattr(self, each), tuple)]
         times = [self._time(name, stage) or 0.0 for stage in range(min(map(len, rows), default=1))]
         return tuple(times) if rows else times[0]
