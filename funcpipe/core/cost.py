@@ -295,7 +295,9 @@ class Cost:
         """
 
         def less(name: str, link: str) -> PerStage | None:
-            value, waits = self._half(name) if name in _HALVES else getattr(self, name), getattr(self, link)
+            value, waits = getattr(self, name), getattr(self, link)
+            if value is None and name in _HALVES and waits:
+                value = self._half(name)
             if value is None or not (isinstance(value, tuple) or isinstance(waits, tuple)):
                 return None if value is None else value - waits
             count = max(len(row) for row in (value, waits) if isinstance(row, tuple))
@@ -305,8 +307,9 @@ class Cost:
         forward, back = "forward_link", "backward_link"
         times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
         changed: dict[str, Any] = {name: less(name, link) for name, link in times.items()}
-        weight = self._half("backward_weight")
-        return replace(self, **changed, backward_weight=weight, forward_link=0.0, backward_link=0.0)
+        if self.backward_link:  # W, if it follows from B, stays what it was
+            changed["backward_weight"] = self._half("backward_weight")
+        return replace(self, **changed, forward_link=0.0, backward_link=0.0)
 
     def _link(self, kind: Kind, stage: int) -> float:
         name = KINDS[kind].link
