@@ -13,8 +13,6 @@ Examples in the help of these names need ``import torch``, ``from torch import n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from funcpipe import batches as batches
 from funcpipe import models as models
 from funcpipe import schedules as schedules
@@ -39,7 +37,6 @@ from funcpipe.core.errors import RunTimeout as RunTimeout
 from funcpipe.core.errors import ScheduleError as ScheduleError
 from funcpipe.core.errors import StageError as StageError
 from funcpipe.core.errors import TraceError as TraceError
-from funcpipe.core.levels import levels as levels
 from funcpipe.core.plan import Plan as Plan
 from funcpipe.core.result import Loss as Loss
 from funcpipe.core.result import Result as Result
@@ -57,7 +54,6 @@ from funcpipe.lab.search import search as search
 from funcpipe.lower.plan import make_plan as make_plan
 from funcpipe.modules.module import from_module as from_module
 from funcpipe.modules.split import Split as Split
-from funcpipe.moved import moved as _moved
 from funcpipe.pipe.pipe import Pipe as Pipe
 from funcpipe.runtime.apply import apply as apply
 from funcpipe.runtime.devices import devices as devices
@@ -79,8 +75,5 @@ from funcpipe.runtime.vjp import vjp as vjp
 from funcpipe.view.draw import draw as draw
 from funcpipe.view.report import report as report
 from funcpipe.view.simulate import simulate as simulate
-
-if not TYPE_CHECKING:  # to a type checker, old names and mistyped ones are errors
-    __getattr__ = _moved
 
 __version__ = "0.1.0"

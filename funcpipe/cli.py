@@ -363,9 +363,11 @@ def _search(
     bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"] * options["num_slices"])
     if output is not None:
         writable(output, (*FORMATS, ".svg"))
-        if Path(output).suffix.lower() == ".csv" and (options["remat"] or options["offload"]):
+        unfit = {"--remat": options["remat"], "--offload": options["offload"], "--slices": options["num_slices"] > 1}
+        if Path(output).suffix.lower() == ".csv" and any(unfit.values()):
+            given = " and ".join(name for name, on in unfit.items() if on)
             raise fp.FuncpipeError(
-                "torch's schedules have no R, O or L: leave out --remat and --offload, or write .json"
+                f"torch's schedules have no R, O or L, and no slices: leave out {given}, or write .json"
             )
     result = fp.search(cost or fp.Cost(), progress=_shows(progress), **options)
     found(result)

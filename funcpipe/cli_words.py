@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from inspect import signature
@@ -36,7 +37,7 @@ COST = """\
 Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
 output, reduce, the links and skips are 0, bandwidth has no limit.
   forward, backward_input, backward_weight   time of F, I and W
-  backward                                   time of B; given without I and W, these take half of it each
+  backward                                   time of B; I and W take half of it each, or what the other one leaves
   forward_link, backward_link                part of F's, and of B's, that only waits for links: what pairs hide
   remat, offload                             time of R (else as F); of O, and of L, beside the device's work
   reduce                                     time of G, beside the device's work
@@ -114,11 +115,20 @@ def writable(name: str, suffixes: tuple[str, ...]) -> None:
 
 
 def unwritable(name: str) -> str:
-    """Why a file cannot be written, as far as its name tells; nothing where it can."""
-    path = Path(name)
-    if path.is_dir():
-        return f"{path} cannot be written: it is a folder"
-    return "" if path.absolute().parent.is_dir() else f"{name} cannot be written: there is no folder {path.parent}"
+    """Why a file cannot be written; nothing where it can."""
+    try:
+        path = Path(name).resolve()
+        if path.is_dir():
+            return f"{name} cannot be written: it is a folder"
+        if not path.parent.is_dir():
+            return f"{name} cannot be written: there is no folder {path.parent if Path(name).is_symlink() else Path(name).parent}"
+        if path.exists():
+            return "" if os.access(path, os.W_OK) else f"{name} cannot be written: no permission"
+        path.touch()  # only that tells of a read-only disk, and of names that are too long
+        path.unlink()
+    except OSError as error:
+        return f"{name} cannot be written: {error.strerror}"
+    return ""
 
 
 def bounded(stages: int, microbatches: int) -> None:
@@ -190,9 +200,6 @@ def as_cost(text: str) -> fp.Cost:
                 fields[name] = float(number)
             except ValueError:
                 refuse(f"{name} is a number; got {number!r}")
-        if "backward" in fields:
-            for half in ("backward_input", "backward_weight"):
-                fields.setdefault(half, fields["backward"] / 2)
         return fp.Cost(**fields)
     except (fp.ScheduleError, OSError, UnicodeError) as error:
         refuse(line(error))

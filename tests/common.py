@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -47,13 +46,12 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
     away = [fp.schedules.one_f_one_b(s, m), fp.schedules.zb_h2(s, m), *zbv, fp.schedules.interleaved(s, m)]
     away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
     whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
-    again = [fp.schedules.unsplit(one) for one in (fp.schedules.zb_h2(s, m), *zbv)]
     reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
     gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
     if s % 2 == 0 and m > 1:
         gathered.append(fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1))
     paired = [fp.schedules.pair(one) for one in (line[0], fp.schedules.remat(whole[0]), *away[2:], *line[2:])]
-    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *again, *reduced, *gathered, *paired)}
+    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered, *paired)}
     return list(unique.values())
 
 
@@ -93,12 +91,6 @@ def snapshot(tree):
     """A copy of every tensor, to see later that nobody wrote."""
     leaves, _ = flatten(tree)
     return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def leveled(schedule: fp.Schedule, num_levels: int = 2) -> fp.Schedule:
-    """The schedule with levels that go from microbatch to microbatch, and from stage to stage."""
-    forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-    return replace(schedule, levels={each: (each.stage + each.microbatch) % num_levels for each in forwards})
 
 
 class Again(nn.Sequential):

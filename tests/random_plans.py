@@ -1,11 +1,9 @@
 """Random legal schedules, nets with random skips and feeds, and plans of these; strategies of hypothesis."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from funcpipe.core.levels import levels
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Action, Kind, Schedule
 from funcpipe.core.stage import Stage
@@ -90,20 +88,9 @@ def nets(draw: st.DrawFn, count: int) -> list[Stage]:
 
 
 @st.composite
-def at_levels(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """The schedule, or with a level from 0 to 2 for every forward."""
-    if not draw(st.booleans()):
-        return schedule
-    chance = draw(st.randoms(use_true_random=False))
-    forwards = [action for order in schedule.orders for action in order if action.kind is Kind.F]
-    return replace(schedule, levels={forward: chance.randint(0, 2) for forward in forwards})
-
-
-@st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """A plan of a random net under a random schedule, with or without loss and outputs."""
-    schedule = draw(at_levels(draw(schedules())))
+    schedule = draw(schedules())
     loss = print if draw(st.booleans()) else None
     outputs = draw(st.sampled_from([None, True, False]))
-    stages = [levels(*[stage] * schedule.num_levels) for stage in draw(nets(schedule.num_stages))]
-    return make_plan(stages, schedule, loss=loss, outputs=outputs)
+    return make_plan(draw(nets(schedule.num_stages)), schedule, loss=loss, outputs=outputs)

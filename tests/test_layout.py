@@ -6,7 +6,6 @@ import ast
 import builtins
 import collections
 import dataclasses
-import operator
 import pkgutil
 import re
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TypeGuard
 import pytest
 
 import funcpipe as fp
-from funcpipe.moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
@@ -48,7 +46,6 @@ FACE = {
     "cli_words.py",
     "demo.py",
     "models.py",
-    "moved.py",
     "typing.py",
 }
 STANDARD = 460
@@ -276,16 +273,6 @@ def test_no_public_name_hides_a_module(face):
 def test_no_public_name_hides_a_builtin():
     """So that ``from funcpipe import *`` takes nothing away."""
     assert [] == sorted(set(public(fp)) & set(vars(builtins)))
-
-
-@pytest.mark.parametrize("old", sorted(MOVED))
-def test_old_names_work_and_tell_the_new_one(old):
-    """For one version; the warning points at who wrote the old name."""
-    new = MOVED[old]
-    with pytest.warns(DeprecationWarning, match=rf"fp\.{old} is fp\.{re.escape(new)} now") as caught:
-        value = getattr(fp, old)
-    assert value is operator.attrgetter(new)(fp)
-    assert {__file__} == {warning.filename for warning in caught}
 
 
 def test_names_that_never_were_are_attribute_errors():

@@ -35,6 +35,19 @@ _ALL_THERE: frozenset[int] = frozenset()
 """No root lacks its gradient."""
 
 
+class _Identity:
+    """The key of an object that may have no hash of its own: equal for the same object alone, which it keeps."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
 class CompiledBound(EagerBound):
     """A stage run by its programs, as ``compiled`` makes them; what cannot be a program runs eagerly."""
 
@@ -138,7 +151,7 @@ class CompiledBound(EagerBound):
     @cached_property
     def _words(self) -> Hashable:
         """The key of all that a program depends on besides what a forward gets."""
-        flags = (self.train, self.backwards, tuple(self.trainable), self.loss)
+        flags = (self.train, self.backwards, tuple(self.trainable), _Identity(self.loss))
         leaves = (*self.leaves, *self.state_leaves)
         return (flags, switches_key(), self.spec, self.state_spec, *map(leaf_key, leaves))
 

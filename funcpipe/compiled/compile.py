@@ -205,7 +205,7 @@ def compile_stage(
             not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
             products and whatever else takes long are computed again, too, first what saves the most bytes for its work. The
             bits are the same.
-            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way, and `levels` for several of them.
+            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
             that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
@@ -216,7 +216,7 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, or one with levels, there is no such backend, merge without fuse, recompute is no share,
+        PlanError: this is no stage, there is no such backend, merge without fuse, recompute is no share,
             or max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
@@ -224,11 +224,6 @@ def compile_stage(
             f"compile_stage takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), "
             "fp.from_module(module), "
             "fp.split(model, ...)"
-        )
-    if stage.ways:
-        raise PlanError(
-            f"stage {stage.name!r} has levels; compile each way: fp.levels(fp.compile_stage(way), fp.compile_stage(way, "
-            "recompute=True))"
         )
     if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
         raise PlanError(

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from funcpipe.compiled.bound import CompiledBound
-from funcpipe.core.levels import ways_of
 from funcpipe.core.plan import Plan
 from funcpipe.core.progress import ProgressTo, telling
-from funcpipe.core.schedule import Kind, action_of
+from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.cache_key import leaf_key
@@ -58,7 +57,7 @@ def warmup(
     options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
     ready = prepare("warmup", plan, params, batch, options)
     shapes = _one_of_each(ready)
-    makers = {id(way.program): way.program for way in ways_of(plan.stages) if way.program is not None}.values()
+    makers = {id(part.program): part.program for part in plan.stages if part.program is not None}.values()
     before = sum(maker.made for maker in makers)
     kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
     names, total, loop = names_of(plan.stages), len(shapes) * plan.num_stages, Loop(ready)
@@ -74,7 +73,7 @@ def warmup(
             told.phase(names[0], 0)
             calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))
             for done, stage in enumerate(calls, start=1):
-                bound = loop.bound(stage, loop.at[1])
+                bound = ready.bounds[stage]
                 if isinstance(bound, CompiledBound):
                     bound.build(split=(Kind.W, stage) in kinds, remat=(Kind.R, stage) in kinds)
                 if done < total:
@@ -88,18 +87,16 @@ def warmup(
 
 
 def _one_of_each(ready: Prepared) -> list[int]:
-    """Microbatches of each shape, and of these of each level of each stage; of some in slices the numbers of their pieces."""
-    batch, schedule = ready.batch, ready.plan.schedule
+    """A microbatch of each shape; of one in slices the numbers of its pieces."""
+    batch = ready.batch
     rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
     slices = batch.num_pieces // batch.num_microbatches
-    seen: dict[Hashable, set[tuple[int, int]]] = {}
+    seen: set[Hashable] = set()
     chosen: list[int] = []
     for microbatch in range(batch.num_microbatches):
         pieces = range(microbatch * slices, (microbatch + 1) * slices)
         key = tuple(leaf_key(leaf) for piece in pieces for row in rows for leaf in row[piece].leaves)
-        actions = [(stage, action_of(Kind.F, stage, p, slices)) for stage in range(schedule.num_stages) for p in pieces]
-        levels = {(stage, schedule.level(action)) for stage, action in actions}
-        if not levels <= seen.get(key, set()):
-            seen[key] = seen.get(key, set()) | levels
+        if key not in seen:
+            seen.add(key)
             chosen += pieces
     return chosen

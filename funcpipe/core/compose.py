@@ -27,10 +27,6 @@ def compose(*stages: Stage, name: str = "") -> Stage:
     if not stages:
         raise PlanError("compose needs at least one stage")
     refuse_others("compose", stages, "compose(first, second)")
-    raise_all(
-        "a composition has levels of its own: fp.levels(fp.compose(a, b), fp.compose(other_a, other_b)):",
-        [f"{part.name!r} has {1 + len(part.ways)}" for part in stages if part.ways],
-    )
     inside: set[str] = set()
     popped: set[str] = set()
     outside: dict[str, None] = {}

@@ -15,6 +15,13 @@ _LONGEST = 1e15
 """Lengths are below it, so that their sum is exact enough."""
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
+_HALVES = {"backward_input": "backward_weight", "backward_weight": "backward_input"}
+"""The two fields that share the time of B, each with the other one."""
+_OPTIONAL = (*_HALVES, "backward", "remat", "bandwidth")
+"""Fields that may be None: then the other fields say."""
+_LENGTHS = ("slices", "slice_times")
+_ROUNDING = 1e-9
+"""Relative: I may be longer than B by this much, from rounding, and W is 0 then."""
 
 
 class Skip(NamedTuple):
@@ -43,9 +50,9 @@ class Cost:
 
     Attributes:
         forward: time of F.
-        backward_input: time of I.
-        backward_weight: time of W.
-        backward: time of B; None: the sum of I and W.
+        backward_input: time of I. None: what W leaves of B, half of B where W is None too, and 1 without B.
+        backward_weight: time of W. None: what I leaves of B, half of B where I is None too, and 1 without B.
+        backward: time of B; None: the sum of I and W. Where all three are given they may differ, as measured ones do.
         remat: time of R; None: that of F.
         forward_link: for how much of the time of F, and of R, the device only waits for other devices (all-to-all of
             experts, sums of tensor parallelism): time in which another action can compute, where two overlap.
@@ -66,15 +73,17 @@ class Cost:
         residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
         weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
             (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
-        slices: the lengths of the slices of a microbatch, in any unit; () for equal ones.
+        slices: the lengths of the slices of a microbatch, in any unit; () for those of the plan, or equal ones.
+        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost` measures them; (): as
+            ``slices`` and ``attention`` say.
         attention: which share of a stage's time causal attention takes for a whole microbatch, one number from 0 to 1:
             that grows with the square of the length. The slice from x to y of the sequence, as shares of it, takes
             ``(1 - a) (y - x) + a (y² - x²)`` of the time, and ``y - x`` of the memory.
     """
 
     forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
+    backward_input: PerStage | None = None
+    backward_weight: PerStage | None = None
     backward: PerStage | None = field(default=None, kw_only=True)
     remat: PerStage | None = field(default=None, kw_only=True)
     forward_link: PerStage = field(default=0.0, kw_only=True)
@@ -90,6 +99,7 @@ class Cost:
     residual: PerStage = field(default=1.0, kw_only=True)
     weight_residual: PerStage = field(default=0.5, kw_only=True)
     slices: Sequence[float] = field(default=(), kw_only=True)
+    slice_times: Sequence[float] = field(default=(), kw_only=True)
     attention: float = field(default=0.0, kw_only=True)
 
     @guarded
@@ -104,9 +114,9 @@ class Cost:
             if name == "skips":
                 faults += self._take_skips(value)
                 continue
-            if name in ("slices", "attention"):
+            if name in _LENGTHS or name == "attention":
                 continue
-            if value is None and name in ("backward", "remat", "bandwidth"):
+            if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "bandwidth":
                 value = tuple(value)
@@ -120,8 +130,7 @@ class Cost:
         faults += self._take_slices()
         if self.bandwidth == 0:
             faults.append("bandwidth is more than 0; None for no limit")
-        if not faults:
-            faults += self._long_links()
+        faults = faults or self._long_halves() or self._long_links()
         raise_all("no such cost:", faults, ScheduleError)
 
     def _take_skips(self, skips: Any) -> list[str]:
@@ -137,15 +146,33 @@ class Cost:
         ]
 
     def _take_slices(self) -> list[str]:
-        """Keep the lengths of slices as a tuple; returns what is wrong with them, and with attention's share."""
+        """Keep lengths and times of slices as tuples; returns what is wrong with them, and with attention's share."""
         faults: list[str] = []
-        lengths: Any = self.slices
-        if not are_lengths(lengths):
-            faults.append(f"slices has the length of each slice, numbers above 0; got {lengths!r}")
-        else:
-            object.__setattr__(self, "slices", tuple(lengths))
+        for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
+            values: Any = getattr(self, name)
+            if not are_lengths(values):
+                faults.append(f"{name} has the {word} of each slice, numbers above 0; got {values!r}")
+            else:
+                object.__setattr__(self, name, tuple(values))
         if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
             faults.append(f"attention is a share from 0 to 1; got {self.attention!r}")
+        return faults
+
+    def _long_halves(self) -> list[str]:
+        """What is wrong with a half of B that is longer than B, where the other half is not given."""
+        faults: list[str] = []
+        for name, other in _HALVES.items():
+            whole, half = self.backward, getattr(self, name)
+            if whole is None or half is None or getattr(self, other) is not None:
+                continue
+            rows = [value for value in (whole, half) if isinstance(value, tuple)]
+            for stage in range(min(map(len, rows), default=1)):
+                all_of_it, part = _pick(whole, stage), _pick(half, stage)
+                if part > all_of_it * (1 + _ROUNDING):
+                    where = f" of stage {stage}" if rows else ""
+                    faults.append(
+                        f"{name}{where} is {part:g}, more than backward, which is {all_of_it:g}; give {other} too"
+                    )
         return faults
 
     def _long_links(self) -> list[str]:
@@ -154,8 +181,9 @@ class Cost:
         for kind, row in KINDS.items():
             if row.link is None or not getattr(self, row.link):
                 continue
-            names = [getattr(self, name) for names in row.times for name in names]
-            rows = [value for value in (getattr(self, row.link), *names) if isinstance(value, tuple)]
+            names = {name for names in row.times for name in names}
+            names |= {"backward", *_HALVES} if names & {"backward", *_HALVES} else set[str]()
+            rows = [value for name in (row.link, *names) if isinstance(value := getattr(self, name), tuple)]
             for stage in range(min(map(len, rows), default=1)):
                 link, time = _pick(getattr(self, row.link), stage), self.of(kind, stage)
                 if link > time:
@@ -170,19 +198,24 @@ class Cost:
         [(0.65625, 0.75), (0.34375, 0.25)]
 
         Raises:
-            ScheduleError: ``slices`` speaks of another number of them.
+            ScheduleError: ``slices`` or ``slice_times`` speaks of another number of them.
         """
         lengths = self.slices or (1.0,) * num_slices
-        if len(lengths) != num_slices:
-            raise ScheduleError(
-                f"the cost has the lengths of {len(lengths)} slices, and a microbatch has {num_slices}; give slices= "
-                "one for each, or () for equal ones"
-            )
+        for name, word, values in (("slices", "lengths", lengths), ("slice_times", "times", self.slice_times)):
+            if values and len(values) != num_slices:
+                raise ScheduleError(
+                    f"the cost has the {word} of {len(values)} slices, and a microbatch has {num_slices}; give {name}= "
+                    "one for each, or () for equal ones"
+                )
         if num_slices == 1:
             return [(1.0, 1.0)]
         ends = [0.0, *(end / sum(lengths) for end in accumulate(lengths))]
+        sizes = [y - x for x, y in pairwise(ends)]
+        if self.slice_times:
+            return [(time / sum(self.slice_times), size) for time, size in zip(self.slice_times, sizes, strict=True)]
         linear, square = 1 - self.attention, self.attention
-        return [(linear * (y - x) + square * (y * y - x * x), y - x) for x, y in pairwise(ends)]
+        times = [linear * (y - x) + square * (y * y - x * x) for x, y in pairwise(ends)]
+        return list(zip(times, sizes, strict=True))
 
     @property
     def num_stages(self) -> int | None:
@@ -191,16 +224,35 @@ class Cost:
 
     def _rows(self) -> dict[str, tuple[float, ...]]:
         """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
-        others = ("skips", "slices")
+        others = ("skips", *_LENGTHS)
         return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name not in others}
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
         for names in KINDS[kind].times:
-            values = [getattr(self, name) for name in names]
+            values = [self._time(name, stage) for name in names]
             if None not in values:
-                return sum(_pick(value, stage) for value in values)
+                return sum(value for value in values if value is not None)
         return 0.0
+
+    def _time(self, name: str, stage: int) -> float | None:
+        """The number of a field of times, which for a half of B may follow from the others; None: nothing says it."""
+        value: PerStage | None = getattr(self, name)
+        if value is not None or name not in _HALVES:
+            return None if value is None else _pick(value, stage)
+        if self.backward is None:
+            return 1.0
+        whole, other = _pick(self.backward, stage), getattr(self, _HALVES[name])
+        return whole / 2 if other is None else max(0.0, whole - _pick(other, stage))
+
+    def _half(self, name: str) -> PerStage:
+        """The time of a half of B, given or not, of all stages or of each."""
+        given: PerStage | None = getattr(self, name)
+        if given is not None:
+            return given
+        rows = [value for each in ("backward", *_HALVES) if isinstance(value := getattr(self, each), tuple)]
+        times = [self._time(name, stage) or 0.0 for stage in range(min(map(len, rows), default=1))]
+        return tuple(times) if rows else times[0]
 
     def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
         """Time of two actions that overlap, from the start of both to the end of both.
@@ -244,6 +296,8 @@ class Cost:
 
         def less(name: str, link: str) -> PerStage | None:
             value, waits = getattr(self, name), getattr(self, link)
+            if value is None and name in _HALVES and waits:
+                value = self._half(name)
             if value is None or not (isinstance(value, tuple) or isinstance(waits, tuple)):
                 return None if value is None else value - waits
             count = max(len(row) for row in (value, waits) if isinstance(row, tuple))
@@ -253,6 +307,8 @@ class Cost:
         forward, back = "forward_link", "backward_link"
         times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
         changed: dict[str, Any] = {name: less(name, link) for name, link in times.items()}
+        if self.backward_link:  # W, if it follows from B, stays what it was
+            changed["backward_weight"] = self._half("backward_weight")
         return replace(self, **changed, forward_link=0.0, backward_link=0.0)
 
     def _link(self, kind: Kind, stage: int) -> float:
@@ -293,8 +349,10 @@ class Cost:
             ends_at = stage_of[stash], stage_of[pop]
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
-        kept = ("comm", "bandwidth", "output", "skips", "slices", "attention")
+        kept = ("comm", "bandwidth", "output", "skips", *_LENGTHS, "attention")
         fields: dict[str, Any] = {name: value if name in kept else sums(value) for name, value in vars(self).items()}
+        if self.backward is None:
+            fields |= {name: sums(self._half(name)) for name in _HALVES}
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
             fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol, runtime_checkable
 
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
         return BY_ROWS
     _refuse_other_arguments(loss)
     body = _body(loss)
-    if body not in _KNOWN:
+    if not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN:  # others may have no hash
         # What a module of the user's returns is not known; where its reduction says sum, that is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         weighing = isinstance(loss, Weighing)

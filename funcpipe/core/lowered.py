@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from funcpipe.core.kinds import WHOLE
+from funcpipe.core.kinds import COUNTED, ONCE
 from funcpipe.core.packed import Packed
 from funcpipe.core.program import (
     CALLER,
@@ -82,26 +82,33 @@ class Lowered:
 
     def action(self, code: int) -> Action:
         """The action with this code of the order."""
-        call, piece = divmod(code, self.num_pieces)
-        return action_of(self.calls[call].kind, self.calls[call].stage, piece, self.num_slices)
+        number, piece = divmod(code, self.num_pieces)
+        call = self.calls[number]
+        return action_of(call.kind, call.stage, call.first + piece, self.num_slices)
 
     def first(self, num_microbatches: int) -> Lowered:
         """The program of the first few microbatches: every action of the others left out, the order kept.
 
-        In its pools lies no more than in those of all, so they stay as they are.
+        What is counted (U) stays, with its number, also where it serves nothing: replicas with more microbatches have the
+        same. `Schedule.first` drops that. In the pools lies no more than in those of all, so they stay as they are.
         """
-        count = num_microbatches * self.num_slices
-        limits = [num_microbatches if call.kind in WHOLE else count for call in self.calls]
+        before, count = self.num_pieces, num_microbatches * self.num_slices
+        limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
+        calls, turns = _renumbered(self.calls, before, count)
 
         def kept(code: int) -> int | None:
-            call, number = divmod(code, self.num_pieces)
-            return call * count + number if number < limits[call] else None
+            number, piece = divmod(code, before)
+            call = self.calls[number]
+            if call.kind in COUNTED:
+                turn, piece = divmod(call.first + piece, count)
+                return turns[call.stage, turn] * count + piece
+            return number * count + piece if piece < limits[number] else None
 
         codes = [kept(code) for code in self.order]
         pairs = (pair for code, pair in zip(self.order, pairwise(codes), strict=False) if code in self.pairs)
         order = Packed(code for code in codes if code is not None)
         joined = frozenset(one for one, other in pairs if one is not None and other is not None)
-        return replace(self, num_microbatches=num_microbatches, order=order, pairs=joined)
+        return replace(self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined)
 
     @cached_property
     def lane_order(self) -> list[int]:
@@ -129,6 +136,18 @@ class Lowered:
             yield f"{lane}: {words}"
 
 
+def _renumbered(calls: Sequence[Call], before: int, after: int) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
+    """Calls for fewer pieces, and which of them has the numbers of a stage from ``turn * after``, of what is counted."""
+    out, turns = list(calls), dict[tuple[int, int], int]()
+    for call in calls:
+        if call.kind in COUNTED:
+            for turn in range(call.first // after, (call.first + before - 1) // after + 1):
+                if (call.stage, turn) not in turns:
+                    turns[call.stage, turn] = len(out)
+                    out.append(call._replace(first=turn * after))
+    return tuple(out), turns
+
+
 _T = TypeVar("_T")
 
 
@@ -148,7 +167,10 @@ def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
             near |= {pool.lane, pool.source}
     again = read_again(lowered.calls, lowered.wires, lowered.order, lowered.num_pieces, near)
     crossings = _crossings(lowered, {*lanes}, near, again)
-    writers = {lane: _Writer(lowered, lane, again, crossings) for lane in lanes}
+    read: dict[int, set[int]] = defaultdict(set)
+    for call in lowered.calls:
+        read[call.lane].update(wire for wire, _ in call.reads)
+    writers = {lane: _Writer(lowered, lane, read[lane], again, crossings) for lane in lanes}
     count = lowered.num_pieces
     parts = [writers.get(call.lane) for call in lowered.calls]
     order = lowered.order
@@ -239,9 +261,16 @@ class _Writer:
     """Writes the program of a lane, action by action. Liveness decides every free: after the last read."""
 
     def __init__(
-        self, lowered: Lowered, lane: int, again: set[tuple[int, int]], crossings: dict[int, dict[int, int]]
+        self,
+        lowered: Lowered,
+        lane: int,
+        read: set[int],
+        again: set[tuple[int, int]],
+        crossings: dict[int, dict[int, int]],
     ) -> None:
         self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
+        self.read = read
+        """The wires that an action of the lane reads."""
         self.calls: dict[int, _Form] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
@@ -268,7 +297,6 @@ class _Writer:
     def _form(self, number: int) -> _Form:
         """A call with everything that is the same for all its microbatches."""
         call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_pieces
-        here = {wire for call in self.lowered.calls if call.lane == self.lane for wire, _ in call.reads}
         sources = [self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads]
         reads = [
             (wire, wire * count + FROM.get(wires[wire].role, 0), source, Slot(source, wires[wire].role))
@@ -277,7 +305,7 @@ class _Writer:
         writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
         sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
         taken = [wire * count for wire in call.writes if wires[wire].role in TAKEN]
-        unread = [wire * count for wire in call.writes if wire not in here and wires[wire].role not in TAKEN]
+        unread = [wire * count for wire in call.writes if wire not in self.read and wires[wire].role not in TAKEN]
         return _Form(len(self.calls), reads, writes, sends, taken, unread)
 
     def write(self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None) -> None:

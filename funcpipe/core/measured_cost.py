@@ -109,15 +109,14 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
         gather=mean(Kind.U, no_time),
         step=mean(Kind.S, no_time),
         comm=timeline.comm if hop is None else hop,
-        slices=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
+        slice_times=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
     )
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
     """The median of each number of costs that have the same stages."""
-    rows = [
-        name for name, value in vars(costs[0]).items() if isinstance(value, tuple) and name not in ("skips", "slices")
-    ]
+    others = ("skips", "slices", "slice_times")
+    rows = [name for name, value in vars(costs[0]).items() if isinstance(value, tuple) and name not in others]
     columns = {name: zip(*(getattr(cost, name) for cost in costs), strict=True) for name in rows}
     medians = {name: tuple(map(median, column)) for name, column in columns.items()}
     hops = [cost.comm for cost in costs if isinstance(cost.comm, (int, float))]

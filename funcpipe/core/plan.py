@@ -77,10 +77,10 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of everything but the functions: the same in every process that made the same plan."""
         parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
-        parts.append(str((self.spare_slots, self.slices)))
+        parts.append(str((self.spare_slots, self.slices, self.merge)))
+        parts.append(str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__)))
         declared = [
-            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry, len(s.ways))
-            for s in self.stages
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
         ]
         parts += map(repr, declared)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -115,7 +115,7 @@ class Call(NamedTuple):
         reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on this one.
         writes: wires.
         sends: (wire, lane, pool): who else gets what it writes, in this order.
-        level: which way of the stage does it.
+        first: of what is counted (U), the number for which microbatch 0 stands: there may be more of it than microbatches.
     """
 
     kind: Kind
@@ -125,7 +125,7 @@ class Call(NamedTuple):
     reads: tuple[tuple[int, int], ...]
     writes: tuple[int, ...]
     sends: tuple[tuple[int, int, int], ...]
-    level: int = 0
+    first: int = 0
 
 
 class Pool(NamedTuple):
@@ -266,12 +266,7 @@ class LaneProgram:
     def action(self, run: Run) -> Action:
         """What a `Run` does."""
         call = self.calls[run.call]
-        return action_of(call.kind, call.stage, run.microbatch, self.num_slices)
-
-    def word(self, run: Run) -> str:
-        """What a `Run` does, in print, with its level."""
-        level = self.calls[run.call].level
-        return f"{self.action(run)}@{level}" if level else str(self.action(run))
+        return action_of(call.kind, call.stage, call.first + run.microbatch, self.num_slices)
 
     @cached_property
     def sources(self) -> tuple[int | None, ...]:
@@ -339,7 +334,7 @@ class LaneProgram:
                 case Run(_, _, reads, writes):
                     at, _ = next(runs)
                     beside = f" beside {self.action(self.runs[at + 1])}" if at in self.pairs else ""
-                    words = [f"{self.word(instruction)}{beside}", *(["reads " + see(*reads)] if reads else [])]
+                    words = [f"{self.action(instruction)}{beside}", *(["reads " + see(*reads)] if reads else [])]
                     yield "  ".join([*words, *(["writes " + see(*writes)] if writes else [])])
                 case Send(slot, to, into):
                     yield f"send {see(slot)} to {to}@{into}"

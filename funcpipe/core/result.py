@@ -180,8 +180,8 @@ class Timeline:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
         Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G, U and S are nothing.
-        Slices are counted together as their microbatch, and are as long as they took. Of what overlaps with another action
-        only what never stands alone counts.
+        Slices are counted together as their microbatch; how long each took is in `Cost.slice_times`. Of what overlaps with
+        another action only what never stands alone counts.
 
         >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
         >>> second = fp.typing.Span(0, 1.5, 4.5, fp.Action.parse("0F1"))
@@ -301,7 +301,7 @@ class RunStats:
 
     @guarded
     def __repr__(self) -> str:
-        took = f"{named(self.num_microbatches, 'microbatch').replace('hs', 'hes')} in {self.seconds:.3g} s"
+        took = f"{named(self.num_microbatches, 'microbatch')} in {self.seconds:.3g} s"
         threads = f"{named(self.threads_per_lane, 'thread')} a lane"
         slots = f"at most {max(self.slots)} values in a pool of slots" if self.slots else ""
         who = f"{self.executor} ({self.reason})" if self.reason else self.executor

@@ -14,7 +14,7 @@ from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, SPELLING, 
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.notebook import picture, shown
 from funcpipe.core.remembered import declared_fields
-from funcpipe.core.shown import guarded
+from funcpipe.core.shown import count_text, guarded
 from funcpipe.core.spelling import ACTION, is_word, unread, words_of
 
 
@@ -85,24 +85,12 @@ def action_of(kind: Kind, stage: int, piece: int, num_slices: int) -> Action:
 Pair = tuple[Action, Action]
 """Two actions of a device, one after the other in its order, that overlap."""
 
-Leveled = tuple[Action, int]
-"""A forward, and the level at which it and all else of its stage and microbatch runs."""
-
-
-def read_word(word: str, levels: list[Leveled]) -> Action:
-    """The action of a word; where it has a level, that goes to the others."""
-    action, at, level = word.partition("@")
-    read = Action.parse(action)
-    if at:
-        levels.append((read, int(level)))
-    return read
-
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions on each device.
 
-    Compares, hashes and pickles by its orders, pairs and levels; the name is a label. A schedule may hold anything until `check`
+    Compares, hashes and pickles by its orders and pairs; the name is a label. A schedule may hold anything until `check`
     (which `make_plan` and `simulate` call) has seen it.
 
     Attributes:
@@ -111,32 +99,26 @@ class Schedule:
         pairs: which neighbours in an order overlap, as (first, second). Both begin when both can; a CUDA device runs
             them on two streams, so that one computes while the other waits for a link (all-to-all of experts), a CPU
             lane runs them one after the other. Printed ``(0F3 1B1)``.
-        levels: at which level of its stage a microbatch (or a slice of it) runs, as (its F, level): which of the ways of
-            `levels` computes it, and keeps that much for its backward. Given as such pairs, or as a mapping from each F; who
-            is not named runs at level 0. Printed ``0F3@1``; R and the backward run at the level of F.
     """
 
     orders: tuple[tuple[Action, ...], ...]
     name: str = field(default="custom", compare=False)
     pairs: frozenset[Pair] = frozenset()
-    levels: frozenset[Leveled] = frozenset()
 
     def __post_init__(self) -> None:
         if type(self.orders) is not tuple or not all(type(order) is tuple for order in self.orders):
             object.__setattr__(self, "orders", _rows(self.orders))
         if not isinstance(self.pairs, frozenset):
             object.__setattr__(self, "pairs", _frozen(self.pairs))
-        if self.levels or not isinstance(self.levels, frozenset):
-            object.__setattr__(self, "levels", _above_zero(self.levels))
 
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
         """Read the text form: one line per device, actions apart by spaces, ``#`` starts a comment.
 
-        Two actions in parentheses overlap; a forward has its level after ``@``, where that is not 0.
+        Two actions in parentheses overlap.
 
-        >>> print(fp.Schedule.parse("0F0 (0F1@1 0B0) 0B1"))
-        0F0 (0F1@1 0B0) 0B1
+        >>> print(fp.Schedule.parse("0F0 (0F1 0B0) 0B1"))
+        0F0 (0F1 0B0) 0B1
 
         Raises:
             ScheduleError: some words are no actions; each is named with its line.
@@ -147,27 +129,25 @@ class Schedule:
             )
         orders: list[tuple[Action, ...]] = []
         pairs: list[Pair] = []
-        levels: list[Leveled] = []
         faults: list[str] = []
         for number, line in enumerate(text.split("\n"), 1):
             groups = [*words_of(line.partition("#")[0])]
             bad = [word for group in groups for word in group if not is_word(word)]
             faults += [f"line {number}: {word!r} {unread(word)}" for word in bad]
             if groups and not bad:
-                read = [tuple(read_word(word, levels) for word in group) for group in groups]
+                read = [tuple(map(Action.parse, group)) for group in groups]
                 orders.append(tuple(action for group in read for action in group))
                 pairs += [(group[0], group[1]) for group in read if len(group) == 2]
         raise_all(f"write {SPELLING}; two that overlap as in (0F3 1B1):", faults, ScheduleError)
-        return cls(tuple(orders), name, frozenset(pairs), frozenset(levels))
+        return cls(tuple(orders), name, frozenset(pairs))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
         """The order of each device in words."""
-        levels = dict(self.levels)
         for order in self.orders:
-            words = [f"{action}@{levels[action]}" if action in levels else str(action) for action in order]
+            words = [str(action) for action in order]
             for at in self.joined(order):
                 words[at : at + 2] = f"({words[at]}", f"{words[at + 1]})"
             yield " ".join(words)
@@ -179,47 +159,23 @@ class Schedule:
         return [at for at, pair in enumerate(pairwise(order)) if pair in self.pairs]
 
     def reordered(self, orders: Sequence[Sequence[Action]], name: str) -> Schedule:
-        """Another order, with those of the pairs that are neighbours in it, and the levels of its forwards, too.
+        """Another order, with those of the pairs that are neighbours in it.
 
         >>> schedule = fp.Schedule.parse("(0F1 0B0)")
         >>> print(schedule.reordered([[*schedule.orders[0], fp.Action(fp.Kind.B, 0, 1)]], "longer"))
         (0F1 0B0) 0B1
         """
         kept = tuple(map(tuple, orders))
-        pairs, levels = self.pairs, self.levels
+        pairs = self.pairs
         if pairs:
             pairs = pairs.intersection(pair for order in kept for pair in pairwise(order))
-        if levels:
-            here = {action for order in kept for action in order if action[0] is Kind.F}
-            levels = frozenset(leveled for leveled in levels if leveled[0] in here)
-        return Schedule(kept, name, pairs, levels)
-
-    def level(self, action: Action) -> int:
-        """At which level its stage runs an action.
-
-        >>> schedule = fp.Schedule.parse("0F0 0F1@2 0B0 0B1")
-        >>> schedule.level(fp.Action(fp.Kind.B, 0, 1)), schedule.num_levels
-        (2, 3)
-        """
-        return self._level_of.get(action[1:], 0)
-
-    @cached_property
-    def _level_of(self) -> dict[tuple[int, int, int | None], int]:
-        return {forward[1:]: level for forward, level in self.levels}
-
-    @cached_property
-    def num_levels(self) -> int:
-        """How many levels its stages have at least: one more than the largest."""
-        return 1 + max([0, *(level for _, level in self.levels)])
+        return Schedule(kept, name, pairs)
 
     @guarded
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        levels = f", {self.num_levels} levels" if self.levels else ""
-        return (
-            f"<Schedule {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches{slices}, "
-            f"{self.num_devices} devices{levels}>"
-        )
+        stages, microbatches = count_text(self.num_stages, "stage"), count_text(self.num_microbatches, "microbatch")
+        return f"<Schedule {self.name}: {stages}, {microbatches}{slices}, {count_text(self.num_devices, 'device')}>"
 
     _repr_html_ = shown(picture)
 
@@ -237,8 +193,9 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches: one more than the largest index."""
-        return 1 + max((action[2] for order in self.orders for action in order), default=-1)
+        """How many microbatches: one more than the largest index. The number of a U is none."""
+        numbers = (action[2] for order in self.orders for action in order if action[0] not in COUNTED)
+        return 1 + max(numbers, default=-1)
 
     @cached_property
     def num_slices(self) -> int:
@@ -304,13 +261,20 @@ class Schedule:
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept.
 
+        A U that serves nothing then is dropped, too, and the rest is counted anew.
+
         >>> print(fp.Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
         0U0 0F0 0F1
+
+        Raises:
+            ScheduleError: the number is no whole number from 1.
         """
+        if type(num_microbatches) is not int or num_microbatches < 1:
+            raise ScheduleError(f"first takes a number of microbatches, from 1; got {num_microbatches!r}")
         if num_microbatches >= self.num_microbatches:
             return self
         kept = select(self.orders, lambda action: action.kind in COUNTED or action.microbatch < num_microbatches)
-        return self.reordered([_recounted(order, num_microbatches) for order in kept], self.name)
+        return self.reordered([recounted(order) for order in kept], self.name)
 
     def forwards(self) -> Schedule:
         """The forwards alone: the schedule that evaluates with every stage where it trains.
@@ -341,17 +305,6 @@ def _frozen(pairs: Any) -> frozenset[Any]:
         raise ScheduleError(f"pairs is a set of pairs of actions, as {example}; got {pairs!r}") from None
 
 
-def _above_zero(levels: Any) -> frozenset[Any]:
-    """Levels as given, in a mapping or as pairs, without those of 0. Raises ScheduleError for what is none at all."""
-    rows: Any = levels.items() if isinstance(levels, Mapping) else levels
-    rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, str) else [rows]
-    for row in rows:
-        if not isinstance(row, (tuple, list)) or [type(entry) for entry in row] != [Action, int]:
-            example = "levels={fp.Action(fp.Kind.F, 0, 1): 1}"
-            raise ScheduleError(f"levels has the level of each forward, as {example}; got {row!r}")
-    return frozenset((action, level) for action, level in rows if level)
-
-
 def serving(order: Sequence[Action]) -> frozenset[Action]:
     """What is counted and serves something: its stage computes after it, and before the next."""
     if all(action.kind not in COUNTED for action in order):
@@ -367,14 +320,14 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
     return frozenset(found)
 
 
-def _recounted(order: tuple[Action, ...], most: int) -> tuple[Action, ...]:
-    """Without what is counted and serves nothing; the rest counted anew, and of each stage so many at most."""
+def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Without what is counted and serves nothing; the rest counted anew."""
     out: list[Action] = []
     served, times = serving(order), Counter[int]()
     for action in order:
         if action.kind not in COUNTED:
             out.append(action)
-        elif action in served and times[action.stage] < most:
+        elif action in served:
             out.append(action._replace(microbatch=times[action.stage]))
             times[action.stage] += 1
     return tuple(out)

@@ -52,10 +52,20 @@ def some(words: Iterable[object], gap: str = ", ", most: int = 6) -> str:
 def named(count: int, word: str) -> str:
     """A count with its word; "" for none.
 
-    >>> named(1, "gradient"), named(2, "gradient"), named(0, "gradient")
-    ('1 gradient', '2 gradients', '')
+    >>> named(1, "gradient"), named(2, "batch"), named(0, "gradient")
+    ('1 gradient', '2 batches', '')
     """
-    return f"{count} {word}{'' if count == 1 else 's'}" if count else ""
+    return count_text(count, word) if count else ""
+
+
+def count_text(count: int, word: str) -> str:
+    """A count and its word, singular or plural."""
+    return f"{count} {word if count == 1 else plural(word)}"
+
+
+def plural(word: str) -> str:
+    """The plural of a word."""
+    return word + ("es" if word.endswith("ch") else "s")
 
 
 def amount_of(tree: Tree) -> str:

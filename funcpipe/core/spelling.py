@@ -1,4 +1,4 @@
-"""How actions are written and read: stage, kind, microbatch (and slice); two together in parentheses; a level after ``@``."""
+"""How actions are written and read: stage, kind, microbatch (and slice); two together in parentheses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ ACTION = re.compile(
 )
 """How an action is spelled: stage, then kind and microbatch (and slice), or a kind that has none."""
 
-_LEVEL = re.compile("[0-9]{1,3}")
 _WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)(?!\S)|(\([^()]*\)\S*|\S+)")
 
 
@@ -29,18 +28,12 @@ def words_of(line: str) -> Iterator[tuple[str, ...]]:
 
 
 def is_word(word: str) -> bool:
-    """Is it an action, or a forward with its level."""
-    action, at, level = word.partition("@")
-    match = ACTION.fullmatch(action)
-    return match is not None and (not at or (match[2] == Kind.F.value and _LEVEL.fullmatch(level) is not None))
+    """Is it an action."""
+    return ACTION.fullmatch(word) is not None
 
 
 def unread(word: str) -> str:
     """What is wrong with a word that is no action."""
-    if "@" in word and "(" not in word and ")" not in word:
-        return (
-            "is no forward at a level: F alone has one, after @, as in 0F3@1; all else of its microbatch has the same"
-        )
     if "(" in word or ")" in word:
         return "is no pair: in parentheses stand two actions, with a space between them, and around the parentheses"
     return "is no action"

@@ -9,12 +9,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
+from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 from funcpipe.core.captured import captured_values
 from funcpipe.core.declared import arguments_of, check_declaration, check_function, checked_names, keywords_of
 from funcpipe.core.errors import PlanError
-from funcpipe.core.shown import function_words, guarded, line, shapes_of, some
+from funcpipe.core.out import Out
+from funcpipe.core.shown import function_words, guarded, line, some
 from funcpipe.core.tree import Tree
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -23,35 +24,6 @@ Commit: TypeAlias = Callable[[Tree, tuple[Tree, ...]], Tree]
 
 CARRY = ""
 """The name, which no skip has, under which runs keep what a stage hands to its next slice among its stashes."""
-
-
-class Out(NamedTuple):
-    """What a stage function returns when it has more to give than its output.
-
-    >>> halve = fp.stage(stash=["whole"])(lambda params, x: fp.Out(x / 2, stash={"whole": x}))
-    >>> halve((), 8.0).y, halve((), 8.0).stash
-    (4.0, {'whole': 8.0})
-
-    Attributes:
-        y: the output, any tree: the next stage's input, or what the loss gets.
-        stash: a tree for each declared name; later stages take it by ``pop``.
-        stats: statistics of this microbatch for the stage's ``commit``, any tree.
-        loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
-            weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
-            jvp want it).
-        carry: what the next slice of the microbatch needs of this one and those before, any tree: keys and values.
-    """
-
-    y: Tree
-    stash: Mapping[str, Tree] = {}
-    stats: Tree = ()
-    loss: tuple[Any, Any] | tuple[()] | None = ()
-    carry: Tree = ()
-
-    @guarded
-    def __repr__(self) -> str:
-        empty = [name for name, tree in self._asdict().items() if isinstance(tree, (tuple, dict)) and not tree]
-        return line("Out", [(name, shapes_of(tree)) for name, tree in self._asdict().items() if name not in empty])
 
 
 class BoundFn(Protocol):
@@ -136,6 +108,7 @@ class StageFacts:
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
         late: did the plan's loss behind it give weights that nobody knew before.
+        settled: did a plan find the names that its function takes from around it as they were when it was made.
     """
 
     draws: set[bool] = field(default_factory=set)
@@ -143,6 +116,7 @@ class StageFacts:
     kept: set[bool] = field(default_factory=set)
     foreign: list[Any] = field(default_factory=list)
     late: bool = False
+    settled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +140,6 @@ class Stage:
         shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
         carry: does it hand something from each slice of a microbatch to the next; it arrives as ``carry``, None for the
             first.
-        ways: the same computation at level 1, 2, ... of a schedule, which keeps less for its backward: what `levels` made.
         evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
         closed: what the free names of its function held when it was made; the first plan looks whether they still do.
         seen: what runs found out about it.
@@ -185,7 +158,6 @@ class Stage:
     shares: tuple[tuple[Any, Shared], ...] = field(default=(), repr=False)
     carry: bool = field(default=False, repr=False)
     evaluation: bool = field(default=False, repr=False)
-    ways: tuple[Stage, ...] = field(default=(), repr=False)
     closed: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     seen: StageFacts = field(default_factory=StageFacts, init=False, repr=False)
 
@@ -194,7 +166,7 @@ class Stage:
         declared = {"stash": self.stash, "pop": self.pop, "feeds": self.feeds}
         kept = [word for word in ("state", "carry") if getattr(self, word)]
         words = [("", function_words(self.fn)), *[(name, some(names)) for name, names in declared.items()]]
-        kept += ["compiled"] * (self.program is not None) + [f"{1 + len(self.ways)} levels"] * bool(self.ways)
+        kept += ["compiled"] * (self.program is not None)
         words += [("", word) for word in kept]
         return line(f"Stage {self.name!r}" if self.name else "Stage", words)
 

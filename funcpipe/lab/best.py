@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from random import Random
 
-from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.cost import per_stage
 from funcpipe.core.errors import FuncpipeError, ScheduleError
 from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.schedule import Schedule
 from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.exact import solve
 from funcpipe.lab.found import Found
-from funcpipe.lab.levels import descend
 from funcpipe.lab.offload_to_fit import offload_to_fit
-from funcpipe.lab.polish import Bench, Lane, polish, shaken
+from funcpipe.lab.polish import Bench, Lane, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Problem, as_schedule, gap_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.lab.windows import sharpened
 from funcpipe.schedules.clock import coded
-from funcpipe.schedules.levels import Costs, at_levels, mixed
 from funcpipe.schedules.memory import residual_peak
 from funcpipe.schedules.pairing import pair, unpair
 from funcpipe.view.simulate import simulate
@@ -29,8 +27,6 @@ from funcpipe.view.simulate import simulate
 _WRONG = 1e-6
 _POLISHED = 20_000
 """The most actions of a schedule whose single actions are moved; with more that takes too long."""
-_SHAKEN = 8
-"""How many changes are made at random before another round of moves."""
 _STEP = 100
 """So many evaluations take about as long as one such step."""
 
@@ -40,13 +36,11 @@ class Best:
 
     Attributes:
         problems: no schedule is shorter than the shortest of all of them; with their ``bounds``.
-        levels: the cost of each level, where every microbatch of a stage may have another one; () for one of all.
     """
 
-    def __init__(self, problems: Sequence[Problem], budget: Budget, bounds: Sequence[LowerBound] = ()) -> None:
+    def __init__(self, problems: Sequence[Problem], budget: Budget) -> None:
         self.problems, self.budget = problems, budget
-        self.levels: Sequence[Cost] = ()
-        self.bounds = [*(bounds or map(lower_bound, problems))]
+        self.bounds = [*map(lower_bound, problems)]
         self.value = inf
         self.problem: Problem | None = None
         self.schedule: Schedule | None = None
@@ -62,11 +56,8 @@ class Best:
     def timeline(self) -> Timeline | None:
         """The timeline of the best schedule; it costs much more than its times, so it is made when it is wanted."""
         if self._timeline is None and self.problem is not None and self.schedule is not None:
-            self._timeline = simulate(self.schedule, self._costs(self.problem))
+            self._timeline = simulate(self.schedule, self.problem.cost)
         return self._timeline
-
-    def _costs(self, problem: Problem) -> Costs:
-        return self.levels or problem.cost
 
     @property
     def bound(self) -> float:
@@ -116,9 +107,9 @@ class Best:
         self.budget.spend()
         bench = self._benches.get(id(problem))
         if bench is None:
-            bench = self._benches[id(problem)] = Bench(problem, self.levels)
+            bench = self._benches[id(problem)] = Bench(problem)
         joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
-        score = bench.score(at_levels(coded(schedule.orders, problem.num_slices), schedule), joined)
+        score = bench.score(coded(schedule.orders, problem.num_slices), joined)
         if score is None or score.value >= self.value * (1 - ROUNDING):
             return
         value, timeline = score.value, None
@@ -143,19 +134,18 @@ class Best:
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
         """The most memory of each device. Of residuals that stay it hangs on the order alone, not on times."""
         if _handed(problem) or problem.offload:
-            return simulate(schedule, self._costs(problem)).peak
-        return [residual_peak(order, schedule, self._costs(problem)) for order in schedule.orders]
+            return simulate(schedule, problem.cost).peak
+        return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
 
     def _time(self, problem: Problem, schedule: Schedule) -> Timeline:
         self.budget.spend()
-        return simulate(schedule, self._costs(problem))
+        return simulate(schedule, problem.cost)
 
     def tight(self, problem: Problem) -> Problem:
         """The problem where only residuals count as memory: what else lies on the devices is taken off the limits."""
         limits = problem.limits
         if self.schedule is not None and self.problem is problem and not problem.offload and _handed(problem):
-            costs = self._costs(problem)
-            peaks = [residual_peak(order, self.schedule, costs) for order in self.schedule.orders]
+            peaks = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
             totals = self._peaks(problem, self.schedule)
             others = [max(0.0, total - peak) for total, peak in zip(totals, peaks, strict=True)]
             limits = tuple(limit - other for limit, other in zip(limits, others, strict=True))
@@ -168,36 +158,21 @@ class Best:
         without_limits = [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
         return [*without_remat, tight, *without_limits]
 
-    def polish(self, rng: Random, share: float, *, patience: float = inf) -> None:
-        """Spend what is left, or a share, on moving single actions of the best; some seconds remain for the bounds.
-
-        Where so many tries for each action bring nothing it begins anew, with some of the best changed at random.
-        """
-        if self.problem is None or too_many(self.problem):
+    def polish(self, rng: Random, share: float) -> None:
+        """Spend what is left, or a share, on moving single actions of the best; some seconds remain for the bounds."""
+        problem, schedule = self.problem, self.schedule
+        if problem is None or schedule is None or too_many(problem) or self.done:
             return
         self.budget.told.phase("moves")
-        part, shake = self.budget.part(share, of_seconds=0.9 * share), False
-        while not (self.schedule is None or self.done or part.spent or self.budget.spent):
-            spent = part.evaluations
-            self._polish(self.problem, self.schedule, rng, part, patience * self.problem.num_actions, shake=shake)
-            if patience == inf or (shake and part.evaluations == spent):  # nothing can be changed
-                return
-            shake = True
-
-    def _polish(
-        self, problem: Problem, schedule: Schedule, rng: Random, budget: Budget, patience: float, *, shake: bool
-    ) -> None:
+        part = self.budget.part(share, of_seconds=0.9 * share)
         lanes: list[Lane] = []
-        placed = at_levels(coded(schedule.orders, problem.num_slices), schedule)
-        for order, actions in zip(schedule.orders, placed, strict=True):
+        for order, actions in zip(schedule.orders, coded(schedule.orders, problem.num_slices), strict=True):
             joined = schedule.joined(order)
             lanes.append(Lane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
-        bench = Bench(replace(self.tight(problem), offload=problem.offload), self.levels)
-        if shake:
-            lanes = shaken(bench, lanes, rng, _SHAKEN)
-        for better in polish(bench, lanes, rng, budget, good=self.bound, patience=patience):
+        bench = Bench(replace(self.tight(problem), offload=problem.offload))
+        for better in polish(bench, lanes, rng, part, good=self.bound):
             actions = (lane.actions for lane in better)
-            moved = as_schedule(actions, schedule.name, problem.num_slices, problem.num_stages)
+            moved = as_schedule(actions, schedule.name, problem.num_slices)
             pairs = {(o[at], o[at + 1]) for o, lane in zip(moved.orders, better, strict=True) for at in lane.joined}
             self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
@@ -234,47 +209,6 @@ class Best:
                     self.bounds[number] = LowerBound(min(self.value, solved.bound), "a proof by the solver")
                 if self.done:
                     return
-
-    def take(self, other: Best, problems: Sequence[Problem]) -> None:
-        """Offer what another search has found for these problems, which had them in its own way."""
-        if other.schedule is not None:
-            for problem in problems:
-                if problem.device_of == other.schedule.device_of:
-                    self.offer(problem, other.schedule, other.source)
-
-    def better_levels(
-        self, levels: Sequence[Cost], chosen: tuple[int, ...], problems: Callable[[Cost], list[Problem]]
-    ) -> tuple[int, ...]:
-        """Levels with which the schedule that was found is shorter still, if there are any."""
-        schedule = self.schedule
-        if schedule is None:
-            return chosen
-
-        def timed(choice: tuple[int, ...]) -> float:
-            cost = mixed(levels, choice)
-            problem = next(each for each in problems(cost) if each.device_of == schedule.device_of)
-            timeline = self._time(problem, schedule)
-            return problem.value(timeline) if problem.fits(timeline.peak) else inf
-
-        chosen, value = descend(chosen, len(levels), timed, lambda: self.budget.late)
-        self.value = min(self.value, value)
-        return chosen
-
-    def by_microbatch(self, levels: Sequence[Cost], chosen: tuple[int, ...], problems: Sequence[Problem]) -> None:
-        """From now on every microbatch of a stage may have another level; so far all have the one that is chosen.
-
-        ``problems``: those of level 0.
-        """
-        if self.schedule is None:
-            return
-        self.levels = levels
-        self._benches.clear()
-        self._timeline = None
-        self.problem = next(each for each in problems if each.device_of == self.schedule.device_of)
-        forwards = [action for order in self.schedule.orders for action in order if action.kind is Kind.F]
-        self.schedule = replace(
-            self.schedule, levels=frozenset((forward, chosen[forward.stage]) for forward in forwards)
-        )
 
     def found(self) -> Found:
         """The result of the search. Raises ScheduleError."""

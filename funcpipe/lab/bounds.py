@@ -8,18 +8,11 @@ any size; `windows` looks at all actions of smaller ones, and proves more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
-from math import inf
 from typing import NamedTuple
 
-from funcpipe.core.cost import Cost
 from funcpipe.lab.problem import ROUNDING, Problem
 from funcpipe.lab.windows import windows_bound
-
-_WEIGHTS = 32
-"""How many means of work and memory are tried."""
 
 
 class LowerBound(NamedTuple):
@@ -59,58 +52,6 @@ def lower_bound(problem: Problem) -> LowerBound:
     if problem.objective == "makespan":
         bounds.append(there_and_back)
     return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))
-
-
-def levels_bound(problem: Problem, levels: Sequence[Cost]) -> LowerBound:
-    """What no choice of levels beats, one for each stage and microbatch: work and memory together.
-
-    A level that needs less memory needs more time. The time of a device is at least its work, and at least what residuals
-    lie for over its limit; so also any mean of both, and of that each microbatch has at least its own least.
-
-    Args:
-        problem: of the least cost of all levels.
-        levels: their costs.
-    """
-    problem = problem.computing
-    ways = [replace(problem, cost=level).computing for level in levels]
-    heads = _heads(problem)
-    bounds = [LowerBound(0.0, "nothing")]
-    for device, limit in enumerate(problem.limits):
-        stages = problem.local[device]
-        memory = inf if not stages or problem.remat or problem.offload else limit
-        trips = {stage: _round_trip(problem, stage, stage) for stage in stages}
-        work = [[way.least[stage] for way in ways] for stage in stages]
-        lying = [[_lying(way, stage, trips[stage]) / memory for way in ways] for stage in stages]
-        for weight in [number / _WEIGHTS for number in range(_WEIGHTS + 1 if memory < inf else 1)]:
-            least = [
-                min((1 - weight) * time + weight * area for time, area in zip(*row, strict=True))
-                for row in zip(work, lying, strict=True)
-            ]
-            value = problem.num_microbatches * sum(least)
-            if memory < inf:
-                value = max(value, _warm_up_at_levels(problem, ways, device, weight))
-            head = heads[stages[0]] if stages and problem.objective == "makespan" else 0.0
-            binds = f"the work of device {device}" if not weight else f"the work of device {device} at levels that fit"
-            bounds.append(LowerBound(value + head, binds))
-    return max(bounds, key=lambda bound: bound.value)
-
-
-def _warm_up_at_levels(problem: Problem, ways: Sequence[Problem], device: int, weight: float) -> float:
-    """The work of a device and what it waits before its first gradient comes, of which a share counts.
-
-    What fits into its memory until then shortens the waiting by its forwards' time, and costs what its level works longer.
-    """
-    stages = problem.local[device]
-    least = [min(way.least[stage] for way in ways) for stage in stages]
-    rows = [
-        (weight * way.forward[stage] - (way.least[stage] - work), way.residual[stage])
-        for stage, work in zip(stages, least, strict=True)
-        for way in ways
-    ]
-    free = sum(problem.num_microbatches * worth for worth, size in rows if size == 0 and worth > 0)
-    worth = max([0.0, *(worth / size for worth, size in rows if size)]) * problem.limits[device]
-    waiting = weight * _round_trip(problem, stages[0], stages[-1]) - free - worth
-    return problem.num_microbatches * sum(least) + max(0.0, waiting)
 
 
 def _way(problem: Problem) -> float:

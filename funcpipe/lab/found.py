@@ -15,15 +15,14 @@ class Found:
     """A schedule that a search found.
 
     Attributes:
-        schedule: an ordinary one: run it, draw it, write it to a file. Of several costs its ``levels`` say which each stage
-            has for each microbatch.
+        schedule: an ordinary one: run it, draw it, write it to a file.
         timeline: its simulation under the costs of the search.
         objective: what was made short, "makespan" or "span".
         lower_bound: no schedule for these costs and limits takes less, with the stages placed in one of the ways that
             were tried.
         binds: what keeps a schedule from being shorter than the bound: the work or the memory of a device, or the way
             between devices; "a proof by the solver" where that raised it.
-        source: where it comes from: a family, "greedy", "period", "rules", "moves" or "exact".
+        source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
         ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
             "bound": nothing is left to find.
@@ -68,20 +67,11 @@ class Found:
         """How much longer than the lower bound it is, of 1; 0: nothing shorter exists."""
         return gap_of(self.value, self.lower_bound)
 
-    def _levels(self) -> list[str]:
-        """The levels of each stage, such as ``0|1`` where its microbatches have several."""
-        found: list[set[int]] = [set() for _ in range(self.schedule.num_stages)]
-        for order in self.schedule.orders:
-            for action in order:
-                found[action.stage].add(self.schedule.level(action))
-        return ["|".join(map(str, sorted(levels))) for levels in found]
-
     def __str__(self) -> str:
         proof = "nothing shorter exists" if not self.gap else f"at most {self.gap:.2%} above the shortest"
         head = f"{self.schedule.name}: {self.objective} {self.value:.6g}"
-        levels = f"levels {' '.join(self._levels())}; " if self.schedule.levels else ""
         return (
-            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; peak {max(self.peak):.6g}; {levels}"
+            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; peak {max(self.peak):.6g}; "
             f"{self.evaluations} schedules timed, ended by {self.ended}"
         )
 

@@ -23,7 +23,8 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
     """
     if not isinstance(shape, str):
         device_of = tuple(shape)
-        if len(device_of) != num_stages or sorted(set(device_of)) != list(range(num_devices)):
+        numbers = all(type(device) is int for device in device_of)
+        if not numbers or len(device_of) != num_stages or sorted(set(device_of)) != list(range(num_devices)):
             raise ScheduleError(
                 f"placement= names the device of each of {num_stages} stages, every one of 0 to {num_devices - 1}; "
                 f"got {device_of!r}"

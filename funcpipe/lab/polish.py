@@ -1,23 +1,18 @@
 """Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory.
 
 Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the
-host, if the problem allows it, or its microbatch runs at another level, if there are some; an R, or an O with its L, that is
-drawn goes where that fits. At a level the stage of an action is a column (`schedules.levels`).
+host, if the problem allows it; an R, or an O with its L, that is drawn goes where that fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from math import inf
 from random import Random
 from typing import NamedTuple
 
-from funcpipe.core.cost import Cost
 from funcpipe.lab.problem import ROUNDING, Budget, CodedAction, Problem, Score
 from funcpipe.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
-from funcpipe.schedules.levels import columns
 from funcpipe.schedules.memory import residual_table, running_sum
 
 _CLASS = {F: {0}, R: {1}, B: {2, 3}, I: {2}, W: {3}, O: {4}, L: {5}}
@@ -35,9 +30,6 @@ are joined with their new neighbours, and those that they leave, too."""
 
 _OVERLAPPING = ({F, B}, {F, I})
 
-_LEVELS = 0.3
-"""Where stages have levels, how often a microbatch of one gets another, else an action moves."""
-
 _HALVES = 0.3
 """Where a backward takes less as a whole, how often it is parted, or its halves are joined, else an action moves."""
 
@@ -45,16 +37,13 @@ _HALVES = 0.3
 class Bench:
     """Scores orders for a problem, without the checks and the records of a simulation."""
 
-    def __init__(self, problem: Problem, levels: Sequence[Cost] = ()) -> None:
-        levels = levels or (problem.cost,)
-        self.problem, self.hides = problem, any(level.hides for level in levels)
-        self.own = columns(levels, problem.num_stages)
-        self.columns, slices = problem.num_stages * len(levels), problem.num_slices
-        self.durations = [[time / slices for time in row] for row in durations_of(self.own, self.columns)]
-        self.cheaper = [cheap for level in levels for cheap in replace(problem, cost=level).cheaper]
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.hides, slices = problem, problem.cost.hides, problem.num_slices
+        durations = durations_of(problem.cost, problem.num_stages)
+        self.durations = [[time / slices for time in row] for row in durations]
         edges = edges_of(problem.cost, problem.device_of)
         self.edges = [edge._replace(link=edge.link / slices) for edge in edges]
-        table = residual_table(self.own, self.columns)
+        table = residual_table(problem.cost, problem.num_stages)
         self.takes = [[size / slices for size in table[kind][0]] for kind in CODED]
         self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
 
@@ -94,13 +83,13 @@ class Bench:
             if code != F or (stage, m) not in again:
                 changes.append((start, 2 * place, self.takes[code][stage]))
             changes.append((end, 2 * place + 1, -self.frees[code][stage]))
-        levels = (level for _, level in running_sum(changes))
-        return max(levels) <= self.problem.limits[device] * (1 + ROUNDING)
+        amounts = (amount for _, amount in running_sum(changes))
+        return max(amounts) <= self.problem.limits[device] * (1 + ROUNDING)
 
     def both(self, one: CodedAction, other: CodedAction) -> float:
         """The time of two that overlap."""
         share = 1 / self.problem.num_slices
-        return self.own.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
+        return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
 
     def fits(self, device: int, lane: Lane) -> bool:
         """Do the residuals of a device stay within its memory limit."""
@@ -138,10 +127,9 @@ class Bench:
         return None
 
     def _without_longest(self, whole: Lane, position: int, rng: Random) -> Lane | None:
-        """A lane where the residual with the last backward, of those that are there, is made again, moved away, or smaller."""
+        """A lane where the residual with the last backward, of those that are there, is made again, or moved away."""
         problem, lane = self.problem, whole.actions
-        leveled = self.columns > problem.num_stages
-        if not (problem.remat or problem.offload or leveled):
+        if not (problem.remat or problem.offload):
             return None
         gone = {(stage, m) for code, stage, m in lane if code in (O, R)}
         held = {(stage, m): at for at, (code, stage, m) in enumerate(lane[: position + 1]) if code == F}
@@ -150,10 +138,6 @@ class Bench:
             begun = held.get((stage, m), position + 1)
             if code not in (B, I) or begun > position or (stage, m) in gone:
                 continue
-            if leveled and not ((problem.remat or problem.offload) and rng.random() < 0.5):
-                smaller = [column for column in self.of_stage(stage) if self.takes[F][column] < self.takes[F][stage]]
-                if smaller:
-                    return whole.at_level(stage, m, rng.choice(smaller))
             if problem.remat and not (problem.offload and rng.random() < 0.5):
                 return whole.of([*lane[:at], (R, stage, m), *lane[at:]])
             if problem.offload and begun < position:
@@ -161,10 +145,6 @@ class Bench:
                 moved = [(O, stage, m), *lane[begun + 1 : back], (L, stage, m)]
                 return whole.of([*lane[: begun + 1], *moved, *lane[back:]])
         return None
-
-    def of_stage(self, column: int) -> range:
-        """The columns of the stage that a column is of."""
-        return range(column % self.problem.num_stages, self.columns, self.problem.num_stages)
 
 
 class Lane(NamedTuple):
@@ -188,15 +168,6 @@ class Lane(NamedTuple):
         actions.insert(target, self.actions[position])
         return self.of(actions)
 
-    def at_level(self, column: int, microbatch: int, other: int) -> Lane:
-        """With a microbatch of a stage in another column."""
-
-        def there(action: CodedAction) -> CodedAction:
-            return (action[0], other, microbatch) if action[1:] == (column, microbatch) else action
-
-        pairs = frozenset((there(one), there(two)) for one, two in self.pairs)
-        return Lane([there(action) for action in self.actions], pairs)
-
     def turned(self, position: int) -> Lane | None:
         """With a pair more, or less; None where these two cannot overlap."""
         if position + 1 == len(self.actions):
@@ -208,19 +179,19 @@ class Lane(NamedTuple):
             return Lane(self.actions, self.pairs - {two})
         return Lane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
 
-    def halved(self, position: int, stages: int, rng: Random) -> Lane | None:
+    def halved(self, position: int, rng: Random) -> Lane | None:
         """With a whole backward in halves, or halves as a whole; None where that would change the order of others."""
         code, stage, microbatch = self.actions[position]
         actions = [*self.actions]
         if code == B:
             actions[position : position + 1] = [(I, stage, microbatch), (W, stage, microbatch)]
-            latest = min(bounds_of(actions, position + 1, stages)[1], position + 1 + _REACH)
+            latest = min(bounds_of(actions, position + 1)[1], position + 1 + _REACH)
             return self.of(actions).moved(position + 1, rng.randint(position + 1, latest))
         if code not in (I, W):
             return None
         first, last = (actions.index((half, stage, microbatch)) for half in (I, W))
-        places = [first] * (bounds_of(actions, last, stages)[0] == first + 1) + [last] * (
-            bounds_of(actions, first, stages)[1] == last - 1
+        places = [first] * (bounds_of(actions, last)[0] == first + 1) + [last] * (
+            bounds_of(actions, first)[1] == last - 1
         )
         if not places:
             return None
@@ -237,13 +208,13 @@ class Lane(NamedTuple):
         return lane
 
 
-def bounds_of(lane: Sequence[CodedAction], position: int, stages: int) -> tuple[int, int]:
+def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
     """The first and last position that an action can move to without crossing those that it must not cross."""
     code, stage, microbatch = lane[position]
     kinds = _CLASS[code]
 
     def apart(other: CodedAction) -> bool:
-        return (other[1] - stage) % stages != 0 or (other[2] != microbatch and kinds.isdisjoint(_CLASS[other[0]]))
+        return other[1] != stage or (other[2] != microbatch and kinds.isdisjoint(_CLASS[other[0]]))
 
     low = position
     while low and apart(lane[low - 1]):
@@ -254,9 +225,7 @@ def bounds_of(lane: Sequence[CodedAction], position: int, stages: int) -> tuple[
     return low, high
 
 
-def polish(
-    bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, good: float, patience: float = inf
-) -> Iterator[list[Lane]]:
+def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, good: float) -> Iterator[list[Lane]]:
     """Change one thing after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:
@@ -265,20 +234,14 @@ def polish(
         rng: what to try.
         budget: how often.
         good: stop at this value.
-        patience: or where so many evaluations brought nothing shorter.
     """
     lanes = list(lanes)
     joined = [lane.joined for lane in lanes]
     best = bench.score([lane.actions for lane in lanes], joined)
     if best is None:
         return
-    tries, last = 0, budget.evaluations
-    while (
-        not budget.spent
-        and budget.evaluations - last < patience
-        and best.value > good * (1 + ROUNDING)
-        and tries < 20 * budget.most
-    ):
+    tries = 0
+    while not budget.spent and best.value > good * (1 + ROUNDING) and tries < 20 * budget.most:
         tries += 1
         device = rng.randrange(len(lanes))
         lane, places = lanes[device], joined[device]
@@ -294,21 +257,7 @@ def polish(
         shorter = score.value < best.value * (1 - ROUNDING)
         best = score
         if shorter:
-            last = budget.evaluations
             yield lanes
-
-
-def shaken(bench: Bench, lanes: Sequence[Lane], rng: Random, times: int) -> list[Lane]:
-    """Lanes with so many things changed, whatever that costs: another place to begin."""
-    lanes = list(lanes)
-    for _ in range(times):
-        device = rng.randrange(len(lanes))
-        before, changed = lanes[device], _changed(bench, device, lanes[device], rng)
-        if changed is not None:
-            lanes[device] = changed
-            if bench.score([lane.actions for lane in lanes], [lane.joined for lane in lanes]) is None:
-                lanes[device] = before
-    return lanes
 
 
 def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
@@ -318,18 +267,14 @@ def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
     if bench.hides and rng.random() < _TURNS:
         changed = lane.turned(position)
         return changed if changed is not None and bench.fits(device, changed) else None
-    stages = bench.problem.num_stages
-    if bench.columns > stages and rng.random() < _LEVELS:
-        others = [column for column in bench.of_stage(stage) if column != stage]
-        return bench.relieved(device, lane.at_level(stage, microbatch, rng.choice(others)), rng)
-    if bench.cheaper[stage] and rng.random() < _HALVES:
-        changed = lane.halved(position, stages, rng)
+    if bench.problem.cheaper[stage] and rng.random() < _HALVES:
+        changed = lane.halved(position, rng)
         return None if changed is None else bench.relieved(device, changed, rng)
     if code in (R, O, L) and rng.random() < (0.5 if code == R else 0.1):
         kept = [action for action in lane.actions if action[1:] != (stage, microbatch) or action[0] not in (R, O, L)]
         changed = lane.of(kept)
         return changed if bench.fits(device, changed) else None
-    low, high = bounds_of(lane.actions, position, stages)
+    low, high = bounds_of(lane.actions, position)
     target = rng.randint(max(low, position - _REACH), min(high, position + _REACH))
     if target == position:
         return None

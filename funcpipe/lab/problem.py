@@ -13,8 +13,8 @@ from funcpipe.core.errors import ScheduleError
 from funcpipe.core.kinds import Flow, Kind
 from funcpipe.core.progress import Teller
 from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Action, Schedule, action_of
-from funcpipe.schedules.clock import CODED, F, edges_of
+from funcpipe.core.schedule import Schedule, action_of
+from funcpipe.schedules.clock import CODED, edges_of
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
@@ -195,21 +195,10 @@ class Problem:
         return tuple(self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages))
 
 
-def as_schedule(
-    lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1, num_stages: int | None = None
-) -> Schedule:
-    """Lanes as a schedule; with the number of stages, their columns as levels."""
-    levels: list[tuple[Action, int]] = []
-    rows: list[tuple[Action, ...]] = []
-    for lane in lanes:
-        row: list[Action] = []
-        for code, column, piece in lane:
-            level, stage = divmod(column, num_stages) if num_stages else (0, column)
-            row.append(action_of(CODED[code], stage, piece, num_slices))
-            if level and code == F:
-                levels.append((row[-1], level))
-        rows.append(tuple(row))
-    return Schedule(tuple(rows), name, levels=frozenset(levels))
+def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1) -> Schedule:
+    """Lanes as a schedule."""
+    rows = [[action_of(CODED[code], stage, piece, num_slices) for code, stage, piece in lane] for lane in lanes]
+    return Schedule(tuple(map(tuple, rows)), name)
 
 
 def gap_of(value: float, bound: float) -> float:

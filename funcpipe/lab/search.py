@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from math import lcm
-from operator import itemgetter
+from collections.abc import Sequence
 from random import Random
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.progress import ProgressTo, telling
 from funcpipe.lab.best import Best, too_many
-from funcpipe.lab.bounds import levels_bound
 from funcpipe.lab.climb import climb
 from funcpipe.lab.exact import MOST
 from funcpipe.lab.forms import forms
 from funcpipe.lab.found import Found
-from funcpipe.lab.levels import descend, least
 from funcpipe.lab.problem import Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
-from funcpipe.schedules.levels import levels_of, mixed
-from funcpipe.schedules.periods import TRIED, fitting, periods, repeated
 
 _BEGINS = 0.4
 """Of the seconds, how many go into published and greedy schedules at most."""
-_PERIODS = 0.4
-"""Likewise, of what is left, into schedules of fewer microbatches, whose periods are repeated."""
-_LEVELS = 0.3
-"""Likewise, into the choice of levels."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
 """What rules, and then moves, take of their time where the solver follows, by the number of actions: of few it proves most."""
-_BY_STAGE = 0.3
-"""Of the time for rules and moves, what goes into stages of one level each; the rest lets microbatches have others."""
-_PATIENCE = 10.0
-"""So many tries for each action without a gain, and moves of actions and levels begin anew, elsewhere."""
 _STEPS = 6
 """How often the distance between the bound and what was found is halved."""
 
 
 def search(
-    cost: Cost | Sequence[Cost],
+    cost: Cost,
     *,
     num_devices: int,
     num_microbatches: int,
@@ -68,9 +53,7 @@ def search(
     (102.0, 102.0, 0.0)
 
     Args:
-        cost: times and memory; its sequences say how many stages there are. Of several, which are levels (of what a stage
-            keeps for its backward, and how much longer that takes), each stage gets one for each microbatch:
-            `Schedule.levels`.
+        cost: times and memory; its sequences say how many stages there are.
         num_devices: how many devices, D.
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
@@ -85,7 +68,7 @@ def search(
             cost of one of many batches that follow each other.
         exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
             the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
-            minute. With ``remat`` and ``offload`` too; of whole microbatches and one cost only.
+            minute. With ``remat`` and ``offload`` too; of whole microbatches only.
         evaluations: about how many schedules are timed; the same number and seed give the same schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
@@ -95,95 +78,39 @@ def search(
         PlanError: progress is no function, True or False.
         ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
     """
-    levels = levels_of(cost, "search")
-    if exact and not isinstance(cost, Cost):
-        raise ScheduleError("exact=True proves schedules for one cost; leave it out, or give the cost of one level")
-
-    def problems(chosen: Cost) -> list[Problem]:
-        return problems_of(
-            chosen,
-            num_devices,
-            num_microbatches,
-            num_stages,
-            num_slices,
-            memory_limit,
-            placement,
-            remat,
-            offload,
-            objective,
-            exact,
-            evaluations,
-            seconds,
+    if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"search takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., backward=...); got {cost!r}"
         )
-
-    first = problems(levels[0])
+    problems = problems_of(
+        cost,
+        num_devices,
+        num_microbatches,
+        num_stages,
+        num_slices,
+        memory_limit,
+        placement,
+        remat,
+        offload,
+        objective,
+        exact,
+        evaluations,
+        seconds,
+    )
     with telling("search", progress, unit="schedules", total=evaluations, limit=seconds) as told:
         budget = Budget(evaluations, seconds, told)
-        if isinstance(cost, Cost):
-            best = Best(first, budget)
-            return _search(first, best, exact=exact, seed=seed).found()
-        best = Best(problems(least(levels, first[0].num_stages)), budget)
-        best.bounds = [max(bound, levels_bound(problem, levels)) for bound, problem in zip(best.bounds, best.problems)]
-        chosen, sketch = _chosen(levels, first[0].num_stages, problems, best, seed)
-        last = problems(mixed(levels, chosen))
-        best.take(sketch, last)
-        _search(last, best, exact=False, seed=seed, share=_BY_STAGE)
-        best.by_microbatch(levels, best.better_levels(levels, chosen, problems), first)
-        best.polish(Random(seed), share=1.0, patience=_PATIENCE)
-        best.sharpen(steps=_STEPS)
-        return best.found()
+        return _search(problems, Best(problems, budget), exact=exact, seed=seed).found()
 
 
-def _chosen(
-    levels: Sequence[Cost],
-    num_stages: int,
-    problems: Callable[[Cost], list[Problem]],
-    best: Best,
-    seed: int,
-) -> tuple[tuple[int, ...], Best]:
-    """The level of each stage: first by what a search begins with, then by short searches, which may differ much.
-
-    Returns:
-        The levels, and the short search for them.
-    """
-    best.budget.told.phase("levels")
-    tried: dict[tuple[int, ...], Best] = {}
-    begins, part = best.budget.part(_LEVELS / 2), best.budget.part(_LEVELS)
-    share = 1 / (4 * num_stages * max(1, len(levels) - 1))
-
-    def begun(choice: tuple[int, ...]) -> tuple[float, float]:
-        one = Best(best.problems, begins, best.bounds)
-        one.begin(problems(mixed(levels, choice)))
-        return one.value, one.least
-
-    def searched(choice: tuple[int, ...]) -> tuple[float, float]:
-        one = tried[choice] = Best(best.problems, part.part(share), best.bounds)
-        _search(problems(mixed(levels, choice)), one, exact=False, seed=seed, steps=0)
-        return one.value, one.least
-
-    starts = [(level,) * num_stages for level in range(len(levels))]
-    ends = [descend(start, len(levels), begun, lambda: begins.spent) for start in starts]
-    chosen = min(ends, key=itemgetter(1))[0]
-    chosen, _ = descend(chosen, len(levels), searched, lambda: part.spent)
-    return chosen, tried[chosen]
-
-
-def _search(
-    problems: Sequence[Problem], best: Best, *, exact: bool, seed: int, steps: int = _STEPS, share: float = 1.0
-) -> Best:
-    """Offer schedules for any of these problems; in so many steps the bounds are raised.
-
-    Rules, and then moves, take this share of what is left; where the solver follows, less.
-    """
+def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) -> Best:
+    """Offer schedules for any of these problems, and raise the bounds."""
     budget = best.budget
     few = min(problem.num_actions for problem in problems)
-    beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), share)
+    beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), 1.0)
     budget.told.look = best.look
     begins = budget.part(_BEGINS)
     best.begin(problems, begins)
-    best.sharpen(steps=min(1, steps))
-    for problem in problems:
-        by_period(problem, best, budget.part(_PERIODS / len(problems)), seed)
+    best.sharpen(steps=1)
     for number, problem in enumerate(problems):
         if best.done or budget.late:
             break
@@ -199,33 +126,7 @@ def _search(
                 if best.done:
                     break
     best.polish(Random(seed), share=beside)
-    best.sharpen(steps=steps)
+    best.sharpen(steps=_STEPS)
     if exact:
         best.prove(problems, seed)
     return best
-
-
-def by_period(problem: Problem, best: Best, budget: Budget, seed: int) -> None:
-    """Where there are too many actions to move single ones, offer what is found for fewer microbatches, its period repeated."""
-    few, many = _fewer(problem), problem.num_microbatches // problem.num_slices
-    if not too_many(problem) or few == many or best.done or budget.late:
-        return
-    small = replace(problem, num_microbatches=few * problem.num_slices)
-    one = _search([small], Best([small], budget), exact=False, seed=seed, steps=0)
-    budget.told.look = best.look
-    if one.schedule is not None:
-        for period in fitting(periods(one.schedule, problem.cost), many - few)[:TRIED]:
-            best.offer(problem, repeated(one.schedule, period, many), "period")
-
-
-def _fewer(problem: Problem) -> int:
-    """For how many microbatches a schedule is found that is repeated; as many as there are where that saves little.
-
-    Devices fill and drain in about as many microbatches each as there are devices, and twice as many are left for the
-    period. What remains must be a number of periods: of 1, 2, 4 or as many microbatches as devices, as published ones have.
-    That of so few is the same, so a search begins another one only once.
-    """
-    many = problem.num_microbatches // problem.num_slices
-    least, step = 4 * problem.num_devices, lcm(4, problem.num_devices)
-    few = least + (many - least) % step
-    return few if 4 * few <= 3 * many else many

@@ -9,12 +9,11 @@ from typing import Any, cast
 from funcpipe.core.captured import rebound_names
 from funcpipe.core.cost import are_lengths
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.levels import ways_of
 from funcpipe.core.losses import BY_ROWS, counts_of
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan, Ties
 from funcpipe.core.remembered import Remembered
-from funcpipe.core.schedule import Action, Schedule
+from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Bindable, Divided, Shared, Stage, names_of
 from funcpipe.core.tree import flatten
 from funcpipe.lower.program import lower
@@ -93,7 +92,7 @@ def make_plan(
         )
     faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
     for name, flag in (("train", train), ("outputs", outputs)):
-        if flag not in (None, True, False):
+        if flag is not None and not isinstance(flag, bool):
             faults.append(f"{name}= is True, False or None; got {flag!r}")
     faults += [
         f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {rule!r}"
@@ -102,7 +101,7 @@ def make_plan(
     ]
     if type(spare_slots) is not int or spare_slots < 0:
         faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
-    faults += _slices(slices, schedule) + _whole(stages, schedule) + _lacking(stages, schedule)
+    faults += _slices(slices, schedule) + _whole(stages, schedule)
     counts = BY_ROWS
     if loss is not None and not faults:
         try:
@@ -177,23 +176,6 @@ def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
     ]
 
 
-def _lacking(stages: Sequence[Stage], schedule: Any) -> list[str]:
-    """What is wrong with stages that do not have the levels at which the schedule runs them."""
-    if not isinstance(schedule, Schedule) or not schedule.levels:
-        return []
-    labels = names_of(stages)
-    most: dict[int, tuple[int, Action]] = {}
-    for action, level in schedule.levels:
-        if level > most.get(action.stage, (0, action))[0]:
-            most[action.stage] = level, action
-    return [
-        f"{labels[stage]} has {1 + len(stages[stage].ways)} level{'s' * bool(stages[stage].ways)}, and the schedule runs "
-        f"{action} at level {level}; fp.levels(way, other, ...) makes a stage that has more, level 0 first"
-        for stage, (level, action) in sorted(most.items(), key=lambda item: str(item[0]))
-        if stage in range(len(stages)) and level > len(stages[stage].ways)
-    ]
-
-
 def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
     """The stages, and what is wrong with them."""
     if isinstance(stages, Schedule):
@@ -217,28 +199,29 @@ def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
 
 
 def _parts(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
-    """The simple stages that all are made of, in all their ways, with what errors call these."""
+    """The simple stages that all are made of, with what errors call these."""
     rows = zip(names_of(stages), stages, strict=True)
-    return [(label, part) for label, stage in rows for way in ways_of([stage]) for part in way.simple()]
+    return [(label, part) for label, stage in rows for part in stage.simple()]
 
 
 def _moved(stages: Sequence[Stage]) -> list[str]:
     """Functions that a loop made, which all read its variable as it was at the end."""
-    parts = _parts(stages)
     functions_of: dict[Any, set[int]] = {}
-    for _, part in parts:
+    for _, part in _parts(stages):
         functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
+    # One function alone may read what it wants; several of one code were made to differ.
+    parts = [row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1]
     faults = [
         f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(names)}; "
         "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
         for label, part in parts
-        if part.closed and len(functions_of[getattr(part.fn, "__code__", None)]) > 1
+        if part.closed and not part.seen.settled
         for names in [rebound_names(part.closed, part.fn)]
         if names
     ]
     if not faults:
         for _, part in parts:
-            part.closed.clear()  # what changes from now on is meant
+            part.seen.settled = True  # what changes from now on is meant
     return faults
 
 

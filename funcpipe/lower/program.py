@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.kinds import MOVES, Kind
+from funcpipe.core.kinds import COUNTED, MOVES, Kind
 from funcpipe.core.lowered import TAKEN, Lowered, read_again
 from funcpipe.core.packed import Packed
 from funcpipe.core.program import CALLER, Call, Pool, Role, Wire
@@ -20,9 +20,8 @@ from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe.lower.skips import routes
-from funcpipe.schedules.clock import CODED, B, F, I, R, coded
+from funcpipe.schedules.clock import CODE, CODED, B, F, I, R, coded
 from funcpipe.schedules.legal import Legal, examine
-from funcpipe.schedules.levels import at_levels
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, *MOVES)
@@ -126,28 +125,36 @@ class _Calls:
         schedule, rematted, backward = self.schedule, self.legal.rematted, self.schedule.has_backward
         count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
         stages = schedule.num_stages
-        codes = [*chain.from_iterable(at_levels(coded(schedule.orders, slices), schedule))]
-        # By code, and last the F that keeps nothing; then by stage (each at level 0, then each at level 1, ...) the first
-        # number of the call, -1 while it is not made.
+        codes = [*chain.from_iterable(coded(schedule.orders, slices))]
+        # By code, and last the F that keeps nothing; then by stage the first number of the call, -1 while it is not made.
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
-        width = stages * schedule.num_levels
-        tables = {among: (among, [[-1] * width for _ in range(len(CODED) + 1)]) for among in {ALONE, *places}}
+        tables = {among: (among, [[-1] * stages for _ in range(len(CODED) + 1)]) for among in {ALONE, *places}}
         alone, cut = tables[ALONE], [tables[among] for among in places]
         carries = [part.carry and slices > 1 for part in self.context.stages]
         joined = self._joined()
+        counted = {CODE[kind] for kind in COUNTED}
+        turns: dict[tuple[int, int, int], int] = {}
+        """The first number of the call, by code, stage and how often all its numbers have stood, of what is counted."""
         pairs: set[int] = set()
         out: list[int] = []
         for number in self.legal.plan_order:
-            code, column, piece = codes[number]
-            stage = column % stages
+            code, stage, piece = codes[number]
+            if code in counted:
+                turn, piece = divmod(piece, count)
+                base = turns.get((code, stage, turn), -1)
+                if base < 0:
+                    base = turns[code, stage, turn] = count * len(self.calls)
+                    call = self._call(CODED[code], stage, device_of[stage], True, ALONE)
+                    self.calls.append(call._replace(first=turn * count))
+                out.append(base + piece)
+                continue
             among, rows = cut[piece % slices] if carries[stage] and code in _CARRYING else alone
             bare = code == F and (not backward or (rematted and stage * count + piece in rematted))
             row = rows[-1 if bare else code]
-            base = row[column]
+            base = row[stage]
             if base < 0:
-                base = row[column] = count * len(self.calls)
-                level = column // stages
-                self.calls.append(self._call(CODED[code], stage, device_of[stage], not bare, among, level))
+                base = row[stage] = count * len(self.calls)
+                self.calls.append(self._call(CODED[code], stage, device_of[stage], not bare, among))
             out.append(base + piece)
             if joined and number in joined:
                 pairs.add(base + piece)
@@ -180,7 +187,7 @@ class _Calls:
             return device_of[wire.stage + 1] if wire.stage + 1 < len(device_of) else CALLER
         return device_of[wire.peer if wire.role is Role.SKIP_GRAD else wire.stage]
 
-    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool, among: Among, level: int) -> Call:
+    def _call(self, kind: Kind, stage: int, lane: int, keeps: bool, among: Among) -> Call:
         reads, writes = effects(kind, stage, keeps, self.context, among)
         read: list[tuple[int, int]] = []
         for wire in reads:
@@ -193,7 +200,7 @@ class _Calls:
             for to in sorted(self.readers[wire])
             if to != lane
         ]
-        return Call(kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends), level)
+        return Call(kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends))
 
 
 def _levels(

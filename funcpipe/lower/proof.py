@@ -238,6 +238,8 @@ class _OrderWalk:
         self.faults: list[_Unproven] = []
         self.places: dict[tuple[int, int], int] = {}
         """By wire and lane that reads it, the number there of its value of microbatch 0."""
+        self.more: dict[tuple[int, int], int] = {}
+        """By stage and first number, the cells of what is counted beyond the first ones."""
         count = program.num_pieces
         for call in program.calls:
             for wire, lane, _ in _uses(call._replace(writes=())):
@@ -247,6 +249,10 @@ class _OrderWalk:
     def _row(self, call: Call) -> _CallPlaces:
         places, pools, wires, lane = self.places, self.program.pools, self.program.wires, call.lane
         cell = _MARKS[call.kind] * self.program.num_stages + call.stage
+        if call.first:
+            cell = self.more.setdefault(
+                (call.stage, call.first), len(_MARKS) * self.program.num_stages + len(self.more)
+            )
         come = [(places[wire, lane], pool) for wire, pool in call.reads if pool >= 0]
         return _CallPlaces(
             cell * self.program.num_pieces,
@@ -267,7 +273,7 @@ class _OrderWalk:
         spare = [pool.slots for pool in program.pools]
         late: list[deque[_Unproven]] = [deque() for _ in spare]
         """Of each pool, the sends that wait; every free ends the wait of one."""
-        stands = bytearray(len(_MARKS) * program.num_stages * count)
+        stands = bytearray((len(_MARKS) * program.num_stages + len(self.more)) * count)
         note = self._note
         freed: list[int] = []
         """The pools in which the first of a pair has read something for the last time."""

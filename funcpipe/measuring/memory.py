@@ -136,18 +136,13 @@ class Memory:
             schedule: with as many stages as there are entries here; see `group`.
 
         Raises:
-            PlanError: it has another number of stages, or slices, or levels.
+            PlanError: it has another number of stages, or slices.
         """
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
         if order.num_slices > 1:
             raise PlanError(
                 f"what was measured is of whole microbatches, and the schedule {order.name!r} cuts them into slices; "
                 "fp.simulate(schedule, fp.Cost(residual=...)) counts the residuals of slices"
-            )
-        if order.levels:
-            raise PlanError(
-                f"what was measured is of one level, and the schedule {order.name!r} has several; fp.simulate(schedule, costs) "
-                "counts the residuals of each: costs = [fp.models.profile(stages, ..., level=level) for level in range(...)]"
             )
         if order.num_stages != len(self):
             raise PlanError(
@@ -194,7 +189,6 @@ def memory(
     trainable: Trainable = None,
     train: bool = True,
     device: Any = "cpu",
-    level: int = 0,
 ) -> Memory:
     """What each layer takes: parameters, gradients, optimizer state, and activations kept for one microbatch.
 
@@ -223,7 +217,6 @@ def memory(
         train: the mode; False: nothing is trained, and nothing is kept.
         device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees
             one.
-        level: at which level stages that have several (`levels`) are measured; who has fewer, at its last.
 
     Returns:
         `Memory`, with one entry per layer.
@@ -234,7 +227,7 @@ def memory(
         StageError: a layer failed on what it got; it says which, and on what.
     """
     example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
-    row = layers_of(layers, params, state, feeds, level)
+    row = layers_of(layers, params, state, feeds)
     name, numbers = optimizer_state(optimizer)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     measured = Pass(train=train, device=known_device("cpu" if str(device) == "meta" else device)).run(

@@ -52,7 +52,6 @@ def profile(
     seed: int = 0,
     comm: float = 0.0,
     measure_memory: bool = True,
-    level: int = 0,
     progress: ProgressTo = False,
 ) -> Cost:
     """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
@@ -89,8 +88,6 @@ def profile(
         comm: of one hop between devices, in seconds; it is not measured.
         measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
             holds. False: those of ``Cost()``.
-        level: at which level stages that have several (`levels`) are measured; who has fewer, at its last. Costs of all
-            levels are what `search` and `simulate` take: ``[profile(stages, ..., level=level) for level in range(2)]``.
         progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a
             `CallProgress`, between two measurements where there is one lane.
 
@@ -105,7 +102,7 @@ def profile(
     refuse_transforms("profile")
     example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
     _check_counts(repeats, warmup, threads_per_lane, lanes)
-    row = layers_of(layers, params, state, feeds, level)
+    row = layers_of(layers, params, state, feeds)
     _check_numbers(row, example, feeds)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
     clock = _Clock(known_device(device))
@@ -147,7 +144,6 @@ def profile(
                 "state": state,
                 "feeds": feeds,
                 "trainable": trainable,
-                "level": level,
             }
             held = memory(layers, example, train=train, device=device, **args)
             kept = [found.kept(layer.activations) for found, layer in zip(times, held, strict=True)]

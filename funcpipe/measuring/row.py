@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from funcpipe.core.errors import PlacementError, PlanError, Where, located, raise_all
-from funcpipe.core.levels import way_at
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
@@ -41,14 +40,12 @@ def layers_of(
     params: Sequence[Tree] | None,
     state: Sequence[Tree] | None,
     feeds: Mapping[str, Tree] | None,
-    level: Any = 0,
 ) -> tuple[Layer, ...]:
-    """A Sequential, a list of modules, a `Split`, or stages, as layers; those that have levels in the way of one.
+    """A Sequential, a list of modules, a `Split`, or stages, as layers.
 
     Raises:
         PlanError: it is nothing of that, or numbers, skips or feeds do not fit.
     """
-    refuse_counts(("level", level, 0))
     if isinstance(layers, Split):
         row = _stages(
             layers.stages, layers.params if params is None else params, layers.state if state is None else state
@@ -72,7 +69,6 @@ def layers_of(
             row = tuple(Layer(*from_module(module, name=str(i)), str(i), False) for i, module in enumerate(entries))
         else:
             row = _stages(entries, params, state)
-    row = tuple(layer._replace(stage=way_at(layer.stage, min(level, len(layer.stage.ways)))) for layer in row)
     routes([layer.stage for layer in row])
     faults = [
         f"{layer.name or number!r} takes the feed {name!r}; add feeds={{{name!r}: ...}}"

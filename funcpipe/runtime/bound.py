@@ -111,14 +111,6 @@ class Bound(Protocol):
         """The same stage, with the same sums, for forwards on a stream beside the lane's own."""
         ...
 
-    def at(self, level: int) -> Bound:
-        """The same stage, with the same sums, in the way of a level."""
-        ...
-
-    def join(self, level: int, way: Any) -> None:
-        """From now on another way of the same stage, bound to the same, is its level, and shares its sums."""
-        ...
-
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run F, or R: the same call, its outputs dropped."""
         ...

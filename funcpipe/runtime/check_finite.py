@@ -44,16 +44,6 @@ class FiniteBound:
         twin.inner = self.inner.twin()
         return twin
 
-    def at(self, level: int) -> FiniteBound:
-        """The same around the inner stage's."""
-        way = copy(self)
-        way.inner = self.inner.at(level)
-        return way
-
-    def join(self, level: int, way: Any) -> None:
-        """Let the inner stage have it."""
-        self.inner.join(level, way)
-
     @property
     def phase(self) -> str:
         """The inner stage's."""

@@ -67,7 +67,7 @@ class EagerBound:
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
-        # What waits for W is the same for all microbatches, slices and levels, else sums would be added in another order.
+        # What waits for W is the same for all microbatches and slices, else sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
@@ -82,7 +82,6 @@ class EagerBound:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
         self.twins: list[EagerBound] = []
-        self.ways: dict[int, EagerBound] = {}
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
@@ -114,24 +113,11 @@ class EagerBound:
         self.sums.share(twin.inputs)
         twin._bind()
         self.twins.append(twin)
-        twin.ways = {level: way.twin() for level, way in self.ways.items()}
         return twin
-
-    def join(self, level: int, way: EagerBound) -> None:
-        """Let another way to run the stage have the same sums; it goes where this one goes."""
-        self.sums.share(way.inputs)
-        way.sums = self.sums
-        way.whole = self.whole = True
-        self.ways[level] = way
-        self.twins.append(way)
-
-    def at(self, level: int) -> EagerBound:
-        """The stage in the way of a level."""
-        return self.ways[level] if level else self
 
     @property
     def phase(self) -> str:
-        """Which part of a forward runs, in whichever way, where it is not the stage's own function."""
+        """Which part of a forward runs, on either stream, where it is not the stage's own function."""
         return self._phase or next((twin.phase for twin in self.twins if twin.phase), "")
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -352,7 +338,7 @@ class EagerBound:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is kept from one action to the next, but by other ways."""
+        """Nothing is kept from one action to the next, but by twins."""
         for twin in self.twins:
             twin.forget()
 

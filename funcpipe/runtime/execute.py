@@ -14,7 +14,6 @@ import torch
 
 from funcpipe.core.arrows import arrows_of
 from funcpipe.core.errors import FuncpipeError, Where, located
-from funcpipe.core.levels import ways_of
 from funcpipe.core.log import decided
 from funcpipe.core.lowered import slots_of
 from funcpipe.core.plan import Plan
@@ -40,7 +39,7 @@ from funcpipe.runtime.replicas import here
 from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.stepping import Stepping
-from funcpipe.runtime.steps import at_level, make_step
+from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
 from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
 from funcpipe.schedules.memory import residual_peak
@@ -214,11 +213,11 @@ class Execution:
         reduce = partial(self.ready.reduce, box=box)
         advance = _unstepped if self.stepping is None else self.stepping.step
         also = host, reduce, advance
-        steps = [make_step(call, lane, stages[call.stage], at_level(bounds, call), *also) for call in lane.calls]
+        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
         if len(place.streams) > 1:
             twins = {stage: bounds[stage].twin() for stage in {call.stage for call in lane.calls if call.kind in MAKES}}
             steps = [
-                either(place, step, make_step(call, lane, stages[call.stage], at_level(twins, call), *also))
+                either(place, step, make_step(call, lane, stages[call.stage], twins[call.stage], *also))
                 if call.kind in MAKES
                 else step
                 for call, step in zip(lane.calls, steps, strict=True)
@@ -273,7 +272,7 @@ class Execution:
     def entered(self) -> Generator[None]:
         """What every thread of a walk is inside of."""
         # Eager stages catch their draws, and each forward would else ask for them anew.
-        eager = any(way.program is None for way in ways_of(self.ready.plan.stages))
+        eager = any(part.program is None for part in self.ready.plan.stages)
         draws = CatchDraws() if eager else nullcontext()
         with self.context.entered(), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), draws:
             yield
@@ -285,7 +284,7 @@ class Execution:
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
-        return self.ready.at(action.stage, action.microbatch, lane.program.word(run))
+        return self.ready.at(action.stage, action.microbatch, str(action))
 
     def position(self, lane: Runner) -> tuple[int, int]:
         """The number of the batch, and where in the plan order the lane is."""

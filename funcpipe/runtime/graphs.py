@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import DrawError, FuncpipeError, PlanError, TraceError
-from funcpipe.core.levels import ways_of
 from funcpipe.core.log import decided, log
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
@@ -226,7 +225,7 @@ def _obstacle(plan: Plan) -> str:
         return "the host keeps step with what is offloaded"
     if plan.schedule.steps:
         return "its schedule steps, and what was a step too many is undone"
-    if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in ways_of(plan.stages)):
+    if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in plan.stages):
         return "its programs are graphs themselves"
     return ""
 

@@ -15,7 +15,6 @@ from typing import Self
 
 from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
-from funcpipe.core.levels import ways_of
 from funcpipe.core.plan import Plan
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.shown import guarded
@@ -322,7 +321,7 @@ def _find_lent_twice(plan: Plan) -> list[str]:
     lanes_of: dict[int, set[int]] = {}
     names: dict[int, str] = {}
     for stage, whole in enumerate(plan.stages):
-        for part in [part for way in ways_of([whole]) for part in way.simple()]:
+        for part in whole.simple():
             for key, (name, _) in ({} if isinstance(part.fn, Bindable) else lent_modules(part.fn)).items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
-from funcpipe.core.levels import way_at
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
 from funcpipe.core.stage import Stage, names_of
@@ -318,16 +317,10 @@ def _bind(
         loss = plan.loss if index == plan.num_stages - 1 else None
         options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
         options["backwards"] = plan.schedule.has_backward
-        levels = sorted({0, *(call.level for call in plan.program.calls if call.stage == index)})
         try:
-            bound, *others = [
-                _program(way)(way, index, params, state, loss=loss, shares=shares, **options)
-                for way in (way_at(part, level) for level in levels)
-            ]
+            bound = _program(part)(part, index, params, state, loss=loss, shares=shares, **options)
         except PlanError as error:
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
-        for level, way in zip(levels[1:], others, strict=True):
-            bound.join(level, way)
         if checks & {"finite", "finite-op"}:
             bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
         bounds[index] = bound

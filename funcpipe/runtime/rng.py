@@ -109,20 +109,8 @@ class Keys:
             )
 
     def _part(self, stage: int, part: Stage | None) -> Stage:
-        """The simple stage that draws: as given, or the part that runs; of another way that of level 0 in its place."""
-        part = part or SCOPE.get() or self.stages[stage]
-        return self._first_ways.get((stage, id(part)), part)
-
-    @cached_property
-    def _first_ways(self) -> dict[tuple[int, int], Stage]:
-        rows = [(at, stage.simple(), way.simple()) for at, stage in enumerate(self.stages) for way in stage.ways]
-        return {
-            (at, id(other)): part
-            for at, parts, others in rows
-            if len(parts) == len(others)
-            for part, other in zip(parts, others, strict=True)
-            if other not in parts
-        }
+        """The simple stage that draws: as given, or the part that runs."""
+        return part or SCOPE.get() or self.stages[stage]
 
     @cached_property
     def _clashing(self) -> set[int]:

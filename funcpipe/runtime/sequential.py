@@ -17,7 +17,7 @@ from funcpipe.core.stage import CARRY
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.bound import Bound, Gradients, StageArgs
+from funcpipe.runtime.bound import Gradients, StageArgs
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.options import RunOptions
@@ -129,10 +129,6 @@ class Loop:
         """How many slices a microbatch has."""
         return self.plan.schedule.num_slices
 
-    def bound(self, stage: int, m: int) -> Bound:
-        """The stage, in the way of a piece's level."""
-        return self.ready.bounds[stage].at(self.plan.schedule.level(action_of(Kind.F, stage, m, self.slices)))
-
     def piece(self, action: Action) -> int:
         """The number of the piece that an action is of."""
         return action.microbatch * self.slices + (action.slice or 0)
@@ -162,7 +158,7 @@ class Loop:
                 self._moved(batch.target[m], stage) if last and batch.target is not None else None,
                 m,
             )
-            out = self.bound(stage, m).forward(args, keep=keep)
+            out = self.ready.bounds[stage].forward(args, keep=keep)
             self.reports[stage, m] = out.report
             if out.residual is not None:
                 self.residuals[stage, m] = out.residual
@@ -178,7 +174,7 @@ class Loop:
         """Run a B, an I or a W."""
         kind, stage, m = action.kind, action.stage, self.piece(action)
         self.at = (stage, m, kind.value)
-        part, bound = self.plan.stages[stage], self.bound(stage, m)
+        part, bound = self.plan.stages[stage], self.ready.bounds[stage]
         if kind is Kind.W:
             bound.backward_weight(self.residuals.pop((stage, m)))
             return

@@ -160,15 +160,15 @@ def holding(
     for number, call in enumerate(program.calls):
         held = params.get(call.stage)
         if held is not None and call.kind in COUNTED:
-            out[number] = _gathering(steps[number], held, box)
+            out[number] = _gathering(steps[number], call.first, held, box)
         elif held is not None and call.kind in COMPUTES:
             out[number] = _computing(steps[number], held, bounds[call.stage], box, place, _last_uses(program, held))
     return out
 
 
-def _gathering(step: Step, params: ShardedParams, box: Mailbox) -> Step:
+def _gathering(step: Step, first: int, params: ShardedParams, box: Mailbox) -> Step:
     def gather(reads: list[Any], run: Run) -> Sequence[Any]:
-        if run.microbatch in params.counted:
+        if first + run.microbatch in params.counted:
             params.begin(box)
         return step(reads, run)
 
@@ -199,7 +199,7 @@ def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, in
             continue
         if call.kind in COMPUTES:
             use = (run.call, run.microbatch)
-        elif call.kind in COUNTED and run.microbatch in params.counted and use is not None:
+        elif call.kind in COUNTED and call.first + run.microbatch in params.counted and use is not None:
             last.add(use)
             use = None
     return last | ({use} if use is not None else set())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, assert_never
 
@@ -17,11 +17,6 @@ from funcpipe.runtime.residual import EagerResidual
 
 Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 """(values read, instruction) -> values written."""
-
-
-def at_level(bounds: Mapping[int, Bound], call: Call) -> Bound:
-    """The stage of a call, in the way of its level."""
-    return bounds[call.stage].at(call.level)
 
 
 def make_step(

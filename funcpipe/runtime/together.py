@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funcpipe.core.errors import RanksError
-from funcpipe.core.levels import way_at
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
@@ -141,6 +140,4 @@ def _can_go_on(stepping: Stepping) -> bool:
     """
     ready = stepping.ready
     stages, train = ready.plan.stages, ready.plan.train
-    levels = {(call.stage, call.level) for call in ready.plan.program.calls} | {(stage, 0) for stage in ready.bounds}
-    ways = [way_at(stages[stage], level) for stage, level in levels if stage in ready.bounds]
-    return stepping.whole and all(train in way.seen.kept for way in ways)
+    return stepping.whole and all(train in stages[stage].seen.kept for stage in ready.bounds)

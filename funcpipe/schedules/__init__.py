@@ -19,7 +19,6 @@ from funcpipe.schedules.formats import to_json as to_json
 from funcpipe.schedules.legal import check as check
 from funcpipe.schedules.pairing import pair as pair
 from funcpipe.schedules.pairing import unpair as unpair
-from funcpipe.schedules.periods import lengthen as lengthen
 from funcpipe.schedules.slices import balanced_slices as balanced_slices
 from funcpipe.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe.schedules.torch_csv import to_torch_csv as to_torch_csv
@@ -36,4 +35,3 @@ from funcpipe.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe.schedules.v_shape import v_half as v_half
 from funcpipe.schedules.v_shape import v_min as v_min
 from funcpipe.schedules.v_shape import zbv as zbv
-from funcpipe.schedules.whole import unsplit as unsplit

@@ -107,10 +107,10 @@ def clock(
     Linear: a device that must wait is woken by the very value that it waits for.
 
     Args:
-        lanes: for each device its actions as (code, stage, microbatch); at a level the stage is a column (`at_levels`).
+        lanes: for each device its actions as (code, stage, microbatch).
         device_of: of each stage.
         microbatches: how many.
-        durations: by code and stage; or by column, of as many levels as it has columns for all stages.
+        durations: by code and stage.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
         pairs: for each device, by the position of the first of two that overlap, the time that both take; () for none.
         loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a device waits is, whenever
@@ -125,9 +125,8 @@ def clock(
             receives[code][to].append((arrival, latency))
             sends[code][source].append((arrival, crossing, link))
     stages = len(device_of)
-    levels = len(durations[0]) // stages if stages else 1
     steps = [
-        list(zip(times, received * levels, sent * levels, strict=True))
+        list(zip(times, received, sent, strict=True))
         for times, received, sent in zip(durations, receives, sends, strict=True)
     ]
     ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]

@@ -15,7 +15,7 @@ from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Leveled, Pair, Schedule, read_word
+from funcpipe.core.schedule import Action, Pair, Schedule
 from funcpipe.core.spelling import is_word, unread, words_of
 from funcpipe.schedules.legal import MOST_FAULTS
 
@@ -69,8 +69,9 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
         raise ScheduleError(f"this {type(thing).__name__} has no JSON: {error}") from None
     back = from_json(text)  # nothing is written that could not be read
     if isinstance(thing, Schedule) and isinstance(back, Schedule) and back != thing:
-        what = "pairs are no neighbours" if back.pairs != thing.pairs else "levels are of no forward that it has"
-        raise ScheduleError(f"this Schedule has no JSON: some of its {what}; fp.schedules.check names them")
+        raise ScheduleError(
+            "this Schedule has no JSON: some of its pairs are no neighbours; fp.schedules.check names them"
+        )
     return text
 
 
@@ -81,7 +82,7 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
     Whether a schedule is legal is for `check`, which `make_plan` and `simulate` call.
 
     >>> fp.schedules.from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
-    <Schedule custom: 1 stages, 1 microbatches, 1 devices>
+    <Schedule custom: 1 stage, 1 microbatch, 1 device>
     >>> fp.schedules.from_json('{"funcpipe": "cost", "version": 1, "forward": [1, 2]}').forward
     (1, 2)
 
@@ -155,17 +156,16 @@ def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
     known: dict[str, Action] = {}
     orders: list[tuple[Action, ...]] = []
     pairs: set[Pair] = set()
-    levels: list[Leveled] = []
     for at, row in enumerate(_field(data, "orders", [], _is_list, "a list", fault)):
         if not isinstance(row, str):
             fault(f'orders[{at}]: a text like "0F0 0B0"; got {shown(row)}')
             continue
         place = f"orders[{at}]"
-        read = [read_actions(words, place, known=known, fault=fault, levels=levels) for words in words_of(row)]
+        read = [read_actions(words, place, known=known, fault=fault) for words in words_of(row)]
         orders.append(tuple(action for group in read for action in group))
         pairs |= {(group[0], group[1]) for group in read if len(group) == 2}
     name = _field(data, "name", "custom", _is_label, _LABEL, fault)
-    return Schedule(tuple(orders), name, frozenset(pairs), frozenset(levels))
+    return Schedule(tuple(orders), name, frozenset(pairs))
 
 
 def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
@@ -237,12 +237,12 @@ def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
     path = read_actions(words, "path", known=known, fault=fault)
     if not seen.issuperset(path):
         fault("path: some of its actions have no span")
-    steps = tuple(tuple((time, level) for time, level in row) for row in memory)
+    steps = tuple(tuple((time, amount) for time, amount in row) for row in memory)
     return Timeline(tuple(spans), devices, peak, unit, comm, name, steps, lanes, path)
 
 
 def _is_step(step: Any) -> bool:
-    """Is it (from when, how much); a level may be a rounding below zero."""
+    """Is it (from when, how much); an amount may be a rounding below zero."""
     return _is_list(step, _is_finite) and len(step) == 2 and step[0] >= 0
 
 
@@ -263,11 +263,8 @@ def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fa
             fault(f"{shown(name)}: no such field; there are {', '.join((*need, *may))}")
 
 
-def read_actions(
-    words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault, levels: list[Leveled] | None = None
-) -> tuple[Action, ...]:
-    """The actions that the words are, and their levels, where they may have some. A file repeats few words often; each is
-    read once."""
+def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
+    """The actions that the words are. A file repeats few words often; each is read once."""
     actions: list[Action] = []
     for word in words:
         action = known.get(word)
@@ -275,10 +272,7 @@ def read_actions(
             if not is_word(word):
                 fault(f"{place}: {shown(word)} {unread(word)}; write {SPELLING}")
                 continue
-            if levels is None and "@" in word:
-                fault(f"{place}: {shown(word)} has a level, which stands in schedules alone")
-                continue
-            action = read_word(word, [] if levels is None else levels)
+            action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
                 fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
                 continue

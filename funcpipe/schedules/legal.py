@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from funcpipe.core.schedule import Action, Schedule, action_of, select
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
 from funcpipe.schedules.pairs import apart, joined_units
 
-_MOST_LEVELS = 1000
 MOST_FAULTS = 20
 """A message about a schedule lists no more."""
 
@@ -43,7 +41,7 @@ def check(schedule: Schedule) -> None:
     reverse one; at most one G of a stage, then at most one S, comes after all its backwards; the first U of a stage, if
     it has any, comes before all else of it, they are numbered as they stand, and after each the stage computes before
     the next; all stages have U, or none; what overlaps stands side by side on one device, computes, and neither waits
-    for the other; only what is F has a level; and all devices come to their end.
+    for the other; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -73,13 +71,13 @@ def _examine(schedule: Schedule) -> Legal:
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
     if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
-        refuse(_gaps(schedule.orders) or ["most of its actions are missing"])
+        refuse(_gaps(schedule) or ["most of its actions are missing"])
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches, slices):
-        refuse(_gaps(select(schedule.orders, lambda action: action.kind not in COUNTED)))
+        refuse(_gaps(schedule))
         faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
         refuse(faults)
-    refuse([*apart(schedule), *_unleveled(schedule)])
+    refuse(apart(schedule))
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     pairs = joined_units(schedule)
     starts, stuck = clock(lanes, schedule.device_of, microbatches, durations, chain(stages), pairs)
@@ -125,25 +123,6 @@ def _malformed(schedule: Schedule) -> list[str]:
     elif cut is not None and not faults and schedule.num_slices == 1:
         faults.append(f"{cut} is the only slice of its microbatch, so that is whole: write {cut._replace(slice=None)}")
     return faults
-
-
-def _unleveled(schedule: Schedule) -> list[str]:
-    """What is wrong with levels: they are of forwards that stand somewhere, and each of these has one."""
-    if not schedule.levels:
-        return []
-    forwards = {action for order in schedule.orders for action in order if action.kind is Kind.F}
-    faults: list[str] = []
-    named: set[Action] = set()
-    for action, level in schedule.levels:
-        if not 0 <= level < _MOST_LEVELS:
-            faults.append(f"{_show(action)} has level {level}; they are numbers from 0 to {_MOST_LEVELS - 1}")
-        elif action not in forwards:
-            shown = "does not stand on any device" if action.kind is Kind.F else "is no F"
-            faults.append(f"{_show(action)} has level {level}, but {shown}; each F has one, for all of its microbatch")
-        elif action in named:
-            faults.append(f"{action} has two levels")
-        named.add(action)
-    return sorted(faults)
 
 
 def _show(action: Any) -> str:
@@ -231,9 +210,6 @@ def _incomplete(
                     f"{action} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives "
                     "on one device"
                 )
-            if done[code][at]:
-                faults.append(f"{action} on device {device} stands twice")
-            done[code][at] = 1
             if action.kind in COUNTED:
                 faults += _miscounted(action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage))
                 times[stage] = times.get(stage, 0) + 1
@@ -241,6 +217,9 @@ def _incomplete(
                     faults.append(f"{idle[stage]} before {action}; leave it out")
                 idle[stage] = f"{action} on device {device} is for nothing: stage {stage} does not compute"
                 continue
+            if done[code][at]:
+                faults.append(f"{action} on device {device} stands twice")
+            done[code][at] = 1
             begun.setdefault(stage, action)
             if action.kind in COMPUTES:
                 idle.pop(stage, None)
@@ -335,8 +314,9 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
     return faults
 
 
-def _gaps(orders: Sequence[Sequence[Action]]) -> list[str]:
+def _gaps(schedule: Schedule) -> list[str]:
     """Numbers that no action has, though there are larger ones: counted from 1, or mistyped."""
+    orders = select(schedule.orders, lambda action: action.kind not in COUNTED)
     columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
     faults: list[str] = []
     for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):

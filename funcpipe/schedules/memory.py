@@ -5,7 +5,6 @@ from __future__ import annotations
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.kinds import KINDS, Held, Kind
 from funcpipe.core.schedule import Action, Schedule
-from funcpipe.schedules.levels import Costs, columns, levels_of
 
 
 def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -23,7 +22,7 @@ def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float,
     return {kind: (amounts[row.takes], amounts[row.frees]) for kind, row in KINDS.items()}
 
 
-def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Costs = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
+def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
     """What a device holds in residuals from the start of each action of its order, and from its end.
 
     By the order alone: O and L move all of a residual in no time here. Two that overlap take theirs before either frees.
@@ -31,17 +30,14 @@ def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Costs =
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
     again = {action[1:] for action in order if action.kind is Kind.R}
-    levels_cost = levels_of(cost, "residual_levels")
-    shares = [size for _, size in levels_cost[0].slice_shares(schedule.num_slices)]
-    stages, num_levels = schedule.num_stages, max(schedule.num_levels, len(levels_cost))
-    table = residual_table(columns(levels_cost, stages, num_levels), stages * num_levels)
+    shares = [size for _, size in cost.slice_shares(schedule.num_slices)]
+    table = residual_table(cost, schedule.num_stages)
     joined = {*schedule.joined(order)}
     live = 0.0
     late = 0.0  # what the first of two that overlap frees
     levels: list[tuple[float, float]] = []
     for at, action in enumerate(order):
-        kind, share = action.kind, shares[action.slice or 0]
-        stage = action.stage + (stages * schedule.level(action) if schedule.levels else 0)
+        kind, stage, share = action.kind, action.stage, shares[action.slice or 0]
         takes, frees = table[kind]
         kept = kind is not Kind.F or action[1:] not in again
         during = live + takes[stage] * share if kept else live
@@ -53,7 +49,7 @@ def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Costs =
     return levels
 
 
-def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Costs = Cost()) -> float:  # noqa: B008  frozen
+def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> float:  # noqa: B008  frozen
     """The most memory that a device holds in residuals while it runs its order.
 
     A device runs one action after the other, so times do not matter.

@@ -70,10 +70,6 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False, waits: bool | No
         faults.append(
             "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
         )
-    if schedule.levels:
-        faults.append(
-            "it has levels, which torch's stages do not: write it without, dataclasses.replace(schedule, levels={})"
-        )
     alike = [
         pair for pair in schedule.pairs if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
     ]

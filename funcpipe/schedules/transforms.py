@@ -222,13 +222,6 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
             f"ahead is how many computing actions stand between U and its stage's, from 0; got {ahead!r}"
         )
     gathers = [_gathers(order, whole, ahead) for order in schedule.orders]
-    most = max(action.microbatch for before in gathers for actions in before.values() for action in actions)
-    if most >= schedule.num_microbatches:
-        raise ScheduleError(
-            f"with whole={whole} a stage of {schedule.name!r} is gathered {most + 1} times for "
-            f"{schedule.num_microbatches} microbatches; let more stages be whole, or order the actions by stage "
-            "(fp.schedules.looped_bfs)"
-        )
     return _with(schedule, "gather", [(before, {}) for before in gathers])
 
 

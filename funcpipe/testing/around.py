@@ -44,8 +44,8 @@ class HookedFn(Bindable):
 
 
 def hooked(stage: Stage, hook: Hook) -> Stage:
-    """The stage with a hook around it, in each of its ways."""
-    return replace(stage, fn=HookedFn(stage, hook), ways=tuple(hooked(way, hook) for way in stage.ways))
+    """The stage with a hook around it."""
+    return replace(stage, fn=HookedFn(stage, hook))
 
 
 class _BoundAround:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
-from funcpipe.core.levels import ways_of
 from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree, flatten, refuse_hidden
 from funcpipe.testing.observe import generators_kept
-from funcpipe.testing.probe import Arguments, Probe, disagreements
+from funcpipe.testing.probe import Arguments, Probe
 
 FAULTS = {
     "output": "returns None, an iterator, tensors in an unregistered container, or another stash than it declares",
@@ -29,7 +28,6 @@ FAULTS = {
     "settings": "changes a setting of the process",
     "deterministic": "gives other numbers at the second call",
     "structure": "changes the structure, the types or the shapes of what it returns",
-    "ways": "gives other numbers in one way than in another, or other types and shapes",
     "rows": "cannot be called with fewer rows, or does not treat rows one by one",
 }
 """The faults that `check_stage` knows, by the names that ``allow=`` takes."""
@@ -61,7 +59,6 @@ class StageReport:
         rows: "independent" (each row of the outputs follows from its own row of the inputs), "dependent", or
             "not compared".
         allowed: the faults that ``allow=`` let pass.
-        num_levels: in how many ways it runs (`levels`).
     """
 
     name: str
@@ -72,12 +69,11 @@ class StageReport:
     unused: tuple[str, ...]
     rows: str
     allowed: tuple[tuple[str, str], ...]
-    num_levels: int = 1
 
     def __str__(self) -> str:
         lines = [
             f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; "
-            f"rows: {self.rows}{f'; levels: {self.num_levels}' if self.num_levels > 1 else ''}"
+            f"rows: {self.rows}"
         ]
         lines += [f"  {where}: {kind}" for where, kind in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
@@ -103,8 +99,7 @@ def check_stage(
 
     It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a
     second run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists
-    them. The stage gets copies, so what you give is not written to. Each way of a stage with `levels` is called so, and all of
-    them must give the same, but for rounding.
+    them. The stage gets copies, so what you give is not written to.
 
     Not seen is what a stage changes outside of Python (files) or in objects of other packages that it closes over. What
     only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run
@@ -141,16 +136,10 @@ def check_stage(
     _check_arguments(stage, skips, feeds, state, allow)
     _check_trees(stage, {"params": params, "x": x, "skips": skips, "feeds": feeds, "state": state})
     given = params, x, skips or {}, feeds or {}, state
-    options: dict[str, Any] = {"train": train, "seed": seed, "trainable": trainable, "whole": stage}
-    probe, *others = [Probe(way, Arguments(*given), **options) for way in ways_of([stage])]
+    probe = Probe(stage, Arguments(*given), train=train, seed=seed, trainable=trainable)
     found = probe.watch.faults
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
-        for level, other in enumerate(others, start=1):
-            raised = other.run(independent_rows=independent_rows)
-            cause = cause or raised
-            told = [*other.watch.faults, *(("ways", text) for text in disagreements(probe, other))]
-            found |= {(name, f"way {level}: {text}"): None for name, text in told}
     faults = [fault for fault in found if fault[0] not in allow]
     if faults:
         raise CheckError(
@@ -167,7 +156,6 @@ def check_stage(
         tuple(probe.unused),
         rows,
         allowed,
-        1 + len(others),
     )
 
 

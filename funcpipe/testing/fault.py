@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.schedule import Action, Kind, read_word
+from funcpipe.core.schedule import Action, Kind
 from funcpipe.core.stage import Out, Stage, normalise, side_loss
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, unflatten
 from funcpipe.runtime.context import RUNNING
@@ -163,4 +163,4 @@ def _over(out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[T
 def running() -> Action | None:
     """The action that a run performs on this thread; None outside of a run."""
     position = RUNNING.get()
-    return None if position is None else read_word(position().action.split()[0], [])
+    return None if position is None else Action.parse(position().action.split()[0])

@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Observer:
 
     def watched(self) -> Stage:
         """The stage with this hook around it; what runs learn of the stage must not change."""
-        return hooked(replace(self.stage, ways=()), self._observe)
+        return hooked(self.stage, self._observe)
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Call the stage, and note its side effects."""

@@ -68,17 +68,15 @@ class Probe:
     """One check of one stage.
 
     Args:
-        stage: the stage, whose first way is checked.
+        stage: the stage.
         arguments: of it.
         train, seed, trainable: as in `check_stage`.
-        whole: the stage that this is a way of, by which its random numbers are keyed; None: itself.
 
     Attributes:
         watch: notes faults, and what is written in place.
         outputs: the leaves that the stage returns: where, and type and shape.
         num_bytes: of the tensors among them.
         draws, unused, rows: see `StageReport`.
-        gave: what the stage returned, and the gradients, each with its name.
     """
 
     def __init__(
@@ -89,9 +87,7 @@ class Probe:
         train: bool,
         seed: int,
         trainable: Any,
-        whole: Stage | None = None,
     ) -> None:
-        self.whole, self.gave = whole, list[tuple[str, Tree]]()
         self.stage, self.given, self.train, self.seed = stage, arguments, train, seed
         self.wanted = trainable_leaves([arguments.params], _of_one(trainable))[0]
         self.names = locations(arguments.params, "params")
@@ -144,7 +140,7 @@ class Probe:
     def _bind(self) -> EagerBound:
         options: dict[str, Any] = {"trainable": self.wanted, "train": self.train, "backwards": True}
         options |= {
-            "keys": Keys(self.seed, [self.whole or self.watched]),
+            "keys": Keys(self.seed, [self.stage]),
             "shares": Shares((1.0, 1.0), 2.0, False, 1.0, (0.5, 0.5)),
         }
         bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
@@ -171,7 +167,6 @@ class Probe:
         if self.given.rows > 1:
             with suppress(Exception):  # `_fewer_rows` reports it
                 bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
-        self.gave += [(name, map_leaves(_copied, tree)) for name, tree in _parts(out)]
         for name, tree in _parts(out):
             self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
             self.num_bytes += sum(leaf.nbytes for leaf in leaves(tree))
@@ -216,7 +211,6 @@ class Probe:
         # The same added to itself is twice the same, exactly.
         second_grads = [None if grad is None else grad / 2 for grad in bound.grads()]
         gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
-        self.gave += [(f"gradient of {name}", gradient) for name, gradient in gradients.items()]
         for name, gradient in {**dict(zip(self.names, second_grads, strict=True)), **repeated}.items():
             for line in differences(gradient, gradients[name], name)[0]:
                 self.watch.note(
@@ -282,25 +276,6 @@ class Probe:
         self.rows = "dependent" if depends else "independent"
         if independent and depends:
             self.watch.note("rows", f"without the last row the others give another {depends[0]}")
-
-
-def disagreements(one: Probe, other: Probe) -> list[str]:
-    """What two ways of a stage give that is not the same, but for rounding."""
-    before = dict(one.gave)
-    return [
-        f"gives another {line}"
-        for name, tree in other.gave
-        if name in before
-        for line in differences(tree, before[name], name, allowed=_coarsest(tree))[0]
-    ]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _coarsest(tree: Tree) -> float:
-    return max(map(_rounding, leaves(tree)), default=0.0)
 
 
 def _of_one(trainable: Any) -> Trainable:

@@ -44,8 +44,9 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     F forward  B backward  · idle
 
     Args:
-        what: a timeline, simulated or measured. A schedule, or the schedule of a plan, is drawn as its simulation under
-            the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(schedule, cost)`` for other costs.
+        what: a timeline, simulated or measured. A schedule, or a plan with its slots and slices, is drawn as its
+            simulation under the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(it, cost)`` for other
+            costs.
             The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and a note in the picture tells the scale.

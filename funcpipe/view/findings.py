@@ -12,14 +12,14 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER
 from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
-from funcpipe.core.schedule import Kind, Schedule
+from funcpipe.core.schedule import Kind, Schedule, recounted
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.core.words import size_of
 from funcpipe.lower.plan import program_for
 from funcpipe.view import summary
 from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
-from funcpipe.view.simulate import simulate
+from funcpipe.view.simulate import simulate, sliced
 
 _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
@@ -76,7 +76,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if measured is None:
         raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
     schedule = plan.schedule.first(stats.num_microbatches)
-    ran = tuple(tuple(span.action for span in lane) for lane in spans_by_device(measured))
+    ran = tuple(recounted(tuple(span.action for span in lane)) for lane in spans_by_device(measured, schedule))
     if ran != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
@@ -86,7 +86,7 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         raise PlanError(
             f"params has {len(params)} trees, the plan has {plan.num_stages} stages; give the params of the run"
         )
-    simulated = replace(simulate(schedule, measured.cost()), unit=measured.unit)
+    simulated = replace(simulate(schedule, sliced(plan, measured.cost())), unit=measured.unit)
     return Findings(
         summary.clean(title) or f"a run of {summary.clean(schedule.name)}",
         _headline(plan, result, measured, simulated),
@@ -258,7 +258,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
         yield (
             f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
             "I, so W fills no bubble: of an eager stage only weights of matrix products and convolutions wait, and none "
-            "with slices or levels. A schedule with whole backwards (1F1B, interleaved) is as fast; "
+            "with slices. A schedule with whole backwards (1F1B, interleaved) is as fast; "
             "fp.compile_stage(stage) splits them."
         )
 

@@ -42,18 +42,25 @@ def levels(timeline: Timeline) -> Levels:
 def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
     """How many residuals each device holds when, by the rules of `Timeline.peak`."""
     counted: list[tuple[Level, ...]] = []
-    for spans, order in zip(spans_by_device(timeline), schedule.orders, strict=True):
+    for spans in spans_by_device(timeline, schedule):
+        order = tuple(span.action for span in spans)
         residuals = zip(spans, residual_levels(order, schedule), strict=True)
         steps = [step for span, (during, after) in residuals for step in ((span.start, during), (span.end, after))]
         counted.append(_levels(steps, timeline.makespan))
     return tuple(counted)
 
 
-def spans_by_device(timeline: Timeline) -> list[list[Span]]:
-    """The spans of each device, by start."""
+def spans_by_device(timeline: Timeline, schedule: Schedule | None = None) -> list[list[Span]]:
+    """The spans of each device, by start; of two that overlap in a schedule the first one first, whichever began."""
     devices: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         devices[span.device].append(span)
+    pairs = frozenset[object]() if schedule is None else schedule.pairs
+    for spans in devices if pairs else ():
+        for at in range(len(spans) - 1):
+            one, other = spans[at : at + 2]
+            if (other.action, one.action) in pairs:
+                spans[at : at + 2] = [other, one]
     return devices
 
 

@@ -9,9 +9,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.program import CALLER, Call, Free, LaneProgram, Receive, Role, Run, Send
+from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
 from funcpipe.core.result import Span
 from funcpipe.core.schedule import Action
 from funcpipe.schedules.memory import residual_table
@@ -69,26 +70,21 @@ class Play:
     Args:
         lowered: a program.
         cost: times and memory.
-        own: those of each stage at each level (`columns`); None: the same.
         bounded: are there only as many slots as the program has.
 
     Attributes:
         causes: for each action the one that let it start when it did; None: it started at 0.
     """
 
-    def __init__(self, lowered: Lowered, cost: Cost, own: Cost | None = None, *, bounded: bool) -> None:
-        own = own or cost
-        self.lowered, self.cost, self.own, self.bounded = lowered, cost, own, bounded
+    def __init__(self, lowered: Lowered, cost: Cost, *, bounded: bool) -> None:
+        self.lowered, self.cost, self.bounded = lowered, cost, bounded
         self.lanes = [LaneState(program) for program in lowered.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind not in (Kind.F, *COUNTED) for call in lowered.calls)
-        self.durations = {
-            (call.kind, at): own.of(call.kind, at) for call in lowered.calls for at in [self._column(call)]
-        }
+        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
         self.shares = cost.slice_shares(lowered.num_slices)
         """Of the time and of the memory of a microbatch, by slice."""
-        num_levels = 1 + max(call.level for call in lowered.calls)
-        self.residuals = residual_table(own, lowered.num_stages * num_levels)
+        self.residuals = residual_table(cost, lowered.num_stages)
         self.crossings = _crossings(lowered, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.arrivals: dict[tuple[int, int], deque[Since]] = defaultdict(deque)
@@ -99,7 +95,11 @@ class Play:
         """Which lane waits for what."""
 
     def run(self) -> None:
-        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for."""
+        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for.
+
+        Raises:
+            FuncpipeError: they wait for each other; `make_plan` makes no such program.
+        """
         awake = list(range(len(self.lanes)))[::-1]
         while awake:
             number = awake.pop()
@@ -111,6 +111,9 @@ class Play:
                     self.waits[awaited] = number
                     break
                 lane.at += 1
+        waiting = [number for number, lane in enumerate(self.lanes) if lane.at < len(lane.program.instructions)]
+        if waiting:
+            raise FuncpipeError(f"this program cannot come to its end: lanes {waiting} wait for each other")
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
@@ -152,9 +155,6 @@ class Play:
                     self._wake(("free", number, slot), awake)
         return None
 
-    def _column(self, call: Call) -> int:
-        return call.stage + call.level * self.lowered.num_stages
-
     def _wake(self, event: Hashable, awake: list[int]) -> None:
         waiter = self.waits.pop(event, None)
         if waiter is not None:
@@ -179,7 +179,6 @@ class Play:
         """When an action, with another one beside it or alone, starts and ends, and what it takes and frees."""
         action, since = lane.program.action(run), lane.now
         kind, stage, _, piece = action
-        at = self._column(lane.program.calls[run.call])
         time, part = self.shares[piece or 0] if kind not in WHOLE else _ALL
         for slot in run.reads if beside is None else run.reads + beside.reads:
             ready = lane.ready.pop(slot, since)
@@ -188,7 +187,7 @@ class Play:
         if kind in MOVES:
             way = LINKS.index(KINDS[kind].resource)
             since = max(since, lane.links[way], key=_time)
-            end = since.time + self.durations[kind, at] * (part if kind in (Kind.O, Kind.L) else time)
+            end = since.time + self.durations[kind, stage] * (part if kind in (Kind.O, Kind.L) else time)
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
@@ -196,14 +195,13 @@ class Play:
                 lane.whole[stage] = lane.links[way]
         elif beside is None:
             since = max(since, lane.whole.get(stage, BEGIN), key=_time)
-            end = since.time + self.durations[kind, at] * time
+            end = since.time + self.durations[kind, stage] * time
             lane.now = Since(end, action)
         else:
             other = lane.program.action(beside)
             since = max(since, *(lane.whole.get(one.stage, BEGIN) for one in (action, other)), key=_time)
-            beside_at = self._column(lane.program.calls[beside.call])
-            halves = (kind, at, time), (other.kind, beside_at, self.shares[other.slice or 0][0])
-            end = since.time + self.own.both(*halves)
+            halves = (kind, stage, time), (other.kind, other.stage, self.shares[other.slice or 0][0])
+            end = since.time + self.cost.both(*halves)
             lane.now = Since(end, other)
         self._hold(number, lane, run, action, part, since, end, both=beside is not None)
         if beside is not None:
@@ -226,16 +224,16 @@ class Play:
 
         The first of ``both`` frees with the second.
         """
-        kind, at = action.kind, self._column(lane.program.calls[run.call])
+        kind, stage = action.kind, action.stage
         self.causes[action] = since.cause
         place = 2.0 * len(lane.spans)
         lane.spans.append(Span(number, since.time, end, action))
         takes, frees = self.residuals[kind]
-        taken = takes[at] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
+        taken = takes[stage] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
         if taken or not self.backward:
             lane.changes.append((since.time, place, taken if self.backward else 0.0))
-        if self.backward and frees[at]:
-            lane.changes.append((end, place + 1 + 2 * both, -frees[at] * part))
+        if self.backward and frees[stage]:
+            lane.changes.append((end, place + 1 + 2 * both, -frees[stage] * part))
 
     def _crossing(self, value: int, lane: int) -> tuple[float, float]:
         """The size of a value that a lane gets of others, and its latency."""

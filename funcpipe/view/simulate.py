@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from funcpipe.core.arrows import arrows_of
@@ -13,12 +14,15 @@ from funcpipe.core.result import Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.program import lower
-from funcpipe.schedules.levels import Costs, columns, levels_of
+from funcpipe.schedules.legal import examine
 from funcpipe.schedules.memory import running_sum
 from funcpipe.view.play import Play
 
+_ROUNDING = 1e-9
+"""Shares of slices that differ by less are the same."""
 
-def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timeline:  # noqa: B008  frozen
+
+def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
     """Run a plan or a schedule by the clock: every device in its order, every action as early as it can.
 
     A hop between devices takes ``cost.comm`` and occupies nobody; with ``cost.bandwidth``, values that go the same way
@@ -34,31 +38,29 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timelin
 
     Args:
         plan_or_schedule: what to run.
-        cost: times and memory. Where stages have levels (`levels`), the cost of each, level 0 first: they differ in what is
-            of a stage alone (its times, residuals, what waits for links). One cost is that of all levels.
+        cost: times and memory. A plan cuts slices by its own ``slices``: the cost has none, or the same.
 
     Returns:
         A timeline, its times in the unit of the cost.
 
     Raises:
         ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has another number of
-            stages.
+            stages, or other slices than the plan.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"simulate takes a plan or a schedule; got a {type(schedule).__name__}")
-    levels = levels_of(cost, "simulate")
-    for each in levels:
-        each.check_stages(schedule.num_stages)
-    if 1 < len(levels) < schedule.num_levels:
+    if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"schedule {schedule.name!r} has {schedule.num_levels} levels, and the costs of {len(levels)} are given; give "
-            "one for each, level 0 first"
+            "simulate takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., backward=...); got "
+            f"{cost!r}"
         )
-    base = levels[0]
-    program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, base)
-    own = columns(levels, schedule.num_stages, schedule.num_levels)
-    play = Play(program, base, own, bounded=isinstance(plan_or_schedule, Plan))
+    examine(schedule)  # before anything is made for each stage that it names
+    cost.check_stages(schedule.num_stages)
+    if isinstance(plan_or_schedule, Plan):
+        cost = sliced(plan_or_schedule, cost)
+    program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
+    play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
     play.run()
     spans = [span for lane in play.lanes for span in lane.spans]
     spans.sort(key=lambda span: (span.start, span.device))
@@ -67,13 +69,27 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Costs = Cost()) -> Timelin
         tuple(spans),
         schedule.num_devices,
         tuple(max((level for _, level in steps), default=0.0) for steps in memory),
-        comm=base.comm,
+        comm=cost.comm,
         name=schedule.name,
         memory=memory,
         path=play.critical_path,
         stages=tuple(part.name for part in plan_or_schedule.stages) if isinstance(plan_or_schedule, Plan) else (),
         arrows=arrows_of(program),
     )
+
+
+def sliced(plan: Plan, cost: Cost) -> Cost:
+    """The cost with the lengths by which a plan cuts its microbatches. Raises ScheduleError where it has others."""
+    count = plan.schedule.num_slices
+    lengths = plan.slices or (1,) * count
+    if cost.slices:
+        own, given = ([size for _, size in Cost(slices=each).slice_shares(count)] for each in (lengths, cost.slices))
+        if any(abs(one - other) > _ROUNDING for one, other in zip(own, given, strict=True)):
+            raise ScheduleError(
+                f"the plan cuts microbatches into slices of the lengths {lengths}, and the cost has {cost.slices}; leave "
+                "out Cost(slices=), or give the plan the same: fp.make_plan(..., slices=...)"
+            )
+    return replace(cost, slices=lengths if count > 1 else ())
 
 
 def _blank(schedule: Schedule, cost: Cost) -> Lowered:

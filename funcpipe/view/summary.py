@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from funcpipe.core.result import Timeline, imbalance_of, percent
 from funcpipe.core.schedule import Kind
+from funcpipe.core.shown import count_text as count_text
+from funcpipe.core.shown import plural as plural
 
 _TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
 """Units of measured times, and how many of them make a second."""
@@ -131,16 +133,6 @@ def device_name(timeline: Timeline, device: int, word: str = "device", digits: i
 def clean(text: str) -> str:
     """One line that terminals and XML can hold: what cannot be printed becomes a blank."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def count_text(count: int, word: str) -> str:
-    """A count and its word, singular or plural."""
-    return f"{count} {word if count == 1 else plural(word)}"
-
-
-def plural(word: str) -> str:
-    """The plural of a word."""
-    return f"{word}es" if word.endswith("ch") else f"{word}s"
 
 
 def fill(words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len) -> list[str]:

@@ -38,22 +38,18 @@ OWN = {
     "funcpipe, processes, fill-drain": ("fill_drain", 1, ""),
     "funcpipe, processes, eager 1F1B": ("eager_one_f_one_b", 1, ""),
     "funcpipe, processes, ZB-H2": ("zb_h2", 1, ""),
-    "funcpipe, processes, ZB-H2 unsplit": ("zb_h2+unsplit", 1, ""),
     "funcpipe, processes, ZB-V": ("zbv", 2, ""),
-    "funcpipe, processes, ZB-V unsplit": ("zbv+unsplit", 2, ""),
     "funcpipe, processes, interleaved": ("interleaved", 2, ""),
     "funcpipe, processes, looped BFS": ("looped_bfs", 2, ""),
     "funcpipe, compiled, processes, 1F1B": ("one_f_one_b", 1, "graph"),
     "funcpipe, compiled, processes, zero-bubble": ("zero_bubble", 1, "graph"),
     "funcpipe, compiled, processes, eager 1F1B": ("eager_one_f_one_b", 1, "graph"),
     "funcpipe, compiled, processes, ZB-H2": ("zb_h2", 1, "graph"),
-    "funcpipe, compiled, processes, ZB-H2 unsplit": ("zb_h2+unsplit", 1, "graph"),
     "funcpipe, compiled, processes, ZB-V": ("zbv", 2, "graph"),
     "funcpipe, inductor, processes, 1F1B": ("one_f_one_b", 1, "inductor"),
     "funcpipe, inductor, processes, zero-bubble": ("zero_bubble", 1, "inductor"),
     "funcpipe, inductor, processes, eager 1F1B": ("eager_one_f_one_b", 1, "inductor"),
     "funcpipe, inductor, processes, ZB-H2": ("zb_h2", 1, "inductor"),
-    "funcpipe, inductor, processes, ZB-H2 unsplit": ("zb_h2+unsplit", 1, "inductor"),
     "funcpipe, inductor, processes, ZB-V": ("zbv", 2, "inductor"),
 }
 """Our arms: the family, the stages that each rank holds, the backend of compiled ones."""
@@ -212,9 +208,7 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
     stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
-    family, _, change = family.partition("+")
     schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
-    schedule = getattr(fp.schedules, change)(schedule) if change else schedule
     # torch's stages have memory to receive in for each microbatch.
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=str(work.device), spare_slots=1)
     ranks = fp.ranks(plan, timeout=_PATIENCE).__enter__()

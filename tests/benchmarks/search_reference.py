@@ -8,8 +8,8 @@ cause there, so each start must be the end of what it waits for (`_Model.begins`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
@@ -28,10 +28,7 @@ _EXACT = 60
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem for a search: costs, a placement, a limit, and what is allowed.
-
-    ``lower``: the cost of level 1, which may differ in times and residuals; None: there is none.
-    """
+    """A problem for a search: costs, a placement, a limit, and what is allowed."""
 
     number: int
     cost: fp.Cost
@@ -40,11 +37,6 @@ class Instance:
     limit: float
     remat: bool
     offload: bool
-    lower: fp.Cost | None = None
-
-    @property
-    def costs(self) -> list[fp.Cost]:
-        return [self.cost] if self.lower is None else [self.cost, self.lower]
 
     @property
     def devices(self) -> int:
@@ -52,7 +44,6 @@ class Instance:
 
     def __str__(self) -> str:
         words = [name for name in ("remat", "offload") if getattr(self, name)] + ["hops"] * (self.cost.comm != 0)
-        words += ["levels"] * (self.lower is not None)
         places = "".join(map(str, self.placement))
         return f"{self.number} | {self.devices}, {self.microbatches} | {places} | {self.limit:g} | {', '.join(words)}"
 
@@ -107,25 +98,6 @@ def small(seed: int, allowed: str = "") -> Instance:
     return Instance(seed, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload")
 
 
-def at_levels(one: Instance) -> Instance:
-    """The instance with a level that keeps about half, for a longer backward."""
-    rng = Random(one.number)
-    stages = len(one.placement)
-    inward, weight, residual, rest = (
-        per_stage(row, stages)
-        for row in (one.cost.backward_input, one.cost.backward_weight, one.cost.residual, one.cost.weight_residual)
-    )
-    smaller = [size // 2 for size in residual]
-    lower = replace(
-        one.cost,
-        backward_input=[time + rng.randint(1, max(2, time // 2)) for time in inward],
-        backward_weight=weight,
-        residual=smaller,
-        weight_residual=[min(half, left) for half, left in zip(smaller, rest, strict=True)],
-    )
-    return replace(one, lower=lower, remat=False, offload=False)
-
-
 class Reference(NamedTuple):
     """What is known of an instance.
 
@@ -147,13 +119,13 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
         seconds: the time; it ends early with a proof.
         workers: threads of the solver.
     """
-    timeline = None if known is None else fp.simulate(known, one.costs)
+    timeline = None if known is None else fp.simulate(known, one.cost)
     makespan, bound = float("inf") if timeline is None else timeline.makespan, 0.0
     # Microbatches are alike, so they keep their order without loss, if each is held from its F to its backward. Where they
     # need not be, orders that do are tried first, and what that finds begins the proof over all orders.
-    moving = one.remat or one.offload or one.lower is not None
+    moving = one.remat or one.offload
     for ordered, share in ((True, 0.4), (False, 0.6)) if moving else ((True, 1.0),):
-        model = _Model(one, timeline, known, ordered=ordered)
+        model = _Model(one, timeline, ordered=ordered)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = share * seconds
         solver.parameters.num_workers = workers
@@ -163,7 +135,7 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
         if not (moving and ordered) and status != cp_model.INFEASIBLE:
             bound = max(bound, solver.BestObjectiveBound())
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            found = fp.simulate(model.schedule(solver), one.costs)
+            found = fp.simulate(model.schedule(solver), one.cost)
             fits = max(found.peak) <= one.limit * (1 + 1e-9)
             assert fits or not model.exact, f"{one}: a solution that holds {max(found.peak)}"
             assert found.makespan <= solver.ObjectiveValue(), f"{one}: a solution that takes {found.makespan}"
@@ -182,13 +154,11 @@ class _Model:
         exact: is each of its solutions, timed by the clock, as it says.
     """
 
-    def __init__(
-        self, one: Instance, known: fp.typing.Timeline | None, begun: fp.Schedule | None, *, ordered: bool
-    ) -> None:
+    def __init__(self, one: Instance, known: fp.typing.Timeline | None, *, ordered: bool) -> None:
         self.one, self.cp = one, cp_model.CpModel()
         self.stages, self.count = range(len(one.placement)), range(one.microbatches)
         kinds = (Kind.F, Kind.I, Kind.W, *[Kind.R] * one.remat, *[Kind.O, Kind.L] * one.offload)
-        work = sum(max(cost.of(kind, stage) for cost in one.costs) for kind in kinds for stage in self.stages)
+        work = sum(one.cost.of(kind, stage) for kind in kinds for stage in self.stages)
         hops = 2 * sum(per_stage(one.cost.comm, len(self.stages) - 1))
         self.horizon = int((work + hops) * one.microbatches if known is None else known.makespan)
         places = [(stage, microbatch) for stage in self.stages for microbatch in self.count]
@@ -197,9 +167,7 @@ class _Model:
         }
         self.again = {place: self.cp.NewBoolVar("") for place in places if one.remat}
         self.away = {place: self.cp.NewBoolVar("") for place in places if one.offload}
-        self.below = {place: self.cp.NewBoolVar("") for place in places if one.lower is not None}
-        """Which of stages and microbatches run at level 1."""
-        self.lengths = {action: self._length(action) for action in self.start}
+        self.lengths = {action: int(one.cost.of(action.kind, action.stage)) for action in self.start}
         self.busy: dict[tuple[int, str], list[Any]] = defaultdict(list)
         for action in self.start:
             way = action.kind.value if action.kind in (Kind.O, Kind.L) else ""
@@ -220,17 +188,6 @@ class _Model:
         self._minimize()
         if known is not None:
             self._hint(known)
-        for (stage, microbatch), literal in self.below.items() if begun is not None else ():
-            self.cp.AddHint(literal, begun.level(fp.Action(Kind.F, stage, microbatch)))
-
-    def _length(self, action: fp.Action) -> Any:
-        """How long an action takes: a number, or where that hangs on the level a variable."""
-        first, *others = (int(cost.of(action.kind, action.stage)) for cost in self.one.costs)
-        if {first} == {first, *others}:
-            return first
-        length = self.cp.NewIntVar(min(first, *others), max(first, *others), "")
-        self.cp.Add(length == first + (others[0] - first) * self.below[action.stage, action.microbatch])
-        return length
 
     def end(self, action: fp.Action) -> Any:
         return self.start[action] + self.lengths[action]
@@ -242,10 +199,6 @@ class _Model:
 
     def _interval(self, action: fp.Action) -> Any:
         start, length, chosen = self.start[action], self.lengths[action], self.chosen(action)
-        if not isinstance(length, int):
-            end = self.cp.NewIntVar(0, self.horizon, "")
-            self.cp.Add(end == start + length)
-            return self.cp.NewIntervalVar(start, length, end, "")
         if chosen is None:
             return self.cp.NewFixedSizeIntervalVar(start, length, "")
         return self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, "")
@@ -283,19 +236,10 @@ class _Model:
         """What lies on each device at a time stays within the limit."""
         cp = self.cp
         held: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        tables = [
-            [
-                [int(_SCALE * size) for size in per_stage(row, len(self.stages))]
-                for row in (cost.residual, cost.weight_residual)
-            ]
-            for cost in self.one.costs
-        ]
-        residual, _ = tables[0]
-
-        def demand(stage: int, microbatch: int, of: Callable[[int, int], int]) -> Any:
-            first, *lower = (of(whole[stage], rest[stage]) for whole, rest in tables)
-            return first + (lower[0] - first) * self.below[stage, microbatch] if lower else first
-
+        residual, rest = (
+            [int(_SCALE * size) for size in per_stage(row, len(self.stages))]
+            for row in (self.one.cost.residual, self.one.cost.weight_residual)
+        )
         for stage, microbatch in places:
             forward, inward, weight, again, off, back = (
                 fp.Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
@@ -313,13 +257,10 @@ class _Model:
                     size = cp.NewIntVar(0, self.horizon, "")
                     until = cp.NewOptionalIntervalVar(self.start[forward], size, self.end(off), literal, "")
                     held[device].append((until, residual[stage]))
-            for last, part in ((inward, lambda whole, rest: whole - rest), (weight, lambda whole, rest: rest)):
+            for last, part in ((inward, residual[stage] - rest[stage]), (weight, rest[stage])):
                 size, end = cp.NewIntVar(0, self.horizon, ""), self.end(last)
-                if not isinstance(self.lengths[last], int):
-                    end = cp.NewIntVar(0, self.horizon, "")
-                    cp.Add(end == self.end(last))
                 until = cp.NewIntervalVar(begin, size, end, "")
-                held[device].append((until, demand(stage, microbatch, part)))
+                held[device].append((until, part))
         for rows in held.values():
             intervals, demands = zip(*rows, strict=True)
             cp.AddCumulative(intervals, demands, int(_SCALE * self.one.limit))
@@ -384,9 +325,7 @@ class _Model:
         for device in range(self.one.devices):
             mine = {action: start for action, start in ran.items() if self.one.placement[action.stage] == device}
             computes = [
-                (start, start + solver.Value(self.lengths[action]))
-                for action, start in mine.items()
-                if action.kind in COMPUTES
+                (start, start + self.lengths[action]) for action, start in mine.items() if action.kind in COMPUTES
             ]
             keys: dict[fp.Action, tuple[int, int, int]] = {}
             for action, start in mine.items():
@@ -397,5 +336,4 @@ class _Model:
                     start,
                 )
             orders.append(tuple(sorted(mine, key=keys.__getitem__)))
-        levels = {fp.Action(Kind.F, *place): int(solver.Value(literal)) for place, literal in self.below.items()}
-        return fp.Schedule(tuple(orders), "CP-SAT", levels=levels)
+        return fp.Schedule(tuple(orders), "CP-SAT")

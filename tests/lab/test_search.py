@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.lab.best import Best
 from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import seeds
 from funcpipe.lab.listing import run
 from funcpipe.lab.placement import placed
 from funcpipe.lab.polish import Bench, Lane, bounds_of, polish
 from funcpipe.lab.problem import Budget, Problem, as_schedule
-from funcpipe.lab.search import by_period
 from funcpipe.schedules.clock import CODE, CODED, coded
 
 TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
@@ -220,7 +218,7 @@ def test_an_action_moves_past_those_of_others_only():
     lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
     assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.schedules.zb_h2(2, 3).orders[1]))
     assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [
-        bounds_of(lane, at, 4) for at in range(9)
+        bounds_of(lane, at) for at in range(9)
     ]
 
 
@@ -367,22 +365,3 @@ def test_what_is_away_is_not_sent_away_again():
     problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
     relieved = offload_to_fit(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
     assert relieved is None or max(fp.simulate(relieved, problem.cost).peak) <= 1.5
-
-
-def test_many_microbatches_begin_with_few():
-    """With too many actions to move single ones, moves of a schedule for few are repeated; rules alone come to 40380."""
-    cost = fp.Cost(
-        (5, 5, 8, 9, 6, 5, 9, 7),
-        (9, 6, 5, 6, 7, 5, 6, 5),
-        (5, 9, 7, 9, 7, 9, 8, 8),
-        residual=(1, 2, 3, 1, 2, 1, 2, 3),
-        weight_residual=1,
-        comm=1,
-    )
-    problem = Problem(cost, (0, 1, 2, 3, 3, 2, 1, 0), 840, (9.0,) * 4)
-    best = Best([problem], Budget(1500, 200))
-    by_period(problem, best, best.budget, 0)
-    assert "period" == best.source
-    assert best.bound <= best.value < 38000
-    assert max(best.timeline.peak) <= 9
-    assert 840 == best.schedule.num_microbatches

@@ -122,7 +122,7 @@ def test_a_small_plan_word_for_word() -> None:
     """What print(plan) shows: the slots of each lane, then every instruction in plan order."""
     plan = make_plan([stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print)
     assert [
-        "plan: <Schedule two: 2 stages, 1 microbatches, 2 devices> on unbound; 18 instructions",
+        "plan: <Schedule two: 2 stages, 1 microbatch, 2 devices> on unbound; 18 instructions",
         "  lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 report, 4 residual",
         "  lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad, 5 weight_residual",
         "0: receive input[0,0]@0 from caller",

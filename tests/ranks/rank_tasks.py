@@ -126,23 +126,18 @@ def owners(lanes, size):
 
 
 def bits(rank, size, numbers, rows):
-    """Runs of every schedule whose number is given, against one process; every other one with levels, which that has not."""
+    """Runs of every schedule whose number is given, against one process."""
     stages, params, state = everything()
-    leveled = [fp.levels(stage, stage) for stage in stages]
     wrong = []
     for number in numbers:
         schedule = schedules(4, 4)[number]
         options = {"loss": loss_with_aux, "outputs": True, "devices": "cpu", "spare_slots": number % 3}
-        alone = plan = fp.make_plan(stages, schedule, **options)
-        if number % 2:
-            forwards = [action for order in schedule.orders for action in order if action.kind is fp.Kind.F]
-            levels = {forward: (forward.stage + forward.microbatch) % 2 for forward in forwards}
-            plan = fp.make_plan(leveled, replace(schedule, levels=levels), **options)
+        plan = fp.make_plan(stages, schedule, **options)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for count in rows:
                 x, target, scale = batch(count)
-                want = fp.run_sequential(alone, params, (x, target), state=state, feeds={"scale": scale}, seed=count)
+                want = fp.run_sequential(plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count)
                 first, last = 0 in ranks.stages, 3 in ranks.stages
                 given = (x if first else None, target if last else None) if first or last else None
                 feeds = {"scale": scale} if 1 in ranks.stages else None

@@ -36,10 +36,6 @@ def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_no_more_are_whole_than_are_allowed(family, whole, ahead):
     plain = family(4, 8, num_devices=2)
-    if whole == 1 and family is not fp.schedules.looped_bfs:  # it goes back and forth between the stages
-        with pytest.raises(fp.ScheduleError, match="times for 8 microbatches; let more stages be whole"):
-            fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
-        return
     schedule = fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
     fp.schedules.check(schedule)
     assert plain.orders == tuple(tuple(a for a in order if a.kind is not Kind.U) for order in schedule.orders)
@@ -70,9 +66,9 @@ def test_breadth_first_gathers_each_stage_twice():
     [
         ("0F0 0U0 0B0", "0U0 on device 0 stands after 0F0, which needs what it gathers"),
         ("0U1 0F0 0B0 0F1 0B1", "0U1 on device 0 is the U number 0 of its stage: write 0U0"),
-        ("0U0 0F0 0U0 0B0", "0U0 on device 0 stands twice"),
+        ("0U0 0F0 0U0 0B0", "0U0 on device 0 is the U number 1 of its stage: write 0U1"),
         ("0U0 0F0 0B0 0G 0U1", "0U1 on device 0 stands after 0G, after which its stage computes nothing"),
-        ("0U0", "0F0 is missing"),
+        ("0U0", "0U0 on device 0 is for nothing: stage 0 does not compute after it; leave it out"),
         (
             "0U0 0U1 0F0 0B0 0F1 0B1",
             "0U0 on device 0 is for nothing: stage 0 does not compute before 0U1; leave it out",
@@ -95,7 +91,7 @@ def test_what_is_not_legal(text, message):
         ("0U0 0F0 0B0 0F1 0B1 0U1 0F2 0B2 0F3 0B3", 2, "0U0 0F0 0B0 0F1 0B1"),
         ("0U0 0F0 0F1 0F2 0U1 0F3 0U2 0B0 0B1 0B2 0B3 0G", 3, "0U0 0F0 0F1 0F2 0U1 0B0 0B1 0B2 0G"),
         ("0U0 0F2 0U1 0F0 0F1 0U2 0F3", 2, "0U0 0F0 0F1"),
-        ("0U0 0F0 0F1 0U1 0B0 0B1", 1, "0U0 0F0 0B0"),  # a second time for one microbatch has no number
+        ("0U0 0F0 0F1 0U1 0B0 0B1", 1, "0U0 0F0 0U1 0B0"),
     ],
 )
 def test_fewer_microbatches_keep_what_serves_them(text, count, fewer):
@@ -127,8 +123,6 @@ def test_wrong_uses_are_refused():
     for options in ({"whole": 0}, {"whole": True}, {"ahead": -1}, {"ahead": 1.5}):
         with pytest.raises(fp.ScheduleError, match=f"{next(iter(options))} is how many"):
             fp.schedules.gather_params(schedule, **options)
-    with pytest.raises(fp.ScheduleError, match="is gathered 2 times for 1 microbatches; let more stages be whole"):
-        fp.schedules.gather_params(fp.schedules.looped_bfs(4, 1, num_devices=2), whole=1)
 
 
 def test_forwards_alone_are_gathered_too():
@@ -156,9 +150,6 @@ def test_the_stage_waits_and_the_device_goes_on():
 
 
 def test_gathering_and_reducing_share_the_link():
-    schedule = fp.Schedule.parse("0U0 0F0 1U0 1F0 1B0 1G 0U1 0B0 0G")
-    with pytest.raises(fp.ScheduleError, match="0F1 is missing"):
-        fp.schedules.check(schedule)  # a second time for one microbatch
     schedule = fp.Schedule.parse("0U0 0F0 0F1 1U0 1F0 1F1 1B0 1B1 1G 0U1 0B0 0B1 0G")
     spans = {str(span.action): span for span in fp.simulate(schedule, fp.Cost(gather=2.0, reduce=5.0)).spans}
     assert spans["0U1"].start == spans["1G"].end

@@ -235,18 +235,18 @@ def test_a_schedule_may_hold_anything_until_it_is_checked():
     """It prints, and its check says what is wrong."""
     for entry in ((fp.Kind.F, 0, 0), fp.Action(fp.Kind.F, 0, 0, "a")):
         schedule = fp.Schedule(((entry, fp.Action(fp.Kind.B, 0, 0)),))
-        assert repr(schedule).startswith("<Schedule custom: 1 stages")
+        assert repr(schedule).startswith("<Schedule custom: 1 stage,")
         with pytest.raises(fp.ScheduleError, match="is no action"):
             fp.make_plan([fp.stage(lambda params, x: x)], schedule, loss=print)
 
 
 def test_the_cost_of_a_timeline_with_remat_of_some_slices():
-    """Lengths are what all slices run, times are of those that ran."""
+    """The times of slices are of what all run, other times of those that ran."""
     schedule = S.remat(S.one_f_one_b(2, 2, num_slices=2), keep=lambda action: action.slice == 1)
     timeline = fp.simulate(schedule, fp.Cost(1.0, backward=2.0, slices=(3, 1)))
     found = timeline.cost()
     assert found.remat == pytest.approx((1.0, 1.0))
-    assert found.slices[0] / found.slices[1] == pytest.approx(3)
+    assert found.slice_times[0] / found.slice_times[1] == pytest.approx(3)
     assert fp.simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
 
 

@@ -38,17 +38,6 @@ def composed():
     )
 
 
-def test_a_fault_strikes_at_every_level():
-    """Whichever way runs the microbatch."""
-    both = fp.levels(fp.stage(plain), fp.stage(lambda p, x: plain(p, x), name="other"))
-    for kind, microbatch in [("F", 0), ("F", 1), ("B", 0), ("B", 1)]:
-        (stage,) = FaultAt(0, microbatch, kind, error=Boom)([both])
-        plan = fp.make_plan(stage, fp.Schedule.parse("0F0 0F1@1 0B0 0B1"), loss=F.mse_loss, devices="cpu")
-        with pytest.raises(Boom) as caught:
-            fp.run(plan, (P,), (X, X), executor="serial")
-        assert (kind, microbatch) == (caught.value.funcpipe.action[1], caught.value.funcpipe.microbatch)
-
-
 @pytest.mark.parametrize("schedule", schedules(3, 4), ids=ids)
 def test_faults_strike_at_their_action(schedule):
     """Every kind of action, of function, composed and module stages with skips and state; nothing else changes."""
