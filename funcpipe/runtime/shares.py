@@ -48,7 +48,7 @@ def shares_of(
     counts = tuple([1.0 if plan.counts.alike else float(size) for size in rows])
     scale, summed = float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
-    rows_unclear = rows_unclear and len(counts) > 1 and plan.weight is None
+    rows_unclear = rows_unclear and len(counts) > 1 and plan.weight is None and not plan.counts.alike
     if weights is None:
         guessed = len(counts) > 1 and not summed and not plan.counts.known
         options = {"guessed": guessed, "rows_unclear": rows_unclear}
