@@ -22,8 +22,7 @@ _DEPTH = 8
 
 def _permit(plan: Plan) -> None:
     """Let values of these classes come from other processes: this one may receive what it never sent itself."""
-    stages = [way for stage in plan.stages for way in (stage, *stage.ways)]
-    functions = [fn for stage in stages for fn in (stage.fn, stage.commit)]
+    functions = [fn for stage in plan.stages for fn in (stage.fn, stage.commit)]
     seen: dict[int, Any] = {}
     for fn in (*functions, plan.loss, plan.weight):
         for names in _namespaces(fn, seen, _DEPTH):
