@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,3 +50,23 @@ def _nobody_else(about: str, mine: Any) -> list[Any]:
 
 alone = Exchange(_nobody_else)
 """The exchange of a process that has no others."""
+
+
+def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
+    """Claim a path for the processes of a pipeline, for as long as their job runs.
+
+    Returns:
+        The processes of another pipeline that has claimed it; () where these have it now. Pipelines that share a process
+        follow each other, so the later one takes the path over.
+    """
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    store, key, mine = group.get_group_store(), f"funcpipe/saves/{path}", ",".join(map(str, sorted(members)))
+    found = store.compare_set(key, "", mine).decode()
+    while found != mine:
+        others = tuple(map(int, found.split(",")))
+        if not {*others} & {*members}:
+            return others
+        found = store.compare_set(key, found, mine).decode()
+    return ()
