@@ -29,9 +29,7 @@ class Entry(NamedTuple):
     leaf: Tensor | None
 
 
-def entries(
-    model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree], here: Collection[int]
-) -> list[Entry]:
+def entries(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree], here: Collection[int]) -> list[Entry]:
     """Every place of every tensor that a checkpoint of the model contains, in the model's order.
 
     Raises:

@@ -150,13 +150,13 @@ def _check(
         for other in others
         if not same_numbers(tensors[first], tensors[other])
     ]
-    title = f"the model ties parameters that are apart in the checkpoint at {path}, with other numbers each; untie them:"
+    title = (
+        f"the model ties parameters that are apart in the checkpoint at {path}, with other numbers each; untie them:"
+    )
     raise_all(title, faults, CheckpointError, most=8)
 
 
-def _warn_of_casts(
-    found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
-) -> None:
+def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
     """Say which numbers lose digits or range."""
     casts: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, leaf in {entry.name: entry.leaf for entry in found}.items():

@@ -129,7 +129,9 @@ class Restore:
         faults = [f"{name!r} was not in the optimizer that was saved" for name in held if name not in group_of]
         self.options: list[Any] = []
         for number, own in enumerate(self.names):
-            theirs = [groups[saved]["options"] for saved in sorted({group_of[name] for name in own if name in group_of})]
+            theirs = [
+                groups[saved]["options"] for saved in sorted({group_of[name] for name in own if name in group_of})
+            ]
             self.options.append(theirs[0] if theirs else {})
             if any(options != theirs[0] for options in theirs):
                 faults.append(f"group {number} has parameters of several groups there, whose options differ")

@@ -302,9 +302,7 @@ def _saved(found: Sequence[Entry], *, first: bool) -> dict[str, Tensor]:
     for entry in found:
         owners.setdefault(entry.name, entry)
     return {
-        name: entry.leaf
-        for name, entry in owners.items()
-        if entry.leaf is not None and (first or entry.kind != "rest")
+        name: entry.leaf for name, entry in owners.items() if entry.leaf is not None and (first or entry.kind != "rest")
     }
 
 

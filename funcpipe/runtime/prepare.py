@@ -15,7 +15,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.levels import way_at
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.plan import Plan
+from funcpipe.core.plan import Plan, forgotten_state
 from funcpipe.core.stage import Stage, names_of
 from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
@@ -360,6 +360,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     if state is None:
         changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
+        forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
+        if forgotten:  # the statistics that it has may be those of the model before training
+            raise PlanError(forgotten)
         if plan.state is not None and not changing:
             return tuple(tree if stage in here else None for stage, tree in enumerate(place(plan, plan.state)))
         if plan.state is not None:
