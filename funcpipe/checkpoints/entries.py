@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,15 +18,15 @@ class Entry(NamedTuple):
 
     Attributes:
         name: of the tensor in the file. Tied parameters have one name; the first entry of a name is the one to save.
-        kind: which trees contain the tensor; "rest" for a tensor of the model that no stage uses.
+        kind: "params" or "state", the trees that contain the tensor; "rest" for a tensor of the model that no stage uses.
         stage: the stage; -1 for the rest.
         leaf: the tensor; None where another process has the stage.
     """
 
     name: str
-    kind: Literal["params", "state", "rest"]
+    kind: str
     stage: int
-    leaf: Tensor | None
+    leaf: Any
 
 
 def entries(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree], here: Collection[int]) -> list[Entry]:
@@ -35,7 +35,7 @@ def entries(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree], 
     Raises:
         CheckpointError: no model has names, the trees are those of another model, or two tensors have one name.
     """
-    trees: dict[Literal["params", "state"], Sequence[Tree]] = {"params": params, "state": state}
+    trees = {"params": params, "state": state}
     return _of_split(model, trees, here) if isinstance(model, Split) else _of_plan(model, trees, here)
 
 
@@ -49,7 +49,7 @@ def tied_names(model: Split | Plan) -> dict[str, str]:
     return out
 
 
-def _of_split(split: Split, trees: Mapping[Any, Sequence[Tree]], here: Collection[int]) -> list[Entry]:
+def _of_split(split: Split, trees: Mapping[str, Sequence[Tree]], here: Collection[int]) -> list[Entry]:
     tied = tied_names(split)
     out: list[Entry] = []
     faults: list[str] = []
@@ -70,7 +70,7 @@ def _of_split(split: Split, trees: Mapping[Any, Sequence[Tree]], here: Collectio
     return out
 
 
-def _of_plan(plan: Plan, trees: Mapping[Any, Sequence[Tree]], here: Collection[int]) -> list[Entry]:
+def _of_plan(plan: Plan, trees: Mapping[str, Sequence[Tree]], here: Collection[int]) -> list[Entry]:
     first_of = {member: group[0] for group in plan.ties for member in group}
     out: list[Entry] = []
     owners: dict[str, Any] = {}

@@ -86,11 +86,11 @@ def load(
         if state is None and isinstance(model, Plan) and model.state is None:
             refuse_forgotten_state(model)
         here = range(len(model.stages)) if ranks is None else ranks.stages
-        trees = [
+        own_params, own_state = [
             tuple([tree if stage in here else None for stage, tree in enumerate(per_stage(model, kind, given))])
             for kind, given in (("params", params), ("state", state))
         ]
-        found = [entry for entry in entries(model, *trees, here) if entry.leaf is not None]
+        found = [entry for entry in entries(model, own_params, own_state, here) if entry.leaf is not None]
         manifest = read_manifest(Path(path))
         stored = _stored(model, found, here, manifest)
         restore = None if optimizer is None else Restore(optimizer, manifest.optimizer, found)
@@ -105,10 +105,15 @@ def load(
         new = _filled(model, found, {name: tensors[row[0]] for name, row in stored.items()})
         if restore is not None:
             restore.warn()
-            leaves = {entry.name: new.get(id(entry.leaf), entry.leaf) for entry in found if entry.kind == "params"}
+            leaves: dict[str, Any] = {
+                entry.name: new.get(id(entry.leaf), entry.leaf) for entry in found if entry.kind == "params"
+            }
             restore.restore(leaves, moments, _spread)
-        filled = [tuple([map_leaves(lambda leaf: new.get(id(leaf), leaf), tree) for tree in row]) for row in trees]
-        return Loaded(filled[0], filled[1], manifest.step)
+        own_params, own_state = [
+            tuple([map_leaves(lambda leaf: new.get(id(leaf), leaf), tree) for tree in row])
+            for row in (own_params, own_state)
+        ]
+        return Loaded(own_params, own_state, manifest.step)
 
 
 def _stored(model: Any, found: Sequence[Entry], here: Collection[int], manifest: Manifest) -> dict[str, list[str]]:
@@ -136,7 +141,7 @@ def _check(
     path: Any, found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raise CheckpointError where what was read does not fit."""
-    shapes = {entry.name: tuple(entry.leaf.shape) for entry in found if entry.leaf is not None}
+    shapes = {entry.name: tuple(entry.leaf.shape) for entry in found}
     faults = [
         f"{key!r} has shape {tuple(tensors[key].shape)} there, and {shapes[name]} here"
         for name, row in stored.items()
@@ -161,7 +166,7 @@ def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], 
     casts: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, leaf in {entry.name: entry.leaf for entry in found}.items():
         there = tensors[stored[name][0]].dtype
-        if leaf is not None and not _holds(leaf.dtype, there):
+        if not _holds(leaf.dtype, there):
             casts.setdefault((there, leaf.dtype), []).append(name)
     for (there, here), names in casts.items():
         warnings.warn(
@@ -193,7 +198,6 @@ def _filled(model: Any, found: Sequence[Entry], read: Mapping[str, Tensor]) -> d
     with torch.no_grad():
         for entry in found:
             leaf = entry.leaf
-            assert leaf is not None
             if entry.kind != "state" and not leaf.is_meta:
                 leaf.copy_(_spread(read[entry.name], leaf))
             elif id(leaf) not in made:

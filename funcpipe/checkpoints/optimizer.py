@@ -136,7 +136,7 @@ class Restore:
             if any(options != theirs[0] for options in theirs):
                 faults.append(f"group {number} has parameters of several groups there, whose options differ")
         raise_all("the checkpoint's optimizer does not fit:", faults, CheckpointError, most=8)
-        self.keys = [key for key in _tensor_keys([self.options, [self.state.get(name) for name in sorted(held)]])]
+        self.keys = _tensor_keys([self.state.get(name) for name in sorted(held)])
         self.left = sorted({*names.values()} & {*group_of} - held)
 
     def warn(self) -> None:

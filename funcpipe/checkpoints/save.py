@@ -177,11 +177,11 @@ def save(
     with telling():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step is a whole number from 0; got {step!r}")
-        trees = [per_stage(model, kind, given) for kind, given in (("params", params), ("state", state))]
+        params, states = per_stage(model, "params", params), per_stage(model, "state", state)
         if state is None:
             refuse_forgotten_state(model)
-        here = range(len(trees[0])) if ranks is None else ranks.stages
-        found = entries(model, *trees, here)
+        here = range(len(params)) if ranks is None else ranks.stages
+        found = entries(model, params, states, here)
         written, kept = optimizer_entries(optimizer, found)
         rows = {"model": _saved(found, first=rank == 0), "optimizer": kept}
         faults = [fault for row in rows.values() for fault in unwritable(row)]
@@ -318,9 +318,7 @@ def _whole(
     return whole
 
 
-def _manifest(
-    step: int, folder: str, everyone: Sequence[tuple[dict[str, Any], dict[str, str], dict[str, str], Any]], tied: Any
-) -> Manifest:
+def _manifest(step: int, folder: str, everyone: Sequence[tuple[Any, ...]], tied: dict[str, str]) -> Manifest:
     """What all processes have written, as one. Raises RanksError where their optimizers differ."""
     files, model, moments = [
         {name: value for each in everyone for name, value in each[column].items()} for column in range(3)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, at, flatten
+from funcpipe.core.tree import Tree, at, flatten, locations
+from funcpipe.runtime.explain import described
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -32,6 +33,26 @@ class LeafGradient:
     stage: int
     sums: set[int]
     counts: bool
+
+
+def misfits(params: Tree, grads: Tree) -> list[str]:
+    """The gradients that torch could not put into ``.grad`` of their leaves, a line for each."""
+    pairs = zip(flatten(params)[0], flatten(grads)[0], strict=True)
+    wrong = {number: pair for number, pair in enumerate(pairs) if not _fits(*pair)}
+    places = locations(params, "") if wrong else []
+    return [
+        f"grads{places[number]} is {described(gradient)}, params{places[number]} is {described(leaf)}"
+        for number, (leaf, gradient) in wrong.items()
+    ]
+
+
+def _fits(leaf: Any, gradient: Any) -> bool:
+    """Can a gradient be the ``.grad`` of a leaf; None can, and what is no tensor has none."""
+    if gradient is None or not isinstance(leaf, Tensor):
+        return True
+    if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape or gradient.device != leaf.device:
+        return False
+    return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (gradient.dtype, None)
 
 
 def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from funcpipe.core.errors import PlanError, bullets
+from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, locations, map_leaves, structure
-from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, sums_of
+from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, misfits, sums_of
 from funcpipe.runtime.norms import norm_of
 
 
@@ -55,8 +55,8 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, no leaf that
-            the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
+        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, a gradient has
+            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
     """
     check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
     scale, exchange = 1.0, alone
@@ -73,6 +73,7 @@ def step(
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
         )
+    raise_all("these gradients do not fit their parameters, and nothing was stepped:", misfits(params, grads), most=8)
     entries = by_leaf(params, grads, ties)
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
