@@ -17,6 +17,7 @@ from funcpipe.core.torch_names import TorchDispatchMode, made_at, running_node
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
+from funcpipe.runtime.sparse_gradients import numbers
 
 _MOST = 5
 """How many operations an error names."""
@@ -114,7 +115,7 @@ class FiniteBound:
         for number, skip in enumerate(cotangents.skips):
             faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
         faults += _leaves(
-            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(), strict=True)
+            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(begun=True), strict=True)
         )
         if not faults:
             return
@@ -156,7 +157,7 @@ def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
 def _count(leaf: Any) -> str:
     if not is_differentiable(leaf) or leaf.is_meta:
         return ""
-    leaf = _wide(leaf)
+    leaf = numbers(_wide(leaf))
     if bool(torch.isfinite(leaf).all()):
         return ""
     nans = int(leaf.isnan().sum())

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.tree import Tree, at, flatten, locations
 from funcpipe.runtime.explain import described
+from funcpipe.runtime.sparse_gradients import added
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -55,6 +57,21 @@ def _fits(leaf: Any, gradient: Any) -> bool:
     return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (gradient.dtype, None)
 
 
+def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> Sequence[LeafGradient]:
+    """The entries as an optimizer takes them: SparseAdam none that are dense. Raises PlanError."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return entries
+    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: nothing used it
+    wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
+    if wrong:
+        raise PlanError(
+            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: only tables of "
+            "nn.Embedding(sparse=True) that nothing else uses have sparse ones, in stages that are not compiled, and "
+            "without replicas; give the other leaves to another optimizer"
+        )
+    return taken
+
+
 def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
     """The leaves that have a gradient, each once.
 
@@ -74,7 +91,7 @@ def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
             if entry is None:
                 entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
             elif entry.stage == stage and key not in entry.sums:
-                entry.gradient = entry.gradient + gradient
+                entry.gradient = added(entry.gradient, gradient)
                 entry.sums.add(key)
             counted.add(key)
     return list(entries.values())

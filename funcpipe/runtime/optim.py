@@ -15,8 +15,9 @@ from funcpipe.core.errors import PlanError, bullets, raise_all
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, locations, map_leaves, structure
-from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, misfits, sums_of
+from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, misfits, sums_of, taken_by
 from funcpipe.runtime.norms import norm_of
+from funcpipe.runtime.sparse_gradients import add_gradient, numbers
 
 
 def step(
@@ -97,6 +98,7 @@ def apply_gradients(
     max_norm: float | None = None,
 ) -> None:
     """Step leaves by their gradients, which stay as they are, clipped where the norm of all is above ``max_norm``."""
+    entries = taken_by(optimizer, entries)
     try:
         for entry in entries:
             entry.leaf.grad = _writable(entry.gradient, optimizer, clips=max_norm is not None)
@@ -212,7 +214,7 @@ def accumulate(results: Iterable[Result]) -> Result:
     def add(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
         out = values[0] * factors[0]
         for value, factor in zip(values[1:], factors[1:], strict=True):
-            out.add_(value, alpha=factor)
+            out = add_gradient(out, value, factor)
         return out
 
     parts = [weight / total for weight in weights] if total else [1.0] * len(runs)
@@ -298,7 +300,7 @@ def _unscale(
     A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
     elsewhere is brought before it as a NaN.
     """
-    finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
+    finite = exchange.finite("the scaler's unscaling", [numbers(entry.gradient) for entry in entries])
     if optimizer is None:  # its scaler goes on with the others' all the same
         nothing = torch.zeros(1, requires_grad=True)
         nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))
@@ -313,7 +315,7 @@ def _unscale(
     for gradient in held:
         gradient.zero_()
     if not finite:
-        first.fill_(float("nan"))
+        numbers(first).fill_(float("nan"))  # memory of the gradient, which is coalesced
     if scaler.is_enabled():
         ids = {id(entry) for entry in stepped}
         for entry in entries:

@@ -45,6 +45,7 @@ from funcpipe.runtime.replicas import Sharding, Summed
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
+from funcpipe.runtime.sparse_gradients import dense
 from funcpipe.runtime.trainable import (
     is_marked,
     refuse_undeclared_ties,
@@ -102,7 +103,7 @@ class Prepared:
         """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
         told, bound = partial(box.put, Summed(stage)), self.bounds[stage]
         if self.part.replicas > 1:
-            self.part.reduce(stage, bound.grads(), self.cuts_of(stage), told)
+            self.part.reduce(stage, dense(bound.grads()), self.cuts_of(stage), told)
         else:
             told(bound.grads)
 

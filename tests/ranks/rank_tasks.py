@@ -1375,24 +1375,24 @@ def unfinished(rank, size, path):
     said = []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
-        saving = fp.save(path, split, params, step=1, ranks=ranks, wait=False)
+        saving = fp.save(path, split, params, state=split.state, step=1, ranks=ranks, wait=False)
         for wait in (False, True):
             with pytest.raises(fp.CheckpointError) as error:
-                fp.save(path, split, params, step=2, ranks=ranks, wait=wait)
+                fp.save(path, split, params, state=split.state, step=2, ranks=ranks, wait=wait)
             said.append(str(error.value))
         saving.finish()
         if rank == 0:
-            fp.save(path / "other", split, split.params, step=9)
+            fp.save(path / "other", split, split.params, state=split.state, step=9)
         ranks.exchange("the end of it", None)
         step = fp.load(path, split, params=params, ranks=ranks).step
-        saving = fp.save(path, split, params, step=3, ranks=ranks, wait=False)
+        saving = fp.save(path, split, params, state=split.state, step=3, ranks=ranks, wait=False)
         if rank == 0:
             del saving
         with pytest.raises(fp.CheckpointError) as error:
-            fp.save(path, split, params, step=4, ranks=ranks)
+            fp.save(path, split, params, state=split.state, step=4, ranks=ranks)
         said.append(str(error.value))
         saving = None
-        fp.save(path, split, params, step=5, ranks=ranks)
+        fp.save(path, split, params, state=split.state, step=5, ranks=ranks)
         return said, step, fp.load(path, split, params=params, ranks=ranks).step
 
 
