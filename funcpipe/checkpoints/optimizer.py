@@ -208,7 +208,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor], fitted: Callable[[Tensor
         return value
     ((kind, inside),) = value.items()
     if kind == "tensor":
-        return fitted(tensors[inside])
+        return fitted(tensors[inside].clone())  # what was read lies at odd addresses, where sums may round otherwise
     if kind == "float":
         return float(inside)
     if kind == "numbers":

@@ -62,7 +62,7 @@ class Saving:
         discard: Callable[[], None],
     ) -> None:
         self._files, self._telling, self._commit, self.path = files, telling, commit, path
-        self._over = False
+        self._over, self._discard = False, discard
         _unfinished.add(self)
         self._dropped = finalize(self, files.add_done_callback, lambda _: discard())
         self._dropped.atexit = False
@@ -88,6 +88,9 @@ class Saving:
                 with self._telling():
                     self._commit(self._files.result())
                 self._over = True
+            except BaseException:
+                self._discard()
+                raise
             finally:  # one that failed is in nobody's way
                 _unfinished.discard(self)
                 self._dropped.detach()
@@ -199,14 +202,10 @@ def save(
             discard(target, folder)
 
     def end(files: Files) -> None:
-        try:
-            everyone = exchange("the files of a checkpoint", (*files, written))
-            if leads:
-                commit(target, _manifest(step, folder, everyone, tied_names(model)))
-            exchange("the end of a checkpoint", None)
-        except BaseException:
-            removed()
-            raise
+        everyone = exchange("the files of a checkpoint", (*files, written))
+        if leads:
+            commit(target, _manifest(step, folder, everyone, tied_names(model)))
+        exchange("the end of a checkpoint", None)
 
     with telling():
         try:
