@@ -116,6 +116,7 @@ def per_stage(model: Split | Plan, kind: str, trees: Any) -> Sequence[Tree]:
 
 def refuse_forgotten_state(model: Split | Plan) -> None:
     """Raise CheckpointError: training changes the state of a stage, and none was given."""
-    fault = forgotten_state(model.stages, "split" if isinstance(model, Split) else "plan")
+    origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
+    fault = forgotten_state(model.stages, origin)
     if fault:
         raise CheckpointError(fault)

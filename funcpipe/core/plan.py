@@ -137,7 +137,10 @@ class Plan:
 
 
 def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
-    """What is wrong where ``state=`` is missing: training changes the state of some stages. "" where it does not."""
+    """What is wrong where ``state=`` is missing: training changes the state of some stages. "" where it does not.
+
+    ``origin`` is what the user calls the object that has the state of the model; "" where nobody has it.
+    """
     changing = [
         label
         for label, part in zip(names_of(stages), stages, strict=True)
@@ -145,7 +148,7 @@ def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
     ]
     if not changing:
         return ""
-    return (
-        f"state= is missing: training changes that of {', '.join(changing)}; give result.state, or {origin}.state for "
-        "the statistics the model came with"
+    begins = (
+        f"{origin}.state for the statistics the model came with" if origin else "the state that training began with"
     )
+    return f"state= is missing: training changes that of {', '.join(changing)}; give result.state, or {begins}"

@@ -1396,6 +1396,29 @@ def unfinished(rank, size, path):
         return said, step, fp.load(path, split, params=params, ranks=ranks).step
 
 
+def beside_each_other(rank, size, path):
+    """Two pipelines of one mesh save to one path; what each save said, what can be loaded after each, and own paths."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    fresh = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
+    said, steps = [], []
+    with fp.ranks(plan, mesh, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        for step in range(1, 5):
+            said.append("")
+            try:
+                fp.save(path, split, params, step=step, ranks=ranks)
+            except fp.CheckpointError as error:
+                said[-1] = str(error)
+            torch.distributed.barrier()
+            steps.append(fp.load(path, fresh).step)
+            torch.distributed.barrier()
+        own = path / f"tp-{mesh['tp'].get_local_rank()}"
+        fp.save(own, split, params, step=9, ranks=ranks)
+        return said, steps, ["", fp.load(own, split, params=params, ranks=ranks).step]
+
+
 # -- parameters of which each replica has a part -----------------------------------------------------------------------
 
 
