@@ -57,7 +57,8 @@ def step(
 
     Raises:
         PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, a gradient has
-            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
+            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a
+            closure (LBFGS) or sparse gradients, or an option is not what it should be.
     """
     check_options(optimizer, max_norm, scaler, optional=isinstance(grads, Result) and grads.exchange != alone)
     scale, exchange = 1.0, alone
