@@ -170,26 +170,16 @@ def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], 
             casts.setdefault((there, leaf.dtype), []).append(name)
     for (there, here), names in casts.items():
         warnings.warn(
-            f"the checkpoint has {there} and the model {here}, which holds less: {listed(names)}; convert the model "
-            "before it is split to keep the numbers",
+            f"the checkpoint has {there} and the model {here}, which is no wider: {listed(names)} are rounded; to keep "
+            "the numbers convert the model before it is split",
             stacklevel=3,
         )
 
 
 def _holds(here: torch.dtype, there: torch.dtype) -> bool:
-    """Has a dtype a place for the numbers of another one."""
-    if here == there or there == torch.bool:
-        return True
-    if here == torch.bool or here.is_complex < there.is_complex:
-        return False
-    kinds = [dtype.is_floating_point or dtype.is_complex for dtype in (here, there)]
-    if not any(kinds):
-        own, theirs = torch.iinfo(here), torch.iinfo(there)
-        return own.max >= theirs.max and own.min <= theirs.min
-    if kinds == [True, True]:
-        own, theirs = torch.finfo(here), torch.finfo(there)
-        return own.max >= theirs.max and own.eps <= theirs.eps and own.tiny <= theirs.tiny
-    return kinds == [True, False] and torch.iinfo(there).max <= 2 / torch.finfo(here).eps
+    """Is a dtype another one, or a wider one of its kind."""
+    same_kind = (here.is_floating_point, here.is_complex) == (there.is_floating_point, there.is_complex)
+    return here == there or (same_kind and here.itemsize > there.itemsize)
 
 
 def _filled(model: Any, found: Sequence[Entry], read: Mapping[str, Tensor]) -> dict[int, Tensor]:

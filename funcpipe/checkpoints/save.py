@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcpipe.checkpoints.entries import Entry, entries, per_stage, refuse_forgotten_state, tied_names
 from funcpipe.checkpoints.files import Manifest, commit, discard, make_folder, sync_folder, unwritable, write_tensors
-from funcpipe.checkpoints.optimizer import optimizer_entries, together
+from funcpipe.checkpoints.optimizer import Written, optimizer_entries, together
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
 from funcpipe.core.exchange import alone, claimed_by, entire
 from funcpipe.core.plan import Plan
@@ -193,18 +193,20 @@ def save(
         folder = f"step-{step:012d}-{os.urandom(4).hex()}"
         unfinished = any(saving.path == target for saving in [*_unfinished])
         claimed = claimed_by(str(target), ranks.members) if ranks is not None and leads else ()
-        said = exchange("what a checkpoint has", _Said(folder, unfinished, claimed, _forms(rows)))
+        said = exchange("what a checkpoint has", _Said(folder, unfinished, claimed, _forms(rows), written))
     _refuse(path, said, replicas)  # all know the same: nothing is to be told
-    folder = said[0].folder
+    folder, written = said[0].folder, together([each.written for each in said])
 
     def removed() -> None:
         if leads:
             discard(target, folder)
 
     def end(files: Files) -> None:
-        everyone = exchange("the files of a checkpoint", (*files, written))
+        everyone = exchange("the files of a checkpoint", files)
         if leads:
-            commit(target, _manifest(step, folder, everyone, tied_names(model)))
+            rows = [{name: value for row in column for name, value in row.items()} for column in zip(*everyone)]
+            sizes, of_model, of_optimizer = rows
+            commit(target, Manifest(step, folder, sizes, of_model, tied_names(model), of_optimizer, written))
         exchange("the end of a checkpoint", None)
 
     with telling():
@@ -236,12 +238,14 @@ class _Said(NamedTuple):
         unfinished: has it not finished what it saves to this path.
         claimed: the processes of another pipeline that saves to this path.
         forms: shape and type of each tensor that it has, by name.
+        written: what its optimizer keeps.
     """
 
     folder: str
     unfinished: bool
     claimed: tuple[int, ...]
     forms: dict[str, str]
+    written: Written | None
 
 
 def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -268,7 +272,7 @@ def _refuse(path: Any, said: Sequence[_Said], replicas: int) -> None:
     if unfinished:
         who = f" (of rank {', '.join(map(str, unfinished))})" if len(said) > 1 else ""
         raise CheckpointError(
-            f"what was saved to {path} with wait=False{who} is not finished, and this save would remove its files; "
+            f"what was saved to {path} with wait=False{who} is not finished, and would replace this one later; "
             "call saving.finish() first, of ranks on each, or save to another path"
         )
     size = len(said) // replicas
@@ -315,11 +319,3 @@ def _whole(
         if keep:
             whole[name] = all_of_it.detach().clone() if copy else all_of_it
     return whole
-
-
-def _manifest(step: int, folder: str, everyone: Sequence[tuple[Any, ...]], tied: dict[str, str]) -> Manifest:
-    """What all processes have written, as one. Raises RanksError where their optimizers differ."""
-    files, model, moments = [
-        {name: value for each in everyone for name, value in each[column].items()} for column in range(3)
-    ]
-    return Manifest(step, folder, files, model, tied, moments, together([written for *_, written in everyone]))
