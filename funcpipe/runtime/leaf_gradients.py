@@ -37,6 +37,15 @@ class LeafGradient:
     counts: bool
 
 
+def apart(params: Tree, grads: Tree) -> list[str]:
+    """Where params and grads differ, a line for each leaf."""
+    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
+    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
+    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
+    kinds = [type(tree).__name__ for tree in (params, grads)]
+    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
+
+
 def misfits(params: Tree, grads: Tree) -> list[str]:
     """The gradients that torch could not put into ``.grad`` of their leaves, a line for each."""
     pairs = zip(flatten(params)[0], flatten(grads)[0], strict=True)

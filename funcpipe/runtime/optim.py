@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from funcpipe.core.errors import PlanError, bullets, raise_all
+from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, locations, map_leaves, structure
-from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, misfits, sums_of, taken_by
+from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, structure
+from funcpipe.runtime.leaf_gradients import (
+    LeafGradient,
+    Ties,
+    apart,
+    by_leaf,
+    counted_elsewhere,
+    misfits,
+    sums_of,
+    taken_by,
+)
 from funcpipe.runtime.norms import norm_of
 from funcpipe.runtime.sparse_gradients import add_gradient, numbers
 
@@ -70,16 +79,35 @@ def step(
                 "a schedule without step_params"
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
-    tensors = leaves(params)
     if structure(params) != structure(grads):
         raise PlanError(
-            bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
+            bullets("params and grads differ in structure; give both of the same run:", apart(params, grads))
         )
-    raise_all("these gradients do not fit their parameters, and nothing was stepped:", misfits(params, grads), most=8)
+    try:
+        return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
+    except FuncpipeError:
+        raise
+    except Exception:  # torch refuses a ``.grad`` that does not fit, and does not say whose
+        title = "these gradients do not fit their parameters, and nothing was stepped:"
+        raise_all(title, misfits(params, grads), most=8)
+        raise
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer | None,
+    params: Tree,
+    grads: Tree,
+    ties: Ties,
+    scale: float,
+    max_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    exchange: Exchange,
+) -> Tensor:
+    """The norm of the gradients, with which the optimizer was stepped."""
     entries = by_leaf(params, grads, ties)
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
-    for leaf in tensors:
+    for leaf in leaves(params):
         leaf.grad = None  # what an earlier backward left there is not stepped
     if scaler is not None:
         return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange)
@@ -344,15 +372,6 @@ def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...
             "loss_scale=scaler.get_scale(), and call scaler.update() after the step"
         )
     return result.grads, ties or result.ties, 1.0
-
-
-def _apart(params: Tree, grads: Tree) -> list[str]:
-    """Where params and grads differ, a line for each leaf."""
-    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
-    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
-    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
-    kinds = [type(tree).__name__ for tree in (params, grads)]
-    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
 
 def check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:
