@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, at, flatten, locations
+from funcpipe.core.tree import Tree, at, flatten, leaves, locations
 from funcpipe.runtime.explain import described
 from funcpipe.runtime.sparse_gradients import added
 
@@ -133,3 +133,16 @@ def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
             gradient = at(grads[here[0][0]], here[0][1])
             out |= {sums[id(gradient)]} if id(gradient) in sums else set()
     return out
+
+
+def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
+    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
+    sums = sums_of(grads, ties)
+    elsewhere = counted_elsewhere(grads, ties)
+    distinct: dict[int, tuple[int, Tensor]] = {}
+    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
+        for gradient in leaves(tree):
+            key = sums.get(id(gradient), id(gradient))
+            if key not in elsewhere:
+                distinct.setdefault(key, (stage, gradient))
+    return [*distinct.values()]

@@ -15,16 +15,7 @@ from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe.core.exchange import Exchange, alone
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, structure
-from funcpipe.runtime.leaf_gradients import (
-    LeafGradient,
-    Ties,
-    apart,
-    by_leaf,
-    counted_elsewhere,
-    misfits,
-    sums_of,
-    taken_by,
-)
+from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, apart, by_leaf, distinct, misfits, taken_by
 from funcpipe.runtime.norms import norm_of
 from funcpipe.runtime.sparse_gradients import add_gradient, numbers
 
@@ -194,21 +185,8 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     if isinstance(grads, Result):
         exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, None)
-        return norm_of(_distinct(grads, ties), exchange) / scale
-    return norm_of(_distinct(grads, ties), alone)
-
-
-def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
-    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
-    sums = sums_of(grads, ties)
-    elsewhere = counted_elsewhere(grads, ties)
-    distinct: dict[int, tuple[int, Tensor]] = {}
-    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
-        for gradient in leaves(tree):
-            key = sums.get(id(gradient), id(gradient))
-            if key not in elsewhere:
-                distinct.setdefault(key, (stage, gradient))
-    return [*distinct.values()]
+        return norm_of(distinct(grads, ties), exchange) / scale
+    return norm_of(distinct(grads, ties), alone)
 
 
 def accumulate(results: Iterable[Result]) -> Result:
