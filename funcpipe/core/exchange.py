@@ -18,6 +18,11 @@ def entire(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def numbers(gradient: Any) -> Any:
+    """The numbers of a gradient; of a sparse one those of its rows, the others being 0."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 @dataclass(frozen=True)
 class Exchange:
     """``exchange(what it is about, what this process gives)``: what every process of a plan gives, by replica and rank.
@@ -40,7 +45,9 @@ class Exchange:
 
     def finite(self, about: str, tensors: Iterable[Any]) -> bool:
         """Are all numbers of these tensors finite, and of those that the others give."""
-        finite = [bool(entire(self.here(tensor).isfinite().all())) for tensor in tensors]  # all: others ask too
+        finite = [
+            bool(entire(numbers(self.here(tensor)).isfinite().all())) for tensor in tensors
+        ]  # all: others ask too
         return all(self(about, all(finite)))
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import NotFiniteError, bullets
+from funcpipe.core.exchange import numbers
 from funcpipe.core.torch_names import TorchDispatchMode, made_at, running_node
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
-from funcpipe.runtime.sparse_gradients import numbers
 
 _MOST = 5
 """How many operations an error names."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from funcpipe.core.exchange import Exchange, alone, entire, lies_over
-from funcpipe.runtime.sparse_gradients import numbers
+from funcpipe.core.exchange import Exchange, alone, entire, lies_over, numbers
 
 
 def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
-from funcpipe.core.exchange import Exchange, alone
+from funcpipe.core.exchange import Exchange, alone, numbers
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, structure
 from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, apart, by_leaf, distinct, misfits, taken_by
 from funcpipe.runtime.norms import norm_of
-from funcpipe.runtime.sparse_gradients import add_gradient, numbers
+from funcpipe.runtime.sparse_gradients import add_gradient
 
 
 def step(
@@ -307,7 +307,7 @@ def _unscale(
     A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
     elsewhere is brought before it as a NaN.
     """
-    finite = exchange.finite("the scaler's unscaling", [numbers(entry.gradient) for entry in entries])
+    finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
     if optimizer is None:  # its scaler goes on with the others' all the same
         nothing = torch.zeros(1, requires_grad=True)
         nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))

@@ -8,11 +8,6 @@ from typing import Any
 from torch import Tensor
 
 
-def numbers(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; of a sparse one those of its rows, the others being 0."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def parts(gradient: Any) -> Sequence[Any]:
     """The tensors whose memory a gradient has."""
     sparse = isinstance(gradient, Tensor) and gradient.is_sparse and gradient.is_coalesced()

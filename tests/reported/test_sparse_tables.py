@@ -53,6 +53,8 @@ def test_sums_are_sparse_and_of_the_same_bits(name, options, executor):
     assert torch.equal(ours.values(), theirs.values())
     torch.testing.assert_close(ours.to_dense(), dense.grads[0]["0.weight"])
     torch.testing.assert_close(fp.global_norm(found), fp.global_norm(dense))
+    assert found.finite
+    assert "gradients 3 tensors" in repr(found)
 
 
 OPTIMIZERS = {
@@ -111,6 +113,16 @@ def test_sparse_adam_says_which_gradients_are_dense():
         fp.step(torch.optim.SparseAdam(fp.leaves(split.params)), split.params, result)
     assert all(torch.equal(a, b) for a, b in zip(fp.leaves(before), fp.leaves(split.params), strict=True))
     assert all(leaf.grad is None for leaf in fp.leaves(split.params))
+
+
+def test_sums_over_a_window_are_sparse():
+    split = split_of()
+    plan = plan_of(split)
+    window = [BATCH] * 2
+    total = fp.batches.accumulate_grads(lambda batch: (fp.run(plan, split.params, batch).grads, 1.0), window)
+    once = fp.run(plan, split.params, BATCH).grads[0]["0.weight"]
+    assert total.grads[0]["0.weight"].is_sparse
+    torch.testing.assert_close(total.grads[0]["0.weight"].to_dense(), once.to_dense())
 
 
 def test_an_infinite_row_skips_the_step():
