@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError
 from funcpipe.core.shown import amount_of, guarded, line
 from funcpipe.core.tree import Tree, flatten, locations, unflatten
+from funcpipe.runtime.sparse_gradients import add_gradient
 
 Item = TypeVar("Item")
 
@@ -174,7 +175,7 @@ def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
     wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new
     if factor == 0:  # what does not count may be NaN: a mean over no tokens
         return torch.zeros_like(wide) if old is None else old
-    return wide * factor if old is None else old.add_(wide, alpha=factor)
+    return wide * factor if old is None else add_gradient(old, wide, factor)
 
 
 def agree(

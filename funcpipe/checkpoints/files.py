@@ -13,12 +13,14 @@ import os
 import pkgutil
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from funcpipe.checkpoints.optimizer import Written
 from funcpipe.core.errors import CheckpointError, bullets
 
 MANIFEST = "funcpipe.json"
@@ -28,27 +30,31 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     Attributes:
         step: as it was given.
         folder: where the files are, below the path.
         files: size and hash of each.
-        tensors: the file of each tensor.
-        groups: of the optimizer: its options, and the names of its parameters.
-        numbers: what the optimizer keeps for a parameter besides tensors, by name.
-        optimizer: the name of its class.
+        model: the file of each tensor of the model, by name.
+        tied: for each further name of a tied parameter the name in ``model``.
+        moments: the file of each tensor of the optimizer, by key.
+        optimizer: what the optimizer keeps, see `optimizer.Written`; None: it was not saved.
         format: of the manifest.
     """
 
     step: int
     folder: str
     files: dict[str, tuple[int, str]]
-    tensors: dict[str, str]
-    groups: list[dict[str, Any]] | None = None
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    optimizer: str = ""
+    model: dict[str, str]
+    tied: dict[str, str]
+    moments: dict[str, str]
+    optimizer: Written | None = None
     format: str = _FORMAT
+
+    def stored(self, names: Iterable[str]) -> list[str]:
+        """The tensors of the model that have these names, each once."""
+        return [*dict.fromkeys(key for name in names if (key := self.tied.get(name, name)) in self.model)]
 
 
 def safetensors() -> tuple[Any, Any]:
@@ -59,9 +65,31 @@ def safetensors() -> tuple[Any, Any]:
         raise CheckpointError("checkpoints are written with safetensors: pip install 'torch-funcpipe[io]'") from error
 
 
+def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which tensors cannot be written, a line for each; nothing is written."""
+    library = safetensors()[0]
+    known: dict[torch.dtype, str] = {}
+    faults: list[str] = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in known:
+            try:
+                library.save({"one": torch.zeros(1).to(tensor.dtype)})
+                known[tensor.dtype] = ""
+            except Exception as error:  # what it raises for a type that it lacks differs by version
+                known[tensor.dtype] = f"safetensors has no {tensor.dtype} ({type(error).__name__})"
+        if tensor.is_meta:
+            faults.append(f"{name!r} is on the meta device and has no numbers; load or initialize it first")
+        elif tensor.layout != torch.strided:
+            faults.append(f"{name!r} is {tensor.layout}; safetensors has dense tensors only")
+        elif known[tensor.dtype]:
+            faults.append(f"{name!r}: {known[tensor.dtype]}")
+    return faults
+
+
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[str, int, str]:
     """Write tensors into a file: its name, size and hash."""
     file = folder / name
+    # Tensors that share memory become several: safetensors refuses them.
     whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     safetensors()[0].save_file(whole, file, metadata={"format": "pt"})
     with open(file, "rb+") as written:
@@ -78,22 +106,51 @@ def digest(file: Path) -> str:
     return state.hexdigest()
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk; without it a power cut may leave files that have no name."""
+    if os.name == "posix":  # elsewhere folders cannot be opened
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint, and those above it."""
+    missing = [folder, *[above for above in folder.parents if not above.exists()]]
+    folder.mkdir(parents=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
 def commit(path: Path, manifest: Manifest) -> None:
-    """Put a manifest in its place, in one step; then nobody needs the folders of others."""
-    weights = {name: file for name, file in manifest.tensors.items() if file.startswith("model")}
+    """Make a checkpoint whose files are on disk the newest one, in one step; then remove the one before."""
+    folder = path / manifest.folder
     total = sum(size for file, (size, _) in manifest.files.items() if file.startswith("model"))
-    _write(
-        path / manifest.folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": weights},
-    )
-    beside = path / f"{MANIFEST}.{manifest.folder}"
-    _write(beside, asdict(manifest))
-    os.replace(beside, path / MANIFEST)
-    for other in path.glob("step-*"):
-        if other.name != manifest.folder and other.is_dir():
-            shutil.rmtree(other, ignore_errors=True)
-    for other in path.glob(f"{MANIFEST}.*"):
-        other.unlink(missing_ok=True)
+    _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": manifest.model})
+    _write(folder / MANIFEST, asdict(manifest))
+    sync_folder(folder)
+    before = _folder_of(path)
+    os.replace(folder / MANIFEST, path / MANIFEST)
+    sync_folder(path)  # the one before goes when the new one is on disk
+    if before not in ("", manifest.folder):
+        shutil.rmtree(path / before, ignore_errors=True)
+
+
+def discard(path: Path, folder: str) -> None:
+    """Remove the folder of a checkpoint that did not become the newest one."""
+    if _folder_of(path) != folder:
+        shutil.rmtree(path / folder, ignore_errors=True)
+
+
+def _folder_of(path: Path) -> str:
+    """The folder that the manifest names, which is the only one of others that may be removed; "": there is none."""
+    try:
+        folder = read_manifest(path).folder
+    except CheckpointError:
+        return ""
+    return folder if folder.startswith("step-") and Path(folder).name == folder else ""
 
 
 def _write(file: Path, what: Any) -> None:
@@ -122,20 +179,20 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"the checkpoint at {path} is damaged: {MANIFEST} lacks something: {error}") from None
 
 
-def read_tensors(path: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors by name; files are checked before anything is read from them.
+def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors by name, given the file of each; files are checked before anything is read from them.
 
     Raises:
         CheckpointError: a file is missing, or not what was written.
     """
-    wanted: dict[str, list[str]] = {}
-    for name in names:
-        wanted.setdefault(manifest.tensors[name], []).append(name)
-    faults = [fault for file in wanted if (fault := _fault(path / manifest.folder / file, manifest.files.get(file)))]
+    by_file: dict[str, list[str]] = {}
+    for name, file in wanted.items():
+        by_file.setdefault(file, []).append(name)
+    faults = [fault for file in by_file if (fault := _fault(path / manifest.folder / file, manifest.files.get(file)))]
     if faults:
         raise CheckpointError(bullets(f"the checkpoint at {path} is damaged; load an older one:", faults))
     out: dict[str, Tensor] = {}
-    for file, inside in wanted.items():
+    for file, inside in by_file.items():
         with safetensors()[1].safe_open(path / manifest.folder / file, framework="pt") as opened:
             out.update({name: opened.get_tensor(name) for name in inside})
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from funcpipe.checkpoints.entries import Entry, entries, per_stage, refuse_forgotten_state, tied_names
 from funcpipe.checkpoints.files import Manifest, read_manifest, read_tensors
-from funcpipe.checkpoints.names import Holding, leaf_at, names_of
-from funcpipe.checkpoints.save import Together, names_by_leaf
+from funcpipe.checkpoints.optimizer import Restore, listed
+from funcpipe.checkpoints.save import Together
 from funcpipe.core.errors import CheckpointError, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.shown import amount_of, guarded, line
-from funcpipe.core.tree import Tree, flatten, unflatten
+from funcpipe.core.tree import Tree, map_leaves, same_numbers
 from funcpipe.core.words import similar
 from funcpipe.modules.split import Split
 
@@ -52,7 +54,8 @@ def load(
 ) -> Loaded:
     """Read the newest whole checkpoint that `save` wrote, with as many stages and processes as you like.
 
-    Parameters get their numbers in place, so an optimizer and a model that hold them see these; state comes as new trees.
+    Parameters get their numbers in place, so an optimizer and a model that hold them see these; so do tensors of the model
+    that no stage uses. State comes as new trees.
     Those on the meta device come as new ones, and only those of the stages that are here.
 
     >>> import tempfile
@@ -72,154 +75,129 @@ def load(
         optimizer: over these params; gets its state and options back.
         ranks: of several processes, all of which call this.
 
+    Warns where numbers are cast to a type that holds less, and where the optimizer that was saved held more parameters.
+
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model or optimizer; nothing was changed.
+        CheckpointError: there is none, it is damaged, it is of another model or optimizer, or the model ties parameters
+            that have other numbers each; nothing was changed.
         PeerError: another process could not load.
     """
     with nullcontext() if ranks is None else ranks.telling():
+        if state is None and isinstance(model, Plan) and model.state is None:
+            refuse_forgotten_state(model)
         here = range(len(model.stages)) if ranks is None else ranks.stages
-        given = {"params": _given(model, "params", params), "state": _given(model, "state", state)}
-        trees = {
-            kind: tuple([tree if s in here else None for s, tree in enumerate(row)]) for kind, row in given.items()
-        }
-        names = names_of(model, trees["params"], trees["state"])
-        manifest = read_manifest(Path(path))
-        wanted = _wanted(model, names, trees, here, manifest)
-        moments = _moments(optimizer, names, trees["params"], here, manifest)
-        tensors = read_tensors(Path(path), manifest, [*wanted, *moments])
-        faults = [
-            f"{name!r} has shape {tuple(tensors[name].shape)} there, and {tuple(leaf.shape)} here"
-            for name, leaf in wanted.items()
-            if tensors[name].shape != leaf.shape
+        own_params, own_state = [
+            tuple([tree if stage in here else None for stage, tree in enumerate(per_stage(model, kind, given))])
+            for kind, given in (("params", params), ("state", state))
         ]
-        raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError)
+        found = [entry for entry in entries(model, own_params, own_state, here) if entry.leaf is not None]
+        manifest = read_manifest(Path(path))
+        stored = _stored(model, found, here, manifest)
+        restore = None if optimizer is None else Restore(optimizer, manifest.optimizer, found)
+        keys = [] if restore is None else restore.keys
+        wanted = {key: manifest.model[key] for row in stored.values() for key in row}
+        tensors = read_tensors(Path(path), manifest, wanted)
+        moments = read_tensors(Path(path), manifest, {key: manifest.moments[key] for key in keys})
+        _check(path, found, stored, tensors)
         if ranks is not None:
             ranks.exchange("the reading of a checkpoint", None)  # all can load, or none does
-        new = _filled(names, trees, here, tensors)
-        if optimizer is not None:
-            _restore(optimizer, names_by_leaf(names, new["params"], here), manifest, tensors)
-        return Loaded(new["params"], new["state"], manifest.step)
+        _warn_of_casts(found, stored, tensors)
+        new = _filled(model, found, {name: tensors[row[0]] for name, row in stored.items()})
+        if restore is not None:
+            restore.warn()
+            leaves: dict[str, Any] = {
+                entry.name: new.get(id(entry.leaf), entry.leaf) for entry in found if entry.kind == "params"
+            }
+            restore.restore(leaves, moments, _spread)
+        own_params, own_state = [
+            tuple([map_leaves(lambda leaf: new.get(id(leaf), leaf), tree) for tree in row])
+            for row in (own_params, own_state)
+        ]
+        return Loaded(own_params, own_state, manifest.step)
 
 
-def _given(model: Any, kind: str, trees: Sequence[Tree] | None) -> Sequence[Tree]:
-    if trees is None:
-        trees = getattr(model, kind, None)
-    if trees is None and kind == "state":
-        trees = ((),) * len(model.stages)
-    if not isinstance(trees, (tuple, list)) or len(trees) != len(model.stages):
-        raise CheckpointError(f"{kind} is a tuple with one tree for each of {len(model.stages)} stages; give {kind}=")
-    return trees
+def _stored(model: Any, found: Sequence[Entry], here: Collection[int], manifest: Manifest) -> dict[str, list[str]]:
+    """For each name the tensors of the checkpoint that have it, or another name of a tied parameter.
 
-
-def _wanted(
-    model: Any,
-    names: Mapping[str, Holding],
-    trees: Mapping[str, Sequence[Tree]],
-    here: Collection[int],
-    manifest: Manifest,
-) -> dict[str, Tensor]:
-    """A leaf for each name that is read here. Raises CheckpointError where the names are not those of the checkpoint."""
-    wanted: dict[str, Tensor] = {}
-    for name, held in names.items():
-        leaves = [leaf for place in held.places if isinstance(leaf := leaf_at(trees, place, here), Tensor)]
-        if leaves and (not isinstance(model, Split) or model.homes[name].saved):
-            wanted[name] = leaves[0]
-    saved = [name for name, file in manifest.tensors.items() if file.startswith("model")]
-    faults = [f"it has no {name!r}{similar(name, saved)}" for name in wanted if name not in manifest.tensors]
+    Raises:
+        CheckpointError: the names are not those of the checkpoint.
+    """
+    names: dict[str, list[str]] = {entry.name: [entry.name] for entry in found}
+    tied = tied_names(model)
+    for other, name in tied.items():
+        if name in names:
+            names[name].append(other)
+    stored = {name: manifest.stored(row) for name, row in names.items()}
+    saved = [*manifest.model, *manifest.tied]
+    faults = [f"it has no {name!r}{similar(name, saved)}" for name, row in stored.items() if not row]
     if isinstance(model, Split) or len(here) == len(model.stages):
         known = {*names, *(model.homes if isinstance(model, Split) else ())}
         faults += [f"the model has no {name!r}" for name in saved if name not in known]
     raise_all("the checkpoint is of another model:", faults, CheckpointError, most=8)
-    return wanted
+    return stored
 
 
-def _moments(
-    optimizer: torch.optim.Optimizer | None,
-    names: Mapping[str, Holding],
-    params: Sequence[Tree],
-    here: Collection[int],
-    manifest: Manifest,
-) -> list[str]:
-    """The names of the tensors that an optimizer gets. Raises CheckpointError where it is another one."""
-    if optimizer is None:
-        return []
-    if manifest.groups is None:
-        raise CheckpointError("the checkpoint has no optimizer; it was saved without optimizer=")
-    if type(optimizer).__name__ != manifest.optimizer:
-        raise CheckpointError(
-            f"the checkpoint has the state of {manifest.optimizer}, not of {type(optimizer).__name__}"
+def _check(
+    path: Any, found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise CheckpointError where what was read does not fit."""
+    shapes = {entry.name: tuple(entry.leaf.shape) for entry in found}
+    faults = [
+        f"{key!r} has shape {tuple(tensors[key].shape)} there, and {shapes[name]} here"
+        for name, row in stored.items()
+        for key in row
+        if tuple(tensors[key].shape) != shapes[name]
+    ]
+    raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError, most=8)
+    faults = [
+        f"{first!r} and {other!r}"
+        for first, *others in stored.values()
+        for other in others
+        if not same_numbers(tensors[first], tensors[other])
+    ]
+    title = (
+        f"the model ties parameters that are apart in the checkpoint at {path}, with other numbers each; untie them:"
+    )
+    raise_all(title, faults, CheckpointError, most=8)
+
+
+def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
+    """Say which numbers lose digits or range."""
+    casts: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name, leaf in {entry.name: entry.leaf for entry in found}.items():
+        there = tensors[stored[name][0]].dtype
+        if not _holds(leaf.dtype, there):
+            casts.setdefault((there, leaf.dtype), []).append(name)
+    for (there, here), names in casts.items():
+        warnings.warn(
+            f"the checkpoint has {there} and the model {here}, which is no wider: {listed(names)} are rounded; to keep "
+            "the numbers convert the model before it is split",
+            stacklevel=3,
         )
-    meta = any(getattr(leaf, "is_meta", False) for group in optimizer.param_groups for leaf in group["params"])
-    if meta:
-        raise CheckpointError(
-            "the optimizer holds parameters on the meta device; load them first, then make it, then load it"
-        )
-    by_leaf = names_by_leaf(dict(names), params, here)
-    known = {name for group in manifest.groups for name in group["names"]}
-    held = [by_leaf.get(id(leaf)) for group in optimizer.param_groups for leaf in group["params"]]
-    if None in held:
-        raise CheckpointError(
-            "the optimizer holds tensors that are none of params; make it over the params that are loaded"
-        )
-    faults = [f"{name!r} was not in the optimizer that was saved" for name in held if name not in known]
-    raise_all("the checkpoint's optimizer does not fit:", faults, CheckpointError, most=8)
-    return [name for name in manifest.tensors if "/" in name and name.rsplit("/", 1)[0] in {*held}]
 
 
-def _filled(
-    names: Mapping[str, Holding],
-    trees: Mapping[str, Sequence[Tree]],
-    here: Collection[int],
-    tensors: Mapping[str, Tensor],
-) -> dict[str, tuple[Tree, ...]]:
-    """The trees with the numbers that were read: params in place, state and what had no numbers anew."""
-    new = {(kind, stage): flatten(tree)[0] for kind, row in trees.items() for stage, tree in enumerate(row)}
+def _holds(here: torch.dtype, there: torch.dtype) -> bool:
+    """Is a dtype another one, or a wider one of its kind."""
+    same_kind = (here.is_floating_point, here.is_complex) == (there.is_floating_point, there.is_complex)
+    return here == there or (same_kind and here.itemsize > there.itemsize)
+
+
+def _filled(model: Any, found: Sequence[Entry], read: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Fill what has memory of its own in place; for all other leaves, by identity, the new ones."""
     made: dict[int, Tensor] = {}
     with torch.no_grad():
-        for name, held in names.items():
-            for place in held.places:
-                kind, stage, number = place
-                leaf = leaf_at(trees, place, here)
-                if name not in tensors or not isinstance(leaf, Tensor):
-                    continue
-                if kind == "params" and not leaf.is_meta:
-                    leaf.copy_(_spread(tensors[name], leaf))
-                    continue
-                if id(leaf) not in made:
-                    fresh = tensors[name].to(leaf.dtype).to("cpu" if leaf.is_meta else leaf.device, copy=True)
-                    fresh = _spread(fresh, leaf)
-                    fresh = nn.Parameter(fresh, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fresh
-                    made[id(leaf)] = fresh.requires_grad_(leaf.requires_grad)
-                new[kind, stage][number] = made[id(leaf)]
-    return {
-        kind: tuple([unflatten(flatten(tree)[1], new[kind, stage]) for stage, tree in enumerate(row)])
-        for kind, row in trees.items()
-    }
-
-
-def _restore(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], manifest: Manifest, tensors: Mapping[str, Tensor]
-) -> None:
-    """Give an optimizer its state and options back."""
-    saved = manifest.groups or []
-    state: dict[int, dict[str, Any]] = {}
-    live = optimizer.state_dict()
-    number = 0
-    for group, written in zip(optimizer.param_groups, live["param_groups"], strict=True):
-        for leaf in group["params"]:
-            name = name_of[id(leaf)]
-            options = next(each["options"] for each in saved if name in each["names"])
-            written.update({key: _like(written.get(key), value) for key, value in options.items()})
-            own: dict[str, Any] = {
-                key.rsplit("/", 1)[1]: _spread(tensor, leaf)
-                for key, tensor in tensors.items()
-                if key.rpartition("/")[0] == name
-            }
-            own.update(manifest.numbers.get(name, {}))
-            if own:
-                state[number] = own
-            number += 1
-    optimizer.load_state_dict({"state": state, "param_groups": live["param_groups"]})
+        for entry in found:
+            leaf = entry.leaf
+            if entry.kind != "state" and not leaf.is_meta:
+                leaf.copy_(_spread(read[entry.name], leaf))
+            elif id(leaf) not in made:
+                fresh = read[entry.name].to(leaf.dtype).to("cpu" if leaf.is_meta else leaf.device, copy=True)
+                fresh = _spread(fresh, leaf)
+                fresh = nn.Parameter(fresh, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fresh
+                made[id(leaf)] = fresh.requires_grad_(leaf.requires_grad)
+                if entry.kind == "rest":
+                    model.rest[entry.name] = made[id(leaf)]
+    return made
 
 
 def _spread(tensor: Tensor, leaf: Tensor) -> Tensor:
@@ -230,8 +208,3 @@ def _spread(tensor: Tensor, leaf: Tensor) -> Tensor:
 
     spread: Any = leaf  # every process has read all of it: nothing is sent
     return distribute_tensor(tensor.to(leaf.dtype), spread.device_mesh, spread.placements, src_data_rank=None)
-
-
-def _like(before: Any, value: Any) -> Any:
-    """An option as it was before JSON made a list of a tuple."""
-    return tuple(value) if isinstance(before, tuple) and isinstance(value, list) else value

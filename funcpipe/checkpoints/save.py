@@ -8,15 +8,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, overload
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
 
-from funcpipe.checkpoints.files import Manifest, commit, write_tensors
-from funcpipe.checkpoints.names import Holding, leaf_at, names_of
+from funcpipe.checkpoints.entries import Entry, entries, per_stage, refuse_forgotten_state, tied_names
+from funcpipe.checkpoints.files import Manifest, commit, discard, make_folder, sync_folder, unwritable, write_tensors
+from funcpipe.checkpoints.optimizer import Written, optimizer_entries, together
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
-from funcpipe.core.exchange import alone, entire
+from funcpipe.core.exchange import alone, claimed_by, entire
 from funcpipe.core.plan import Plan
 from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree
@@ -29,6 +30,7 @@ class Together(Protocol):
     rank: int
     replica: int
     replicas: int
+    members: Collection[int]
     stages: Collection[int]
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
@@ -44,17 +46,26 @@ class Together(Protocol):
         ...
 
 
-Files = tuple[dict[str, tuple[int, str]], dict[str, str]]
-"""What was written: size and hash of each file, and the file of each tensor."""
+Files = tuple[dict[str, tuple[int, str]], dict[str, str], dict[str, str]]
+"""What was written: size and hash of each file; the file of each tensor of the model, and of the optimizer."""
 
 
 class Saving:
     """A checkpoint whose files are being written, while you go on; `finish` makes it the newest one."""
 
-    def __init__(self, files: Future[Files], telling: Telling, commit: Callable[[Files], None], path: Path) -> None:
+    def __init__(
+        self,
+        files: Future[Files],
+        telling: Telling,
+        commit: Callable[[Files], None],
+        path: Path,
+        discard: Callable[[], None],
+    ) -> None:
         self._files, self._telling, self._commit, self.path = files, telling, commit, path
-        self._over = False
+        self._over, self._discard = False, discard
         _unfinished.add(self)
+        self._dropped = finalize(self, files.add_done_callback, lambda _: discard())
+        self._dropped.atexit = False
 
     @guarded
     def __repr__(self) -> str:
@@ -77,8 +88,12 @@ class Saving:
                 with self._telling():
                     self._commit(self._files.result())
                 self._over = True
+            except BaseException:
+                self._discard()
+                raise
             finally:  # one that failed is in nobody's way
                 _unfinished.discard(self)
+                self._dropped.detach()
 
 
 _unfinished: WeakSet[Saving] = WeakSet()
@@ -142,7 +157,7 @@ def save(
         model: what `split` returned; or, for stages of your own, the plan (names are stages and keys then, for the same
             stages).
         params: as they are run, one tree per stage.
-        state: likewise; None: as it was split, or none.
+        state: likewise; None: as it was split, or none; refused where training changes it.
         optimizer: its state, by the names of the parameters, and its options.
         step: a number of yours, which `load` returns.
         ranks: of several processes, all of which call this; each writes its own stages.
@@ -152,8 +167,9 @@ def save(
         None; with ``wait=False`` a `Saving`.
 
     Raises:
-        CheckpointError: params, state or optimizer are not those of the model, what was saved to this path with
-            ``wait=False`` is not finished, or safetensors is not installed.
+        CheckpointError: params, state or optimizer are not those of the model, or cannot be written; what was saved to
+            this path with ``wait=False`` is not finished; another pipeline of this job saves to this path; or
+            safetensors is not installed.
         RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint before stays.
         OSError: the files cannot be written.
     """
@@ -162,42 +178,56 @@ def save(
     telling: Telling = nullcontext if ranks is None else ranks.telling
     leads = rank == replica == 0
     with telling():
-        states = _states(model, state)
-        _check(model, params, states, step)
-        names = names_of(model, params, states)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"step is a whole number from 0; got {step!r}")
+        params, states = per_stage(model, "params", params), per_stage(model, "state", state)
+        if state is None:
+            refuse_forgotten_state(model)
         here = range(len(params)) if ranks is None else ranks.stages
-        tensors = _saved(model, names, params, states, here, first=rank == 0)
-        kept, numbers, groups = _optimizer(optimizer, names, params, here)
-        rows = {"model": tensors, "optimizer": kept}
+        found = entries(model, params, states, here)
+        written, kept = optimizer_entries(optimizer, found)
+        rows = {"model": _saved(found, first=rank == 0), "optimizer": kept}
+        faults = [fault for row in rows.values() for fault in unwritable(row)]
+        raise_all("these tensors cannot be written, and nothing was:", faults, CheckpointError, most=8)
         target = Path(path).resolve()
         folder = f"step-{step:012d}-{os.urandom(4).hex()}"
         unfinished = any(saving.path == target for saving in [*_unfinished])
-        said = exchange("what a checkpoint has", _Said(folder, unfinished, _forms(rows)))
+        claimed = claimed_by(str(target), ranks.members) if ranks is not None and leads else ()
+        said = exchange("what a checkpoint has", _Said(folder, unfinished, claimed, _forms(rows), written))
     _refuse(path, said, replicas)  # all know the same: nothing is to be told
-    with telling():
-        folder = said[0].folder
+    folder, written = said[0].folder, together([each.written for each in said])
+
+    def removed() -> None:
         if leads:
-            (target / folder).mkdir(parents=True)
-        exchange("the making of a checkpoint's folder", None)
-        whole = {
-            f"{kind}-{rank:05d}.safetensors": _whole(row, whole_of, keep=replica == 0, copy=not wait)
-            for kind, row in rows.items()
-        }
-        optimizer_kind = type(optimizer).__name__ if optimizer is not None else ""
+            discard(target, folder)
 
-        def end(files: Files) -> None:
-            everyone = exchange("the files of a checkpoint", (*files, numbers, groups, optimizer_kind))
+    def end(files: Files) -> None:
+        everyone = exchange("the files of a checkpoint", files)
+        if leads:
+            rows = [{name: value for row in column for name, value in row.items()} for column in zip(*everyone)]
+            sizes, of_model, of_optimizer = rows
+            commit(target, Manifest(step, folder, sizes, of_model, tied_names(model), of_optimizer, written))
+        exchange("the end of a checkpoint", None)
+
+    with telling():
+        try:
             if leads:
-                commit(target, _manifest(step, folder, everyone))
-            exchange("the end of a checkpoint", None)
-
-        if wait:
-            end(_write(target / folder, whole))
-            return None
+                make_folder(target / folder)
+            exchange("the making of a checkpoint's folder", None)
+            tensors = {
+                f"{kind}-{rank:05d}.safetensors": _whole(row, whole_of, keep=replica == 0, copy=not wait)
+                for kind, row in rows.items()
+            }
+            if wait:
+                end(_write(target / folder, tensors))
+                return None
+        except BaseException:
+            removed()
+            raise
         writer = ThreadPoolExecutor(1, "funcpipe save")
-        files = writer.submit(_write, target / folder, whole)
+        files = writer.submit(_write, target / folder, tensors)
         writer.shutdown(wait=False)  # it ends with the files
-        return Saving(files, telling, end, target)
+        return Saving(files, telling, end, target, removed)
 
 
 class _Said(NamedTuple):
@@ -206,12 +236,16 @@ class _Said(NamedTuple):
     Attributes:
         folder: the name of one; the first process's is made.
         unfinished: has it not finished what it saves to this path.
+        claimed: the processes of another pipeline that saves to this path.
         forms: shape and type of each tensor that it has, by name.
+        written: what its optimizer keeps.
     """
 
     folder: str
     unfinished: bool
+    claimed: tuple[int, ...]
     forms: dict[str, str]
+    written: Written | None
 
 
 def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -226,12 +260,19 @@ def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
 
 
 def _refuse(path: Any, said: Sequence[_Said], replicas: int) -> None:
-    """Raise CheckpointError where an earlier save goes on, RanksError where the replicas do not save the same."""
+    """Raise CheckpointError where another save has the path, RanksError where the replicas do not save the same."""
+    claimed = next((each.claimed for each in said if each.claimed), ())
+    if claimed:
+        raise CheckpointError(
+            f"the pipeline of processes {', '.join(map(str, claimed))} saves to {path}, and two that save to one path "
+            "destroy each other's checkpoints; give each pipeline a path of its own, with its coordinates in the mesh, "
+            "or replicas of one model one pipeline: fp.ranks(plan, mesh, dp=...)"
+        )
     unfinished = [rank for rank, each in enumerate(said) if each.unfinished]
     if unfinished:
         who = f" (of rank {', '.join(map(str, unfinished))})" if len(said) > 1 else ""
         raise CheckpointError(
-            f"what was saved to {path} with wait=False{who} is not finished, and this save would remove its files; "
+            f"what was saved to {path} with wait=False{who} is not finished, and would replace this one later; "
             "call saving.finish() first, of ranks on each, or save to another path"
         )
     size = len(said) // replicas
@@ -246,56 +287,26 @@ def _refuse(path: Any, said: Sequence[_Said], replicas: int) -> None:
 
 def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Files:
     """Write the files of this process: tensors by name, by file."""
-    written: dict[str, tuple[int, str]] = {}
-    where: dict[str, str] = {}
+    files: dict[str, tuple[int, str]] = {}
+    rows: list[dict[str, str]] = []
     for name, row in tensors.items():
         if row:
             file, size, digest = write_tensors(folder, name, row)
-            written[file] = (size, digest)
-            where.update(dict.fromkeys(row, file))
-    return written, where
+            files[file] = (size, digest)
+        rows.append(dict.fromkeys(row, name))
+    sync_folder(folder)
+    model, moments = rows
+    return files, model, moments
 
 
-def _states(model: Any, state: Sequence[Tree] | None) -> Sequence[Tree]:
-    """The state that is saved."""
-    if state is not None:
-        return state
-    known = getattr(model, "state", None)
-    return known if known is not None else ((),) * len(getattr(model, "stages", ()))
-
-
-def _check(model: Any, params: Any, state: Any, step: Any) -> None:
-    count = len(getattr(model, "stages", ()))
-    for name, trees in (("params", params), ("state", state)):
-        if count and (not isinstance(trees, (tuple, list)) or len(trees) != count):
-            raise CheckpointError(
-                f"{name} is a tuple with one tree for each of {count} stages; got a {type(trees).__name__}"
-            )
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step is a whole number from 0; got {step!r}")
-
-
-def _saved(
-    model: Any,
-    names: dict[str, Holding],
-    params: Sequence[Tree],
-    state: Sequence[Tree],
-    here: Collection[int],
-    *,
-    first: bool,
-) -> dict[str, Tensor]:
-    """What this process writes of the model: each name once, where its first place is."""
-    trees = {"params": params, "state": state}
-    out: dict[str, Tensor] = {}
-    for name, held in names.items():
-        leaf = leaf_at(trees, held.places[0], here)
-        if isinstance(leaf, Tensor) and (not isinstance(model, Split) or model.homes[name].saved):
-            if leaf.is_meta:
-                raise CheckpointError(f"{name!r} is on the meta device and has no numbers; load or initialize it first")
-            out[name] = leaf
-    if isinstance(model, Split) and first:
-        out.update({name: tensor for name, tensor in model.rest.items() if model.homes[name].saved})
-    return out
+def _saved(found: Sequence[Entry], *, first: bool) -> dict[str, Tensor]:
+    """What this process writes of the model: each name once, where its first entry is; the rest by the ``first`` rank."""
+    owners: dict[str, Entry] = {}
+    for entry in found:
+        owners.setdefault(entry.name, entry)
+    return {
+        name: entry.leaf for name, entry in owners.items() if entry.leaf is not None and (first or entry.kind != "rest")
+    }
 
 
 def _whole(
@@ -308,68 +319,3 @@ def _whole(
         if keep:
             whole[name] = all_of_it.detach().clone() if copy else all_of_it
     return whole
-
-
-def _optimizer(
-    optimizer: torch.optim.Optimizer | None, names: dict[str, Holding], params: Sequence[Tree], here: Collection[int]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]] | None]:
-    """What an optimizer keeps: tensors as ``name/key``, other values by name, and its groups. Raises CheckpointError."""
-    if optimizer is None:
-        return {}, {}, None
-    name_of = names_by_leaf(names, params, here)
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        unknown = [leaf for leaf in group["params"] if id(leaf) not in name_of]
-        if unknown:
-            raise CheckpointError(
-                f"the optimizer holds {len(unknown)} tensors that are none of params, the first of shape "
-                f"{tuple(unknown[0].shape)}; save the params that it steps"
-            )
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"options": options, "names": [name_of[id(leaf)] for leaf in group["params"]]})
-        for leaf in group["params"]:
-            for key, value in optimizer.state.get(leaf, {}).items():
-                name = name_of[id(leaf)]
-                if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value
-                else:
-                    numbers.setdefault(name, {})[key] = value
-    return tensors, numbers, groups
-
-
-def names_by_leaf(names: dict[str, Holding], params: Sequence[Tree], here: Collection[int]) -> dict[int, str]:
-    """The name of each leaf of params, by identity."""
-    out: dict[int, str] = {}
-    for name, held in names.items():
-        for place in held.places:
-            leaf = leaf_at({"params": params}, place, here) if place[0] == "params" else None
-            if leaf is not None:
-                out.setdefault(id(leaf), name)
-    return out
-
-
-def _manifest(step: int, folder: str, everyone: Sequence[tuple[Any, ...]]) -> Manifest:
-    """What all processes have written, as one. Raises RanksError where their optimizers differ."""
-    files: dict[str, tuple[int, str]] = {}
-    tensors: dict[str, str] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] | None = None
-    kinds = sorted({kind for *_, kind in everyone if kind})
-    faults = [f"optimizers of other classes: {', '.join(kinds)}"] if len(kinds) > 1 else []
-    for rank, (written, where, own, theirs, _) in enumerate(everyone):
-        files |= written
-        tensors |= where
-        numbers |= own
-        if theirs is None:
-            continue
-        if groups is None:
-            groups = [{"options": group["options"], "names": []} for group in theirs]
-        if [group["options"] for group in theirs] != [group["options"] for group in groups]:
-            faults.append(f"rank {rank} has other options or groups than the ranks before it")
-            continue
-        for group, more in zip(groups, theirs, strict=True):
-            group["names"] += [name for name in more["names"] if name not in group["names"]]
-    raise_all("the optimizers of the ranks do not fit together:", faults, RanksError)
-    return Manifest(step, folder, files, tensors, groups, numbers, kinds[0] if kinds else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,11 @@ def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
 def entire(tensor: Any) -> Any:
     """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def numbers(gradient: Any) -> Any:
+    """The numbers of a gradient; of a sparse one those of its rows, the others being 0."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Exchange:
 
     def finite(self, about: str, tensors: Iterable[Any]) -> bool:
         """Are all numbers of these tensors finite, and of those that the others give."""
-        finite = [bool(entire(self.here(tensor).isfinite().all())) for tensor in tensors]  # all: others ask too
+        finite = [
+            bool(entire(numbers(self.here(tensor)).isfinite().all())) for tensor in tensors
+        ]  # all: others ask too
         return all(self(about, all(finite)))
 
 
@@ -53,3 +60,23 @@ def _nobody_else(about: str, mine: Any) -> list[Any]:
 
 alone = Exchange(_nobody_else)
 """The exchange of a process that has no others."""
+
+
+def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
+    """Claim a path for the processes of a pipeline, for as long as their job runs.
+
+    Returns:
+        The processes of another pipeline that has claimed it; () where these have it now. Pipelines that share a process
+        follow each other, so the later one takes the path over.
+    """
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    store, key, mine = group.get_group_store(), f"funcpipe/saves/{path}", ",".join(map(str, sorted(members)))
+    found = store.compare_set(key, "", mine).decode()
+    while found != mine:
+        others = tuple(map(int, found.split(",")))
+        if not {*others} & {*members}:
+            return others
+        found = store.compare_set(key, found, mine).decode()
+    return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from funcpipe.core.notebook import page, picture, shown, table
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
-from funcpipe.core.stage import Stage
+from funcpipe.core.stage import Stage, names_of
 
 Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
 """Groups of (stage, path): leaves that are one parameter."""
@@ -134,3 +134,21 @@ class Plan:
         head = f"plan: {self.schedule!r} on {devices}; {total} instructions"
         slots = [f"  {lane.head()}" for lane in program.lanes]
         return "\n".join([head, *[f"  {hint}" for hint in self.hints], *slots, *program.lines()])
+
+
+def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
+    """What is wrong where ``state=`` is missing: training changes the state of some stages. "" where it does not.
+
+    ``origin`` is what the user calls the object that has the state of the model; "" where nobody has it.
+    """
+    changing = [
+        label
+        for label, part in zip(names_of(stages), stages, strict=True)
+        if part.commit is not None and not part.evaluation
+    ]
+    if not changing:
+        return ""
+    begins = (
+        f"{origin}.state for the statistics the model came with" if origin else "the state that training began with"
+    )
+    return f"state= is missing: training changes that of {', '.join(changing)}; give result.state, or {begins}"

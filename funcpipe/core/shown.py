@@ -68,10 +68,15 @@ def plural(word: str) -> str:
     return word + ("es" if word.endswith("ch") else "s")
 
 
+def _bytes_of(tensor: Tensor) -> int:
+    rows = tensor.coalesce() if tensor.is_sparse else None
+    return tensor.nbytes if rows is None else rows.indices().nbytes + rows.values().nbytes
+
+
 def amount_of(tree: Tree) -> str:
     """How many tensors are in a tree, each counted once, and their bytes; "" for none."""
     tensors = {id(leaf): leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}.values()
-    return f"{named(len(tensors), 'tensor')}, {size_of(sum(leaf.nbytes for leaf in tensors))}" if tensors else ""
+    return f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}" if tensors else ""
 
 
 def shapes_of(tree: Tree) -> str:

@@ -322,3 +322,13 @@ def _endless(tree: Tree) -> str:
     return (
         "a tree is nested too deep, in more levels than optree can follow; hand its tensors in as a flat list or dict"
     )
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Are two tensors equal in shape, type and numbers, wherever they are; NaN is equal to NaN."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.to(one.device)
+    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.notebook import page, shown, table
-from funcpipe.core.plan import Ties
+from funcpipe.core.plan import Ties, forgotten_state
 from funcpipe.core.shown import Facts, amount_of, guarded, line, some, stages_words, tied_words
 from funcpipe.core.stage import Stage
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, same_numbers
 from funcpipe.core.words import similar, size_of
 from funcpipe.modules.graph import CutEdge
 from funcpipe.modules.module import all_tensors
@@ -46,7 +46,7 @@ class Split:
     loss: Callable[[Any, Any], Any] | None = None
     edges: tuple[CutEdge, ...] = ()
     homes: Mapping[str, Home] = field(default_factory=dict, repr=False)
-    rest: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    rest: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         """``stages, params, state, ties, loss = fp.split(...)``."""
@@ -56,20 +56,29 @@ class Split:
         return len(self.stages)
 
     def merge(self, params: Sequence[Tree], state: Sequence[Tree] | None = None) -> dict[str, Tensor]:
-        """Numbers of the stages as the model's ``state_dict``: its names, its order, tied names too.
+        """Parameters as the model's ``state_dict``, or gradients, by its names, in its order, tied names too.
+
+        Trees in which nothing is an ``nn.Parameter`` or requires grad are gradients, or parameters of a functional
+        optimizer. They give only the names that they have a tensor for: a parameter without gradient is absent, and so is
+        what no stage uses; ``split.state_dict() | split.merge(params, state)`` has both. Buffers come with ``state``.
 
         Args:
-            params: one dict per stage, like ``self.params``; or gradients, where None is left out.
-            state: one per stage; None: as it was split.
+            params: one dict per stage, like ``self.params``; or gradients, like ``result.grads``.
+            state: one per stage, like ``result.state``; None with parameters: as it was split.
 
         Raises:
-            PlanError: these are not the trees of this split.
+            PlanError: these are not the trees of this split, or ``state`` is missing where training changes it.
         """
-        states = self.state if state is None else state
         if not isinstance(params, (tuple, list)):
             raise PlanError(
                 f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
             )
+        given = [leaf for tree in params if isinstance(tree, Mapping) for leaf in tree.values()]
+        are_parameters = not given or any(isinstance(leaf, nn.Parameter) or _requires_grad(leaf) for leaf in given)
+        fault = forgotten_state(self.stages, "split") if are_parameters and state is None else ""
+        if fault:
+            raise PlanError(fault)
+        states = self.state if state is None else state
         if len(params) != len(self) or len(states) != len(self):
             raise PlanError(
                 f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} "
@@ -82,9 +91,11 @@ class Split:
             if not home.saved:
                 continue
             if not home.owners:
-                out[name] = self.rest[name]
+                out |= {name: self.rest[name]} if are_parameters else {}
                 continue
             kind, stage, key = home.owners[0]
+            if kind == "state" and state is None and not are_parameters:
+                continue
             tree = trees[kind][stage]
             if not isinstance(tree, Mapping) or key not in tree:
                 faults.append(f"{kind}[{stage}] lacks {key!r}")
@@ -108,7 +119,7 @@ class Split:
             A new split; this one, and the model, keep theirs. Types, devices and requires_grad stay.
 
         Raises:
-            PlanError: names or shapes do not fit; all of them are listed.
+            PlanError: names or shapes do not fit, or tied names have other numbers each; all of them are listed.
         """
         faults = self._faults(state_dict, strict)
         raise_all("this state_dict does not fit the split:", faults)
@@ -140,6 +151,12 @@ class Split:
         for name, home in self.homes.items():
             if name in state_dict and tuple(state_dict[name].shape) != home.shape:
                 faults.append(f"{name!r} has shape {tuple(state_dict[name].shape)}, the model wants {home.shape}")
+        first: dict[Any, str] = {}
+        for name, home in self.homes.items():
+            if name in state_dict and home.owners:
+                other = first.setdefault(home.owners, name)
+                if not same_numbers(state_dict[other], state_dict[name]):
+                    faults.append(f"{other!r} and {name!r} are tied in the model, and have other numbers here")
         return faults
 
     def code(self, stage: int) -> str:
@@ -264,6 +281,10 @@ def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
             new = nn.Parameter(new, old.requires_grad)
         loaded[id(old)] = new
     return new
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _size(tree: Mapping[str, Tensor]) -> str:

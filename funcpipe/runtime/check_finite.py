@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import NotFiniteError, bullets
+from funcpipe.core.exchange import numbers
 from funcpipe.core.torch_names import TorchDispatchMode, made_at, running_node
 from funcpipe.core.tree import Tree, flatten, is_differentiable, locations
 from funcpipe.runtime.border import Border
@@ -104,7 +105,7 @@ class FiniteBound:
         for number, skip in enumerate(cotangents.skips):
             faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
         faults += _leaves(
-            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(), strict=True)
+            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(begun=True), strict=True)
         )
         if not faults:
             return
@@ -146,7 +147,7 @@ def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
 def _count(leaf: Any) -> str:
     if not is_differentiable(leaf) or leaf.is_meta:
         return ""
-    leaf = _wide(leaf)
+    leaf = numbers(_wide(leaf))
     if bool(torch.isfinite(leaf).all()):
         return ""
     nans = int(leaf.isnan().sum())

@@ -358,9 +358,10 @@ class EagerBound:
         for twin in self.twins:
             twin.spend()
 
-    def grads(self) -> list[Tensor | None]:
-        """The sum of each leaf; None where it is not trainable."""
-        sums = dict(zip(map(id, self.inputs), self.sums.all(), strict=True))
+    def grads(self, *, begun: bool = False) -> list[Tensor | None]:
+        """The sum of each leaf; None where it is not trainable, and with ``begun`` where no gradient has come."""
+        rows = self.sums.begun_sums() if begun else self.sums.all()
+        sums = dict(zip(map(id, self.inputs), rows, strict=True))
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:

@@ -19,6 +19,7 @@ from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.columns import Columns, apart, joined
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
+from funcpipe.runtime.sparse_gradients import added, dense
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.unused import UnusedLeaf, unused_in_all, unused_keys, unused_leaves
 
@@ -219,9 +220,12 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
-    for stage, bound in ready.bounds.items():  # all begin before the first is waited for
-        ready.part.reduce(stage, bound.grads(), ready.cuts_of(stage))
-    return {stage: ready.part.reduced(stage, bound.grads()) for stage, bound in ready.bounds.items()}
+    sums = {stage: bound.grads() for stage, bound in ready.bounds.items()}
+    if ready.part.replicas > 1:
+        sums = {stage: dense(row) for stage, row in sums.items()}
+    for stage, row in sums.items():  # all begin before the first is waited for
+        ready.part.reduce(stage, row, ready.cuts_of(stage))
+    return {stage: ready.part.reduced(stage, row) for stage, row in sums.items()}
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:
@@ -253,10 +257,11 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
     device_of, rank_of = ready.plan.schedule.device_of, ready.part.rank_of
     if len(here) < len(group):
         holders = [rank_of[device_of[stage]] for stage, _ in group]
+        parts = {place: value.to_dense() if value.is_sparse else value for place, value in parts.items()}
         values = ready.part.gather(parts, holders, ready.layouts[number])
     else:
         values = [*parts.values()]
-    total = reduce(lambda first, other: first + other.to(first.device), values)
+    total = reduce(lambda first, other: added(first, other.to(first.device)), values)
     for place in parts:  # each stage gets a tensor of its own: clipping in place must not act twice
         s, n = here[place]
         sums[s][n] = total.to(parts[place].device, copy=True)

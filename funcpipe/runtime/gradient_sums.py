@@ -25,6 +25,8 @@ class GradientSums:
     def __init__(self, aliases: Sequence[Tensor]) -> None:
         self.lacking = [*range(len(aliases))]
         self._rows: list[Sequence[Tensor]] = [aliases]
+        self._sparse: list[int] = []
+        """The numbers of those whose sums are sparse."""
         self._zeros: dict[int, int] = {}
         """Of those that began as zeros their versions then."""
 
@@ -46,18 +48,27 @@ class GradientSums:
 
     def adopt(self, aliases: Sequence[Tensor]) -> None:
         """After a backward into these aliases: make sums of the first gradients."""
+        if self._sparse:
+            self._join_rows(aliases)
         if not self.lacking:
             return
         with torch.no_grad():
             for number in [*self.lacking]:
                 gradient = aliases[number].grad
-                if gradient is not None:
+                if gradient is not None and gradient.is_sparse:
+                    self._sparse.append(number)
+                    self._begin(number, gradient.clone().coalesce())  # its values may be a view of another gradient
+                elif gradient is not None:
                     alone = may_grow(gradient)
                     self._begin(number, gradient if alone else torch.zeros_like(aliases[number]).add_(gradient))
 
     def all(self) -> list[Tensor | None]:
         """Every sum; zeros where no gradient has come."""
         self._begin_as_zeros(lambda alias: True)
+        return self.begun_sums()
+
+    def begun_sums(self) -> list[Tensor | None]:
+        """Every sum; None where no gradient has come."""
         return [alias.grad for alias in self._rows[0]]
 
     def untouched(self) -> list[int]:
@@ -75,6 +86,19 @@ class GradientSums:
                 alias.grad = None
         self._rows = [()]
 
+    def _join_rows(self, aliases: Sequence[Tensor]) -> None:
+        """Add up rows of sparse sums that came twice; a sum to which something dense was added is a new, dense tensor."""
+        for number in [*self._sparse]:
+            total = aliases[number].grad
+            assert total is not None
+            if not total.is_sparse:
+                self._sparse.remove(number)
+            elif total.is_coalesced():
+                continue
+            else:
+                total = total.coalesce()
+            self._share(number, total)
+
     def _begin_as_zeros(self, which: Callable[[Tensor], bool]) -> None:
         with torch.no_grad():
             for number in [number for number in self.lacking if which(self._rows[0][number])]:
@@ -83,9 +107,12 @@ class GradientSums:
                 self._begin(number, total)
 
     def _begin(self, number: int, total: Tensor) -> None:
+        self._share(number, total)
+        self.lacking.remove(number)
+
+    def _share(self, number: int, total: Tensor) -> None:
         for row in self._rows:
             row[number].grad = total
-        self.lacking.remove(number)
 
 
 def may_grow(gradient: Tensor) -> bool:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.tree import Tree, at, flatten
+from funcpipe.core.tree import Tree, at, flatten, leaves, locations
+from funcpipe.runtime.explain import described
+from funcpipe.runtime.sparse_gradients import added
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -34,6 +37,50 @@ class LeafGradient:
     counts: bool
 
 
+def apart(params: Tree, grads: Tree) -> list[str]:
+    """Where params and grads differ, a line for each leaf."""
+    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
+    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
+    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
+    kinds = [type(tree).__name__ for tree in (params, grads)]
+    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
+
+
+def misfits(params: Tree, grads: Tree) -> list[str]:
+    """The gradients that torch could not put into ``.grad`` of their leaves, a line for each."""
+    pairs = zip(flatten(params)[0], flatten(grads)[0], strict=True)
+    wrong = {number: pair for number, pair in enumerate(pairs) if not _fits(*pair)}
+    places = locations(params, "") if wrong else []
+    return [
+        f"grads{places[number]} is {described(gradient)}, params{places[number]} is {described(leaf)}"
+        for number, (leaf, gradient) in wrong.items()
+    ]
+
+
+def _fits(leaf: Any, gradient: Any) -> bool:
+    """Can a gradient be the ``.grad`` of a leaf; None can, and what is no tensor has none."""
+    if gradient is None or not isinstance(leaf, Tensor):
+        return True
+    if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape or gradient.device != leaf.device:
+        return False
+    return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (gradient.dtype, None)
+
+
+def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> Sequence[LeafGradient]:
+    """The entries as an optimizer takes them: SparseAdam none that are dense. Raises PlanError."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return entries
+    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: nothing used it
+    wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
+    if wrong:
+        raise PlanError(
+            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: only tables of "
+            "nn.Embedding(sparse=True) that nothing else uses have sparse ones, in stages that are not compiled, and "
+            "without replicas; give the other leaves to another optimizer"
+        )
+    return taken
+
+
 def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
     """The leaves that have a gradient, each once.
 
@@ -53,7 +100,7 @@ def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
             if entry is None:
                 entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
             elif entry.stage == stage and key not in entry.sums:
-                entry.gradient = entry.gradient + gradient
+                entry.gradient = added(entry.gradient, gradient)
                 entry.sums.add(key)
             counted.add(key)
     return list(entries.values())
@@ -86,3 +133,16 @@ def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
             gradient = at(grads[here[0][0]], here[0][1])
             out |= {sums[id(gradient)]} if id(gradient) in sums else set()
     return out
+
+
+def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
+    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
+    sums = sums_of(grads, ties)
+    elsewhere = counted_elsewhere(grads, ties)
+    distinct: dict[int, tuple[int, Tensor]] = {}
+    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
+        for gradient in leaves(tree):
+            key = sums.get(id(gradient), id(gradient))
+            if key not in elsewhere:
+                distinct.setdefault(key, (stage, gradient))
+    return [*distinct.values()]

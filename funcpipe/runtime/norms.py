@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from funcpipe.core.exchange import Exchange, alone, entire, lies_over
+from funcpipe.core.exchange import Exchange, alone, entire, lies_over, numbers
 
 
 def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
     """The 2-norm of the gradients of all processes, each with its stage."""
     if exchange == alone:
-        return _total([gradient for _, gradient in gradients])
+        return _total([numbers(gradient) for _, gradient in gradients])
     norms = on_host([local_norm(stage, gradient, exchange) for stage, gradient in gradients])
     return norm_of_norms(exchange("the norm of the gradients", norms), exchange)
 
@@ -54,7 +54,7 @@ def _is_part(gradient: Any, exchange: Exchange) -> bool:
 
 def _local_norm(gradient: Tensor, exchange: Exchange) -> Tensor:
     """The 2-norm of what is here of a gradient."""
-    return entire(torch.linalg.vector_norm(exchange.here(gradient)))
+    return entire(torch.linalg.vector_norm(numbers(exchange.here(gradient))))
 
 
 def _of_copies(row: Sequence[LocalNorm]) -> tuple[int, Tensor]:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from funcpipe.core.errors import PlanError, bullets
-from funcpipe.core.exchange import Exchange, alone
+from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
+from funcpipe.core.exchange import Exchange, alone, numbers
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, locations, map_leaves, structure
-from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, by_leaf, counted_elsewhere, sums_of
+from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, structure
+from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, apart, by_leaf, distinct, misfits, taken_by
 from funcpipe.runtime.norms import norm_of
+from funcpipe.runtime.sparse_gradients import add_gradient
 
 
 def step(
@@ -55,8 +56,9 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, no leaf that
-            the optimizer holds has a gradient, it wants a closure (LBFGS), or an option is not what it should be.
+        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, a gradient has
+            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a
+            closure (LBFGS) or sparse gradients, or an option is not what it should be.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
     with exchange.telling("fp.step"):  # else the others would go on, a step ahead of this process
@@ -82,15 +84,35 @@ def _step(
                 "a schedule without step_params"
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
-    tensors = leaves(params)
     if structure(params) != structure(grads):
         raise PlanError(
-            bullets("params and grads differ in structure; give both of the same run:", _apart(params, grads))
+            bullets("params and grads differ in structure; give both of the same run:", apart(params, grads))
         )
+    try:
+        return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
+    except FuncpipeError:
+        raise
+    except Exception:  # torch refuses a ``.grad`` that does not fit, and does not say whose
+        title = "these gradients do not fit their parameters, and nothing was stepped:"
+        raise_all(title, misfits(params, grads), most=8)
+        raise
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer | None,
+    params: Tree,
+    grads: Tree,
+    ties: Ties,
+    scale: float,
+    max_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    exchange: Exchange,
+) -> Tensor:
+    """The norm of the gradients, with which the optimizer was stepped."""
     entries = by_leaf(params, grads, ties)
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
-    for leaf in tensors:
+    for leaf in leaves(params):
         leaf.grad = None  # what an earlier backward left there is not stepped
     if scaler is not None:
         return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange)
@@ -110,6 +132,7 @@ def apply_gradients(
     max_norm: float | None = None,
 ) -> None:
     """Step leaves by their gradients, which stay as they are, clipped where the norm of all is above ``max_norm``."""
+    entries = taken_by(optimizer, entries)
     try:
         for entry in entries:
             entry.leaf.grad = _writable(entry.gradient, optimizer, clips=max_norm is not None)
@@ -176,21 +199,8 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     if isinstance(grads, Result):
         exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, None)
-        return norm_of(_distinct(grads, ties), exchange) / scale
-    return norm_of(_distinct(grads, ties), alone)
-
-
-def _distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
-    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
-    sums = sums_of(grads, ties)
-    elsewhere = counted_elsewhere(grads, ties)
-    distinct: dict[int, tuple[int, Tensor]] = {}
-    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
-        for gradient in leaves(tree):
-            key = sums.get(id(gradient), id(gradient))
-            if key not in elsewhere:
-                distinct.setdefault(key, (stage, gradient))
-    return [*distinct.values()]
+        return norm_of(distinct(grads, ties), exchange) / scale
+    return norm_of(distinct(grads, ties), alone)
 
 
 def accumulate(results: Iterable[Result]) -> Result:
@@ -225,7 +235,7 @@ def accumulate(results: Iterable[Result]) -> Result:
     def add(values: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
         out = values[0] * factors[0]
         for value, factor in zip(values[1:], factors[1:], strict=True):
-            out.add_(value, alpha=factor)
+            out = add_gradient(out, value, factor)
         return out
 
     parts = [weight / total for weight in weights] if total else [1.0] * len(runs)
@@ -326,7 +336,7 @@ def _unscale(
     for gradient in held:
         gradient.zero_()
     if not finite:
-        first.fill_(float("nan"))
+        numbers(first).fill_(float("nan"))  # memory of the gradient, which is coalesced
     if scaler.is_enabled():
         ids = {id(entry) for entry in stepped}
         for entry in entries:
@@ -354,15 +364,6 @@ def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...
             "loss_scale=scaler.get_scale(), and call scaler.update() after the step"
         )
     return result.grads, ties or result.ties, 1.0
-
-
-def _apart(params: Tree, grads: Tree) -> list[str]:
-    """Where params and grads differ, a line for each leaf."""
-    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
-    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
-    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
-    kinds = [type(tree).__name__ for tree in (params, grads)]
-    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
 
 
 def check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.plan import Plan
+from funcpipe.core.plan import Plan, forgotten_state
 from funcpipe.core.stage import Stage, names_of
 from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
@@ -45,6 +45,7 @@ from funcpipe.runtime.replicas import Sharding, Summed
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
+from funcpipe.runtime.sparse_gradients import dense
 from funcpipe.runtime.trainable import (
     is_marked,
     refuse_undeclared_ties,
@@ -102,7 +103,7 @@ class Prepared:
         """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
         told, bound = partial(box.put, Summed(stage)), self.bounds[stage]
         if self.part.replicas > 1:
-            self.part.reduce(stage, bound.grads(), self.cuts_of(stage), told)
+            self.part.reduce(stage, dense(bound.grads()), self.cuts_of(stage), told)
         else:
             told(bound.grads)
 
@@ -361,6 +362,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     if state is None:
         changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
+        forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
+        if forgotten:  # the statistics that it has may be those of the model before training
+            raise PlanError(forgotten)
         if plan.state is not None and not changing:
             return tuple(tree if stage in here else None for stage, tree in enumerate(place(plan, plan.state)))
         if plan.state is not None:

@@ -19,6 +19,7 @@ from funcpipe.runtime.leaf_gradients import by_leaf
 from funcpipe.runtime.options import Executor
 from funcpipe.runtime.rng import fold_in
 from funcpipe.runtime.run import run
+from funcpipe.runtime.sparse_gradients import add_gradient
 
 
 class RankSchedule:
@@ -99,7 +100,7 @@ class RankSchedule:
                 (entry.leaf, entry.gradient) for entry in by_leaf(self.params, result.grads, result.ties)
             ]:
                 gradient = gradient if factor == 1.0 else gradient * factor
-                leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+                leaf.grad = gradient if leaf.grad is None else add_gradient(leaf.grad, gradient)
         _put_own(result, losses)
         return result.outputs if return_outputs else None
 

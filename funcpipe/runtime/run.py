@@ -53,7 +53,8 @@ def run(
         batch: ``(inputs, target)`` if the plan has a loss, else inputs: trees whose tensors are cut along axis 0 into
             at most M microbatches that differ by one row at most. Non-tensors are shared; see `Replicate`, `Axis`,
             `Microbatches`. Any device.
-        state: a tuple with one tree per stage, () for stages without; None if no stage has state.
+        state: a tuple with one tree per stage, () for stages without; None if no stage has state, or if the plan is of a split
+            whose state training does not change.
         feeds: by name, what stages declare as feeds; cut like the batch.
         seed: keys every random number; give another for each step. None: drawing raises.
         trainable: which leaves get gradients. None: those with ``requires_grad``, or every floating leaf if none has

@@ -7,13 +7,14 @@ fail: what its parameters and the optimizer's state were is kept until then (pos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from funcpipe.core.exchange import alone
 from funcpipe.core.program import LaneProgram, Run
@@ -254,10 +255,22 @@ class Stepping:
             _in_order(self.optimizer)
 
 
+def _hooks(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Any]:
+    """What a function of torch registers hooks in: its handle knows, and it stays the same one."""
+    handle = register(lambda *_: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+_GLOBAL_HOOKS = (_hooks(register_optimizer_step_pre_hook), _hooks(register_optimizer_step_post_hook))
+
+
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one: torch's own do so.
 
-    Others may count in their groups, look at all leaves, or hold another optimizer; hooks get the whole one. And a step is
+    Others may count in their groups, look at all leaves, or hold another optimizer; hooks, of this optimizer or of all, get
+    the whole one, once a step. And a step is
     of all that have a gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors only what
     goes number by number can: the rest asks other processes, one lane beside the other.
     """
@@ -265,7 +278,7 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):
         return False
     patched = "step" in vars(optimizer) and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
-    hooked = any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+    hooked = any(_GLOBAL_HOOKS) or any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
     return is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
 
 

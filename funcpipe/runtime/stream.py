@@ -21,6 +21,7 @@ from funcpipe.runtime.device_graph import DeviceGraph
 from funcpipe.runtime.devices import same_device
 from funcpipe.runtime.nccl import has_nccl, nccl
 from funcpipe.runtime.plain_tensors import materialized
+from funcpipe.runtime.sparse_gradients import parts
 
 
 class StreamBackend:
@@ -216,8 +217,9 @@ class Place:
         """A leaf of the lane's made safe for the caller to use and free."""
         if not self.asynchronous or self.stream == self.caller or not isinstance(leaf, Tensor):
             return leaf
-        leaf = materialized(leaf)
-        self.backend.record(leaf, self.caller)
+        leaf = leaf if leaf.is_sparse else materialized(leaf)
+        for part in parts(leaf):
+            self.backend.record(part, self.caller)
         return leaf
 
     def event(self) -> Any:

@@ -33,7 +33,6 @@ CASES = {
         (X.double(), SQUARE),
         F.mse_loss,
         r"got x: float64 \[2, 3\]; params: float32 \[3, 2\]",
-        "the types do not fit",
         0,
     ),
     "sizes": (
@@ -42,7 +41,6 @@ CASES = {
         (X, SQUARE),
         F.mse_loss,
         r"got x: float32 \[2, 2\]; params: float32 \[3, 2\]",
-        "the sizes do not fit",
         1,
     ),
     "no target": (
@@ -51,7 +49,6 @@ CASES = {
         (X, None),
         F.mse_loss,
         r"got y: float32 \[2, 2\]; target: None",
-        r"the batch is \(inputs, None\)",
         0,
     ),
     "int labels": (
@@ -60,7 +57,6 @@ CASES = {
         (X, torch.zeros(4, dtype=torch.int32)),
         F.cross_entropy,
         r"target: int32 \[2\]",
-        "target.long",
         0,
     ),
     "float labels": (
@@ -69,7 +65,6 @@ CASES = {
         (X, torch.zeros(4)),
         F.cross_entropy,
         r"target: float32 \[2\]",
-        "class indices",
         0,
     ),
     "classes": (
@@ -78,7 +73,6 @@ CASES = {
         (X, torch.full((4,), 7)),
         F.cross_entropy,
         r"target: int64 \[2\]",
-        "larger than its table",
         0,
     ),
     "arguments": (
@@ -87,7 +81,6 @@ CASES = {
         (X, SQUARE),
         F.mse_loss,
         r"got x: float32",
-        r"exactly a tuple is spread over the arguments of a module's forward",
         0,
     ),
     "ids": (
@@ -96,34 +89,30 @@ CASES = {
         (X, X),
         F.mse_loss,
         r"params: \['weight'\] float32 \[3, 2\]",
-        "token ids are torch.int64",
         0,
     ),
 }
 
 
 by_name = lambda p, x: x["item"] @ p["w"]
-OTHER_TREE = "what one stage returns is what the next one gets, params has one tree for each stage"
 CASES |= {
-    "key": ([fp.stage(by_name)], [{"w": W}], {"user": X}, None, r"x: \['user'\] float32 \[2, 3\]", OTHER_TREE, 0),
-    "params": ([fp.stage(by_name)], [{"v": W}], {"item": X}, None, r"params: \['v'\] float32", OTHER_TREE, 0),
+    "key": ([fp.stage(by_name)], [{"w": W}], {"user": X}, None, r"x: \['user'\] float32 \[2, 3\]", 0),
+    "params": ([fp.stage(by_name)], [{"v": W}], {"item": X}, None, r"params: \['v'\] float32", 0),
     "list": (
         [fp.stage(lambda p, x: [x]), fp.stage(by_name)],
         [(), {"w": W}],
         X,
         None,
         r"x: \[0\] float32 \[2, 3\]",
-        OTHER_TREE,
         1,
     ),
-    "number": ([fp.stage(lambda p, x: x * p.exp())], [2.0], X, None, r"params: a float", OTHER_TREE, 0),
+    "number": ([fp.stage(lambda p, x: x * p.exp())], [2.0], X, None, r"params: a float", 0),
     "no loss, a pair": (
         [fp.stage(lambda p, x: F.embedding(x, p))],
         [W],
         ({"tokens": X.long()}, None),
         None,
         r"x: \[0\]\['tokens'\] int64 \[2, 3\], \[1\] None",
-        r"a plan without a loss takes the inputs alone, not \(inputs, target\)",
         0,
     ),
 }
@@ -131,8 +120,8 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_what_it_got_and_what_to_do(name, executor):
-    stages, params, batch, loss, got, hint, stage = CASES[name]
+def test_what_it_got(name, executor):
+    stages, params, batch, loss, got, stage = CASES[name]
     schedule = fp.schedules.fill_drain(len(stages), 2, backward=loss is not None)
     plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
     if loss is not None and batch[1] is not None and len(batch[1]) != 4:
@@ -140,23 +129,25 @@ def test_what_it_got_and_what_to_do(name, executor):
     with pytest.raises(fp.StageError) as caught:
         fp.run(plan, tuple(params), batch, executor=executor)
     notes = "\n".join(caught.value.__notes__)
-    for match in (got, hint, f"of stage {stage} at microbatch 0"):
+    for match in (got, f"of stage {stage} at microbatch 0"):
         assert re.search(match, notes), (match, notes)
 
 
 def test_long_trees_are_cut_short_and_errors_of_users_stay_as_they_are():
     def breaks(p, x):
-        raise RuntimeError("size of tensor a" if "w0" in p else "mine")
+        if "w0" in p:
+            return x["x"] @ p["w0"].T
+        raise RuntimeError("size of tensor a")
 
     plan = fp.make_plan([fp.stage(breaks)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
-    with pytest.raises(RuntimeError, match="mine") as caught:
+    with pytest.raises(RuntimeError, match="size of tensor a") as caught:
         fp.run(plan, ((),), {"x": X, "n": 3})
     assert len(caught.value.__notes__) == 1
-    with pytest.raises(RuntimeError, match="size of") as caught:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         fp.run(plan, ({f"w{number}": W for number in range(9)},), {"x": X, "n": 3})
     assert caught.value.__notes__[0] == (
         "got x: ['n'] a int, ['x'] float32 [2, 3]; params: "
         + ", ".join(f"['w{number}'] float32 [3, 2]" for number in range(6))
         + ", and 3 more"
     )
-    assert len(caught.value.__notes__) == 3
+    assert len(caught.value.__notes__) == 2

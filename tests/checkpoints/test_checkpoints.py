@@ -179,7 +179,7 @@ def test_a_thread_writes_what_was_there(tmp_path):
 @pytest.mark.parametrize("wait", [True, False])
 def test_what_is_not_finished_is_not_destroyed(tmp_path, wait):
     """A save to the same path is refused until finish is called, or nobody has the first one any more."""
-    split = Training(2).split
+    split = fp.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
     saving = fp.save(tmp_path / "a", split, split.params, step=1, wait=False)
     with pytest.raises(fp.CheckpointError, match=r"a with wait=False is not finished, (.|\n)* saving.finish\(\) first"):
         fp.save(tmp_path / "b" / ".." / "a", split, split.params, step=2, wait=wait)
@@ -284,7 +284,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         fp.load(tmp_path, training.split, optimizer=torch.optim.SGD(fp.leaves(training.params), lr=1.0))
     with pytest.raises(fp.CheckpointError, match="none of params"):
         fp.load(tmp_path, training.split, optimizer=torch.optim.AdamW([torch.zeros(2, requires_grad=True)]))
-    fp.save(tmp_path, training.split, training.params)
+    fp.save(tmp_path, training.split, training.params, state=training.state)
     with pytest.raises(fp.CheckpointError, match="saved without optimizer="):
         fp.load(tmp_path, training.split, optimizer=training.optimizer)
 
@@ -301,7 +301,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         fp.save(training.split, training.params, tmp_path / "a")
     other = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
     with pytest.raises(fp.CheckpointError, match="none of params"):
-        fp.save(tmp_path / "a", training.split, training.params, optimizer=other)
+        fp.save(tmp_path / "a", training.split, training.params, state=training.state, optimizer=other)
     assert not (tmp_path / "a").exists()
 
 

@@ -1370,25 +1370,48 @@ def unfinished(rank, size, path):
     said = []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, split.params, ranks)
-        saving = fp.save(path, split, params, step=1, ranks=ranks, wait=False)
+        saving = fp.save(path, split, params, state=split.state, step=1, ranks=ranks, wait=False)
         for wait in (False, True):
             with pytest.raises(fp.CheckpointError) as error:
-                fp.save(path, split, params, step=2, ranks=ranks, wait=wait)
+                fp.save(path, split, params, state=split.state, step=2, ranks=ranks, wait=wait)
             said.append(str(error.value))
         saving.finish()
         if rank == 0:
-            fp.save(path / "other", split, split.params, step=9)
+            fp.save(path / "other", split, split.params, state=split.state, step=9)
         ranks.exchange("the end of it", None)
         step = fp.load(path, split, params=params, ranks=ranks).step
-        saving = fp.save(path, split, params, step=3, ranks=ranks, wait=False)
+        saving = fp.save(path, split, params, state=split.state, step=3, ranks=ranks, wait=False)
         if rank == 0:
             del saving
         with pytest.raises(fp.CheckpointError) as error:
-            fp.save(path, split, params, step=4, ranks=ranks)
+            fp.save(path, split, params, state=split.state, step=4, ranks=ranks)
         said.append(str(error.value))
         saving = None
-        fp.save(path, split, params, step=5, ranks=ranks)
+        fp.save(path, split, params, state=split.state, step=5, ranks=ranks)
         return said, step, fp.load(path, split, params=params, ranks=ranks).step
+
+
+def beside_each_other(rank, size, path):
+    """Two pipelines of one mesh save to one path; what each save said, what can be loaded after each, and own paths."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    fresh = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
+    said, steps = [], []
+    with fp.ranks(plan, mesh, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        for step in range(1, 5):
+            said.append("")
+            try:
+                fp.save(path, split, params, step=step, ranks=ranks)
+            except fp.CheckpointError as error:
+                said[-1] = str(error)
+            torch.distributed.barrier()
+            steps.append(fp.load(path, fresh).step)
+            torch.distributed.barrier()
+        own = path / f"tp-{mesh['tp'].get_local_rank()}"
+        fp.save(own, split, params, step=9, ranks=ranks)
+        return said, steps, ["", fp.load(own, split, params=params, ranks=ranks).step]
 
 
 # -- parameters of which each replica has a part -----------------------------------------------------------------------

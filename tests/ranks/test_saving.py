@@ -67,3 +67,17 @@ def test_what_is_damaged_is_refused_by_all(pools, tmp_path):
     first, second = pools(2).run("checkpointed", tmp_path, "load")
     assert second.is_a(fp.CheckpointError), second.trace
     assert first.is_a(fp.PeerError), first.trace
+
+
+def test_pipelines_beside_each_other_do_not_share_a_path(pools, tmp_path):
+    """One of them has the path from its first save on; the other is refused each time, and destroys nothing."""
+    rows = pools(4).all("beside_each_other", tmp_path)
+    said = [row[0] for row in rows]
+    assert said[0] == said[1]
+    assert said[2] == said[3]
+    first, second = sorted(said[::2])
+    assert [""] * 4 == first
+    assert all("two that save to one path destroy each other's checkpoints" in text for text in second)
+    assert all("the pipeline of processes " in text for text in second)
+    assert [[1, 2, 3, 4]] * 4 == [row[1] for row in rows]
+    assert [["", 9]] * 4 == [row[2] for row in rows]

@@ -98,7 +98,7 @@ def test_parts_are_saved_whole(pools, tmp_path):
 def test_parts_are_made_of_a_checkpoint(pools, tmp_path):
     pytest.importorskip("safetensors")
     split = fp.split(small_model(), 2)
-    fp.save(tmp_path, split, split.params)
+    fp.save(tmp_path, split, split.params, state=split.state)
     for wrong in pools(4).all("loaded_from_meta", tmp_path):
         assert [] == wrong
 
