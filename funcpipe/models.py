@@ -29,3 +29,5 @@ from funcpipe.modules.skip_scope import Namespace as Namespace
 from funcpipe.modules.skippable import pop as pop
 from funcpipe.modules.skippable import skippable as skippable
 from funcpipe.modules.skippable import stash as stash
+from funcpipe.modules.traced import mean_by_rows as mean_by_rows
+from funcpipe.modules.traced import sum_of_changes as sum_of_changes

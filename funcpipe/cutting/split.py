@@ -32,6 +32,7 @@ from funcpipe.modules.policy import Policy, Units, by_parameters
 from funcpipe.modules.sequential import cut_sequential, units_of
 from funcpipe.modules.signature import as_call
 from funcpipe.modules.split import Split, assemble
+from funcpipe.modules.traced import CommitBuffer
 from funcpipe.modules.units import units_of_graph
 
 
@@ -49,6 +50,7 @@ def split(
     any_rows: bool = True,
     check: bool = True,
     slices: bool = False,
+    commit: Mapping[str, CommitBuffer] | None = None,
     progress: ProgressTo = False,
 ) -> Split:
     """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
@@ -93,6 +95,9 @@ def split(
             its blocks on, through the cache that the model has for generating. For models of transformers without a
             trace whose blocks attend to all that came before (Llama, GPT-2); stages of functions have a ``carry`` of
             their own. Labels go in moved by one, as ``labels`` and ``shift_labels``.
+        commit: for a trace: what buffers are after a batch, if their forward writes into them what depends on the inputs:
+            ``{name: fn}`` with ``fn(old, written, rows) -> new`` of what each microbatch wrote from the same old state.
+            A counter: ``old + sum(new - old for new in written)``; an average: the mean by rows. Batch norm needs none.
         progress: True shows on stderr what a traced split does: model, trace, cut, check; or a function that is told a
             `CallProgress`.
 
@@ -112,7 +117,12 @@ def split(
         )
     if example is not None and layers is None:
         with _tracing, telling("split", progress, unit="steps", total=4) as told:
-            return _told(model, "traced", _traced(model, cuts, example, ties, loss, any_rows, check, told))
+            made = _traced(model, cuts, example, ties, loss, any_rows, check, commit, told)
+            return _told(model, "traced", made)
+    if commit is not None:
+        raise PlanError(
+            "commit= is for traces; give example=, or fold the statistics of a function stage by its commit="
+        )
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
             f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a trace sees; give "
@@ -231,7 +241,15 @@ def _layered(model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any,
 
 
 def _traced(
-    model: nn.Module, cuts: _Wanted, example: Any, ties: Any, loss: Any, any_rows: bool, check: bool, told: Teller
+    model: nn.Module,
+    cuts: _Wanted,
+    example: Any,
+    ties: Any,
+    loss: Any,
+    any_rows: bool,
+    check: bool,
+    commit: Mapping[str, CommitBuffer] | None,
+    told: Teller,
 ) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)
@@ -247,7 +265,7 @@ def _traced(
         told.phase("model", 0)
         try_once(model, example)
     told.phase("trace", 1)
-    captured = capture(model, args, kwargs, axes=axes)
+    captured = capture(model, args, kwargs, axes=axes, commit=commit)
     told.phase("cut", 2)
     parts, edges = traced_graph.cut(captured, _places(captured, model, cuts, example), model)
     model_loss = as_loss(loss, model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from funcpipe.modules.module import all_tensors, clones, first_names
 from funcpipe.modules.signature import as_call, as_input
 from funcpipe.modules.split import Split
 from funcpipe.modules.ties import innermost
-from funcpipe.modules.traced import GraphFn, Norm
+from funcpipe.modules.traced import GraphFn
 from funcpipe.runtime.apply import apply
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -156,15 +155,9 @@ def _faults(
     faults = _differences([("output", expected[0], actual[0])])
     names = {**expected[1], **actual[1]}
     faults += _differences([(f"gradient of {name}", expected[1].get(name), actual[1].get(name)) for name in names])
-    norms = Counter(
-        module.running for fn in functions(split) for module in fn.module.modules() if isinstance(module, Norm)
-    )
-    # A batch norm that runs twice is updated once, by all that it saw.
-    twice = {name for running, count in norms.items() if count > 1 for name in running}
     for name, value in buffers.items():
         copies = [tree[name] for tree in state if tree and name in tree] or [before[name]]
-        if name not in twice:
-            faults += [fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])]
+        faults += [fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])]
     return faults
 
 

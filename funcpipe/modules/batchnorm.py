@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -86,14 +87,13 @@ class BatchNorm:
 
         Args:
             state: before.
-            stats: what each microbatch gave, in their order.
+            stats: what each microbatch gave, in their order; of several calls of one layer all, one after the other.
             momentum: of the running averages; None: the plain average of all batches.
         """
-        moments = [call for microbatch in stats for call in microbatch]
-        if not moments:
-            return state
-        _, mean, var = merge(moments)
-        return updated(state, mean, var, momentum)
+        for calls in zip_longest(*stats):  # the n-th calls of all microbatches are one update
+            _, mean, var = merge([call for call in calls if call is not None])
+            state = updated(state, mean, var, momentum)
+        return state
 
 
 batch_norm = BatchNorm()

@@ -23,14 +23,15 @@ from torch import Tensor, fx, nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.torch_names import rename
 from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatten
+from funcpipe.core.words import similar
 from funcpipe.modules import custom_functions
 from funcpipe.modules.configs import without_cache
 from funcpipe.modules.module import all_tensors, copied, first_names
-from funcpipe.modules.nodes import layer_of, norms_of, writes_of
+from funcpipe.modules.nodes import dependents_of, layer_of, norms_of, writes_of
 from funcpipe.modules.norm_commit import Running
 from funcpipe.modules.norm_layers import DeferredBatchNorm, refuse_processes
 from funcpipe.modules.signature import Guard, Signature
-from funcpipe.modules.traced import Norm, refit
+from funcpipe.modules.traced import CommitBuffer, Norm, mean_by_rows, refit
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Captured:
         signature: how inputs become values, and values the output.
         written: buffers (first names) that the forward writes, batch norm's apart.
         evaluation: was all of the model in evaluation mode.
+        commits: for written buffers by their first names, what they are after a batch.
     """
 
     module: fx.GraphModule
@@ -55,6 +57,7 @@ class Captured:
     signature: Signature
     written: frozenset[str]
     evaluation: bool
+    commits: Mapping[str, CommitBuffer]
 
     def sample_output(self) -> Any:
         """The model's output on the example, its tensors without numbers."""
@@ -124,7 +127,12 @@ def shell(model: nn.Module) -> nn.Module:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: Sequence[int | None] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    axes: Sequence[int | None] | None = None,
+    commit: Mapping[str, CommitBuffer] | None = None,
 ) -> Captured:
     """Trace a model on an example.
 
@@ -133,6 +141,7 @@ def capture(
         args, kwargs: of its forward.
         axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
             None: trace for just the rows of the example.
+        commit: for buffers by name, what they are after a batch.
 
     Raises:
         PlanError: with the reason and the way out.
@@ -140,6 +149,7 @@ def capture(
     from torch.export.graph_signature import InputKind
 
     canonical = first_names(all_tensors(model))
+    commits = _commits(model, commit or {}, canonical)
     copy = shell(model)
     opened = _open_norms(copy)
     flat = _Flat(copy, args, kwargs, axes)
@@ -181,13 +191,35 @@ def capture(
         module, {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}}, norms
     )
     _refuse_views(model, written)
+    dependent = {sources.get(node.name) for node in dependents_of(module, placeholders.values(), norms)}
+    commits = {**dict.fromkeys(_of_instance_norms(module, sources), mean_by_rows), **commits}
+    unknown = sorted(name for name in written if ("buffer", name) in dependent and name not in commits)
+    raise_all(
+        "the forward writes what depends on the inputs into buffers, and what a whole batch leaves there is not known, for "
+        "a counter adds up and an average does not; say it, split(..., commit={name: fn}), with fp.models.mean_by_rows, "
+        "fp.models.sum_of_changes, or a function (old, written, rows) -> new of what each microbatch wrote, and its rows:",
+        [f"{name!r}" for name in unknown],
+    )
     refit(module, norms)
     results: Any = module.graph.output_node().args[0]
     outputs = tuple(
         ("value", result.name) if isinstance(result, fx.Node) else ("constant", result) for result in results
     )
     evaluation = not any(layer.training for layer in model.modules())
-    return Captured(module, sources, consts, outputs, signature, written, evaluation)
+    return Captured(module, sources, consts, outputs, signature, written, evaluation, commits)
+
+
+def _commits(
+    model: nn.Module, commit: Mapping[str, CommitBuffer], canonical: Mapping[str, str]
+) -> dict[str, CommitBuffer]:
+    """What the caller says of buffers, by their first names. Raises PlanError."""
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    faults = [f"{name!r} is no buffer of it{similar(name, buffers)}" for name in commit if name not in buffers]
+    faults += [
+        f"{name!r}: got a {type(fn).__name__}, not a function" for name, fn in commit.items() if not callable(fn)
+    ]
+    raise_all(f"commit has functions (old, written, rows) -> new for buffers of {type(model).__name__}:", faults)
+    return {canonical[name]: fn for name, fn in commit.items()}
 
 
 def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
@@ -233,6 +265,16 @@ def _norms(
         norms[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
     raise_all("the running statistics of the model cannot be deferred:", faults)
     return norms
+
+
+def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The buffers that only instance norms write: averages over rows."""
+    writers: dict[str, set[bool]] = {}
+    for node, root in writes_of(module):
+        kind, name = sources.get(root.name, ("", ""))
+        if kind == "buffer":
+            writers.setdefault(name, set()).add(node.target is torch.ops.aten.instance_norm.default)
+    return [name for name, kinds in writers.items() if kinds == {True}]
 
 
 def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:

@@ -192,7 +192,7 @@ def _part(
         _title(cutter, stage),
         stash=fn.stash,
         pop=tuple(edge.name for edge in received if edge.skip),
-        commit=CommitGraph(norms, fn.writes) if norms or fn.writes else None,
+        commit=CommitGraph(norms, fn.writes, captured.commits) if norms or fn.writes else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -89,6 +89,32 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
                 (node, roots[table[root]]) for _, root in writes_of(body, apart) if isinstance(table.get(root), fx.Node)
             ]
     return writes
+
+
+_WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Operations that run one function as it is; others choose one by a number, so all that they write depends on it."""
+
+
+def dependents_of(module: fx.GraphModule, sources: Collection[fx.Node], apart: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes whose numbers depend on some, by data and by writes in place, or on random draws."""
+    roots, writes = roots_of(module), writes_of(module, apart)
+    found = set(sources)
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, fx.Node) and (node in found or roots[node] in found)
+
+    for node in module.graph.nodes:
+        op = op_of(module, node)
+        drawn = op is not None and torch.Tag.nondeterministic_seeded in op.tags
+        if not (drawn or any(map(is_found, node.all_input_nodes))):
+            continue
+        written = [root for writer, root in writes if writer is node]
+        if str(node.target) in _WRAPPERS:
+            for body, table in regions_of(module, node):
+                inner = dependents_of(body, [inside for inside, outside in table.items() if is_found(outside)], apart)
+                written = [roots[table[root]] for _, root in writes_of(body, apart) if root in inner and root in table]
+        found |= {node, *written}
+    return found
 
 
 def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:

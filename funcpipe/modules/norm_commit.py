@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,8 @@ class CommitLayers:
     """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
 
     State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
-    ``deferred`` those of all microbatches make one update; without, every call of a layer makes its own, in their
-    order, as plain batch norm does.
+    ``deferred`` those of all microbatches make one update for each call of the layer in a forward, in the order of the
+    calls; without, every call in every microbatch makes its own, as plain batch norm does.
     """
 
     def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
@@ -75,10 +76,10 @@ class CommitLayers:
         for path, names in self.norms.items():
             norms: list[NormStats] = [each[path] for each in stats if path in each and each[path].moments]
             if norms:
-                seen = _Seen.of(norms, names, state)
+                seen = _Seen.of(norms, names, state, deferred=self.deferred)
                 alike.setdefault(path if seen.momentum is None else seen.kind(), []).append(seen)
         for layers in alike.values():
-            new.update(_committed(layers, deferred=self.deferred))
+            new.update(_committed(layers))
         return new
 
 
@@ -86,46 +87,54 @@ class _Seen(NamedTuple):
     """What one layer saw in a batch.
 
     Attributes:
-        calls: the statistics of its calls, in their order.
+        updates: the statistics of each update, in the order in which they are made.
         momentum: of the running averages; None: the plain average of all batches.
         state: of the layer, before the batch.
         keys: for each name in it that of the buffer.
     """
 
-    calls: list[Moments]
+    updates: list[list[Moments]]
     momentum: float | None
     state: dict[str, Tensor]
     keys: dict[str, str]
 
     @classmethod
-    def of(cls, norms: Sequence[NormStats], names: Running, state: Mapping[str, Tensor]) -> _Seen:
+    def of(cls, norms: Sequence[NormStats], names: Running, state: Mapping[str, Tensor], *, deferred: bool) -> _Seen:
         """What the layer saw whose buffers have these names."""
         tracked = names.tracked if norms[-1].counted else None
         named = dict(zip((*_RUNNING, _TRACKED), (names.mean, names.var, tracked), strict=True))
         keys = {name: key for name, key in named.items() if key is not None and key in state}
-        calls = [call for norm in norms for call in norm.moments]
-        return cls(calls, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys)
+        if deferred:  # the n-th calls of all microbatches are one update
+            columns = zip_longest(*(norm.moments for norm in norms))
+            updates = [[call for call in column if call is not None] for column in columns]
+        else:
+            updates = [[call] for norm in norms for call in norm.moments]
+        return cls(updates, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys)
 
     def kind(self) -> Any:
         """Layers for which this is equal are committed together: all but their numbers is the same."""
-        calls = [(size, mean.dtype, var.dtype) for size, mean, var in self.calls]
-        return self.momentum, *calls, *[(name, value.dtype, value.device) for name, value in self.state.items()]
+        calls = [(size, mean.dtype, var.dtype) for update in self.updates for size, mean, var in update]
+        return (
+            self.momentum,
+            *map(len, self.updates),
+            *calls,
+            *[(name, value.dtype, value.device) for name, value in self.state.items()],
+        )
 
 
-def _committed(layers: Sequence[_Seen], *, deferred: bool) -> dict[str, Tensor]:
+def _committed(layers: Sequence[_Seen]) -> dict[str, Tensor]:
     """The buffers of layers of one kind after a batch, as if they were one: what is small costs by the operation."""
     first = layers[0]
-    sizes, count = [call.size for call in first.calls], len(first.calls)
-    calls = [layer.calls[place] for place in range(count) for layer in layers]
-    means = torch.cat([call.mean for call in calls]).view(count, -1)
-    variances = torch.cat([call.var for call in calls]).view(count, -1)
     joined = {name: torch.cat([layer.state[name] for layer in layers]) for name in _RUNNING}
     state = {**first.state, **joined}  # with how often the first was updated: who asks for that has no other beside it
-    updates = [slice(None)] if deferred else [slice(place, place + 1) for place in range(count)]
-    for update in updates:
-        _, mean, var = merge_rows(sizes[update], means[update], variances[update])
+    for number, update in enumerate(first.updates):
+        calls = [layer.updates[number][place] for place in range(len(update)) for layer in layers]
+        means = torch.cat([call.mean for call in calls]).view(len(update), -1)
+        variances = torch.cat([call.var for call in calls]).view(len(update), -1)
+        _, mean, var = merge_rows([call.size for call in update], means, variances)
         state = updated(state, mean, var, first.momentum)
-    new = {layer.keys[_TRACKED]: layer.state[_TRACKED] + len(updates) for layer in layers if _TRACKED in layer.keys}
+    counted = [layer for layer in layers if _TRACKED in layer.keys]
+    new = {layer.keys[_TRACKED]: layer.state[_TRACKED] + len(first.updates) for layer in counted}
     widths = [len(layer.state[_RUNNING[0]]) for layer in layers]
     for name in _RUNNING:
         parts: Any = torch.split_with_sizes_copy(state[name], widths)  # views would share a version

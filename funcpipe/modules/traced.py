@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,35 +248,67 @@ class BoundGraph:
         self.params = {}
 
 
-class CommitGraph:
-    """The commit of a traced stage: batch norm layers as always, other buffers as one update by the whole batch.
+CommitBuffer = Callable[[Tensor, tuple[Tensor, ...], tuple[int, ...]], Tensor]
+"""``(old, written, rows) -> new`` of a buffer: what it was, what each microbatch wrote, and how many rows that had."""
 
-    A buffer that the forward writes (a counter, an average) was written by each microbatch from the same old state. The
-    new one is the mean of what they wrote, each by its rows, which for averages over rows is one update by the whole
-    batch; of whole numbers the last.
+
+def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """What averages over rows are after a batch: the mean of what the microbatches wrote, each by its rows.
+
+    For ``split(commit={name: fn})``.
+
+    >>> mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
+    tensor([2.])
+    """
+    parts = [value.to(wide(value)) * (count / sum(rows)) for value, count in zip(written, rows, strict=True)]
+    return torch.stack(parts).sum(0).to(old.dtype)
+
+
+def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """What counters are after a batch: the old number, and what each microbatch added to it.
+
+    For ``split(commit={name: fn})``.
+
+    >>> sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
+    tensor([8])
+    """
+    return old + torch.stack([value - old for value in written]).sum(0).to(old.dtype)
+
+
+class CommitGraph:
+    """The commit of a traced stage: batch norm layers as always, and the other buffers that its forward writes.
+
+    Every microbatch wrote them from the same old state. What does not depend on the inputs all wrote alike; for others
+    ``commits`` has a function each.
     """
 
-    def __init__(self, norms: Mapping[str, Running], written: Sequence[str]) -> None:
+    def __init__(
+        self, norms: Mapping[str, Running], written: Sequence[str], commits: Mapping[str, CommitBuffer]
+    ) -> None:
         self.norms, self.written = CommitLayers(norms), tuple(written)
+        self.commits = {name: commits[name] for name in written if name in commits}
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """The buffers after one batch."""
+        """The buffers after one batch. Raises PlanError where a function gives another kind of tensor."""
         collected = [entry for entry in stats if entry]
         if not collected:
             return state
         new = self.norms(state, tuple(entry["norms"] for entry in collected))
-        total = sum(entry["rows"] for entry in collected)
+        rows = tuple(entry["rows"] for entry in collected)
         for name in self.written:
-            values = [entry["written"][name] for entry in collected]
-            if values[0].is_floating_point():
-                parts = [
-                    value.to(wide(value)) * (entry["rows"] / total)
-                    for value, entry in zip(values, collected, strict=True)
-                ]
-                new[name] = torch.stack(parts).sum(0).to(values[0].dtype)
-            else:
-                new[name] = values[-1]
+            values = tuple(entry["written"][name] for entry in collected)
+            commit, old = self.commits.get(name), state[name]
+            new[name] = values[0] if commit is None else commit(old, values, rows)
+            made: Any = new[name]
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
+                raise PlanError(
+                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer is a tensor{_form(old)}; let it return such a tensor"
+                )
         return new
+
+
+def _form(value: Any) -> str:
+    return f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
 
 
 def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:

@@ -85,13 +85,12 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
     def refuse(call: NormCall) -> Any:
         refuse_writes(who, [name for name, buffer in buffers.items() if id(buffer) in call.tensors])
 
-    before = _bits(buffers)
+    before = _kept(buffers)
     with Hearing({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
         result = forward()
     if before is None:
         return result, False
-    after = _bits(buffers) or before
-    refuse_writes(who, [name for name, old, new in zip(buffers, before, after, strict=True) if old != new])
+    refuse_writes(who, [name for name, old in before.items() if not _is_as_before(buffers[name], old)])
     return result, True
 
 
@@ -101,8 +100,9 @@ def refuse_writes(who: str, names: Sequence[str]) -> None:
         raise PlanError(
             f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
             "matter; only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. "
-            "Make it a function stage that returns its statistics in Out(stats=...) and folds them in commit=... "
-            "(fp.models.batch_norm is one), or put the layer in evaluation mode"
+            "Trace it, fp.split(model, ..., example=...), which takes writes that do not depend on the inputs, and others "
+            "with commit=; make it a function stage that returns its statistics in Out(stats=...) and folds them in "
+            "commit=... (fp.models.batch_norm is one); or put the layer in evaluation mode"
         )
 
 
@@ -116,21 +116,29 @@ def has_numbers(tensor: Tensor) -> bool:
     return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
 
 
-def _bits(buffers: Mapping[str, Tensor]) -> list[int] | None:
-    """For each buffer a number that a write changes; None where it cannot be computed."""
+def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+    """For each buffer what tells whether it was written to; None where nothing can."""
     if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None
     if all(map(has_numbers, buffers.values())):
-        return [_sum(buffer) for buffer in buffers.values()]
+        return {name: buffer.detach().clone() for name, buffer in buffers.items() if _is_plain(buffer)}
     if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):  # while a stage is compiled
-        return [was_written(buffer) for buffer in buffers.values()]
+        return {name: was_written(buffer) for name, buffer in buffers.items()}
     return None
 
 
-def _sum(buffer: Tensor) -> int:
-    """The sum of a buffer's bits as integers, as NaN equals nothing; 0 for a buffer that is no plain tensor."""
-    if type(buffer) not in (Tensor, nn.Parameter) or buffer.layout is not torch.strided or buffer.is_quantized:
-        return 0
+def _is_as_before(buffer: Tensor, kept: Any) -> bool:
+    """Has a buffer the bits that it had; NaN equals nothing, so numbers are compared as integers."""
+    if not isinstance(kept, Tensor):
+        return was_written(buffer) == kept
+    return torch.equal(_as_integers(buffer), _as_integers(kept))
+
+
+def _as_integers(buffer: Tensor) -> Tensor:
     flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
-    return int(flat.view(dtype).sum(dtype=torch.int64))
+    return flat.view(dtype)
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    return type(buffer) in (Tensor, nn.Parameter) and buffer.layout is torch.strided and not buffer.is_quantized

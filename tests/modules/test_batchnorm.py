@@ -286,7 +286,8 @@ def test_layers_of_one_kind_are_committed_together_as_each_alone(deferred):
         names = [name for name in state if name.startswith(f"{path}.")]
         calls = [call for each in stats for call in each[path].moments]
         alone = {name.removeprefix(f"{path}."): state[name] for name in names}
-        for update in [[calls]] if deferred else [[[call]] for call in calls]:
+        columns = [[[call] for call in column] for column in zip(*(each[path].moments for each in stats), strict=True)]
+        for update in columns if deferred else [[[call]] for call in calls]:
             alone = fp.models.batch_norm.commit(alone, update, momentum=stats[0][path].momentum)
         for name in names:
             torch.testing.assert_close(new[name], alone[name.removeprefix(f"{path}.")], rtol=1e-7, atol=0, msg=name)
