@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -104,7 +104,6 @@ class StageFacts:
 
     Attributes:
         draws: in which modes (training or not) it drew random numbers.
-        looked: for each kind of input whose first graph was looked at: does the stage use the reentrant checkpoint.
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
         late: did the plan's loss behind it give weights that nobody knew before.
@@ -112,7 +111,6 @@ class StageFacts:
     """
 
     draws: set[bool] = field(default_factory=set)
-    looked: dict[Hashable, bool] = field(default_factory=dict)
     kept: set[bool] = field(default_factory=set)
     foreign: list[Any] = field(default_factory=list)
     late: bool = False

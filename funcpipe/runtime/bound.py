@@ -243,6 +243,10 @@ class Program(Protocol):
         keys: Keys,
         loss: Callable[..., Any] | None,
         shares: Shares | None,
+        guard: bool = False,
     ) -> Bound:
-        """Bind a stage for one run. Raises PlanError where parameters or state do not fit."""
+        """Bind a stage for one run; with ``guard`` writes into its parameters go into copies.
+
+        Raises PlanError where parameters or state do not fit.
+        """
         ...

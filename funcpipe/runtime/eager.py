@@ -6,7 +6,7 @@ is safe; nothing of the caller's is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
 from operator import is_
@@ -35,7 +35,7 @@ from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
 from funcpipe.runtime.drawing import noting_means
 from funcpipe.runtime.explain import explain
-from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
+from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
 from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
@@ -62,6 +62,7 @@ class EagerBound:
         keys: Keys,
         loss: Callable[..., Any] | None = None,
         shares: Shares | None = None,
+        guard: bool = False,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
@@ -72,11 +73,11 @@ class EagerBound:
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.leaves, self.spec = flatten(params)
-        # Numbers may be written to without torch's count of versions (``.data``). The first run finds out, with copies
-        # that are made when that happens.
-        self.guarded = train not in stage.seen.kept
-        self.memory = [guarded(leaf) for leaf in self.leaves] if self.guarded else self.leaves
-        self.watched = [self.leaves, self.memory] if self.guarded else [self.leaves]
+        # A stage may write into its parameters, also without torch's count of versions (``.data``). With a guard it writes
+        # into copies, which take memory when that happens. A stage that runs for the first time has one anyway.
+        guard = guard or train not in stage.seen.kept
+        self.memory = [guarded(leaf) for leaf in self.leaves] if guard else self.leaves
+        self.watched = [self.leaves, self.memory] if guard else [self.leaves]
         self.versions = [versions(leaves) for leaves in self.watched]
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
@@ -146,29 +147,24 @@ class EagerBound:
         return out
 
     def _look(self, args: StageArgs, residual: EagerResidual) -> None:
-        """Look once at what a forward made: nothing foreign is in its graph, and nothing of the params was replaced."""
-        seen, key = self.stage.seen, (self.train, args.x.spec)
-        self.looked = key in seen.looked
-        if self.looked:
-            self.reentrant = seen.looked[key]
-            return
+        """Look at the first graph of each run: nothing foreign is in it, and nothing of the params was replaced."""
         refuse_rebinding(self.params, self.spec, self.aliases)
         if not self.sums.begun:
             refuse_backward(alias.grad for alias in self.inputs)
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
-        nodes = list(nodes_of(roots))  # not the loss's: a critic there that others train is no mistake
-        leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
-        leaves += [root for root in roots if root.is_leaf]
         borders = (residual.x, *(leaves_of_skip for _, leaves_of_skip in residual.skips))
         of_the_run = {*map(id, self.aliases), *(id(leaf) for border in borders for leaf in border.values())}
-        self.looked = refuse_foreign(self.stage, [leaf for leaf in leaves if id(leaf) not in of_the_run])
+        visited: set[Any] = set()
+        nodes = list(nodes_of(roots, visited))
+        foreign = _leaves_of(nodes, roots, of_the_run)
+        if foreign:
+            refuse_foreign(self.stage, self.fn, foreign)
         if residual.loss is not None:
-            nodes = list(nodes_of([residual.loss.sum, *roots]))
-            refuse_around(nodes, self.leaves)
+            around = list(nodes_of([residual.loss.sum], visited))
+            refuse_in_loss(_leaves_of(around, [residual.loss.sum], of_the_run), self.leaves)
         self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        if self.looked:
-            seen.looked[key] = self.reentrant
+        self.looked = not foreign  # a leaf that a forward made itself is another one in the next
 
     def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
         """`evaluate` where a mean counts by its rows: refuses a mean that is seen to be of something else."""
@@ -396,3 +392,10 @@ class EagerBound:
         self.inputs, self.aliases, self.leaves, self.memory, self.watched, self.state_leaves = [], [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
+
+
+def _leaves_of(nodes: Sequence[Any], roots: Sequence[Tensor], known: Collection[int]) -> list[Tensor]:
+    """The leaves of a graph that are not known (by ids)."""
+    leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+    leaves += [root for root in roots if root.is_leaf and root.requires_grad]
+    return [leaf for leaf in leaves if id(leaf) not in known]

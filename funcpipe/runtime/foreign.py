@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.runtime.reached import Reached
 
 
-def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
+def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
     """Refuse tensors that require gradients and are not in the stage's params: a run gives them no gradient.
 
-    A leaf that the function makes itself (to differentiate by it) is another one in each call, so one that is not among
-    what the function closes over is refused at the second call that computes with it.
-
-    Returns:
-        True where all is settled; False where the next graph must be checked too.
+    Refused is what the function closes over, what the stage's copy of a module has in its attributes, and what a graph
+    before had, too. Else the function made the leaf itself, to differentiate by it, and makes another one in each call.
 
     Raises:
         PlanError: it names them.
     """
-    if not foreign:
-        return True
-    names = {id(value): name for name, value in Reached(stage).found.items()}
+    names = {id(value): name for name, value in Reached(stage).found.items()} | hidden_in(getattr(fn, "module", None))
     refs = stage.seen.foreign
     earlier = [ref() for ref in refs]
     faults = [
@@ -37,12 +32,36 @@ def refuse_foreign(stage: Stage, foreign: Sequence[Tensor]) -> bool:
     ]
     raise_all(
         "the stage computes with tensors that require gradients and are not in its params, so nobody would "
-        "train them; hand them in as params (a module: stage, params, state = fp.from_module(net), or "
-        "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
+        "train them; hand them in as params (a module: stage, params, state = fp.from_module(net), its layers in an "
+        "nn.ModuleList, its tensors as nn.Parameter; or torch.func.functional_call(net, params, x) in the stage), or use "
+        "them detached:",
         faults,
     )
     refs[:] = map(weakref.ref, foreign)
-    return bool(earlier)
+
+
+def hidden_in(module: nn.Module | None) -> dict[int, str]:
+    """The tensors that a module keeps in plain attributes, also inside of containers and modules there, by id."""
+    found: dict[int, str] = {}
+
+    def visit(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), name)
+        elif isinstance(value, nn.Module):
+            for path, parameter in value.named_parameters():
+                found.setdefault(id(parameter), f"{name}.{path}")
+        elif isinstance(value, Mapping) and depth:
+            for key, entry in cast("Mapping[Any, Any]", value).items():
+                visit(f"{name}[{key!r}]", entry, depth - 1)
+        elif isinstance(value, (list, tuple, set)) and depth:
+            for number, entry in enumerate(cast("Sequence[Any]", value)):
+                visit(f"{name}[{number}]", entry, depth - 1)
+
+    for path, layer in module.named_modules() if module is not None else ():
+        for key, value in vars(layer).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                visit(f"{path}.{key}".lstrip("."), value, 4)
+    return found
 
 
 def refuse_backward(gradients: Iterable[Tensor | None]) -> None:
@@ -54,14 +73,25 @@ def refuse_backward(gradients: Iterable[Tensor | None]) -> None:
         )
 
 
-def refuse_around(nodes: Iterable[Any], leaves: Iterable[Any]) -> None:
-    """Refuse a loss that closes over the caller's parameters: the run trains them, but gives them no gradient this way.
+def refuse_in_loss(foreign: Sequence[Tensor], leaves: Iterable[Any]) -> None:
+    """Refuse a loss with trainable tensors of its own, and one that takes the parameters from around it.
 
-    ``nodes`` are of the loss's graph, ``leaves`` the parameters as they were given. Raises PlanError.
+    A run gives neither a gradient. ``foreign`` are leaves of the loss's graph, ``leaves`` the parameters as they were given.
+    A leaf that the loss makes itself, to differentiate by it, is no parameter.
+
+    Raises:
+        PlanError: it says what to do.
     """
     param_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    if any(id(getattr(node, "variable", None)) in param_ids for node in nodes):
+    if any(id(leaf) in param_ids for leaf in foreign):
         raise PlanError(
             "the loss computes with parameters themselves, taken from around it, and no gradient goes there; a term of "
             "parameters belongs into their stage, fp.Out(y, loss=(term, 1.0)), or into the optimizer (weight_decay=)"
         )
+    kept = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter)]
+    raise_all(
+        "the loss computes with parameters of its own, which a run gives no gradient. To train them, make the part of the "
+        "loss that has them the end of the last stage. A critic that others train is frozen meanwhile: "
+        "critic.requires_grad_(False), or torch.func.functional_call of detached parameters:",
+        [f"a parameter, {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in kept],
+    )

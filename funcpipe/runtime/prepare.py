@@ -230,7 +230,8 @@ def preparing(
         for params_of_stage in spread.values():
             params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
         bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
-        bounds = _bind(plan, here, bindable, states, trained, Keys(seed, plan.stages, first), shares, checks)
+        keys, guard = Keys(seed, plan.stages, first), options.optimizer is None  # a step writes into parameters
+        bounds = _bind(plan, here, bindable, states, trained, keys, shares, checks, guard=guard)
         program = program_for(plan, cut.num_microbatches, halves=halves)
         used = "used" in checks
         return Prepared(
@@ -310,6 +311,8 @@ def _bind(
     keys: Keys,
     shares: Shares,
     checks: set[str],
+    *,
+    guard: bool,
 ) -> dict[int, Bound]:
     """Bind every stage that is here to its parameters and state."""
     bounds: dict[int, Bound] = {}
@@ -317,7 +320,7 @@ def _bind(
         part, params, state = plan.stages[index], trees[index], states[index]
         loss = plan.loss if index == plan.num_stages - 1 else None
         options: dict[str, Any] = {"trainable": trained[index], "train": plan.train, "keys": keys}
-        options["backwards"] = plan.schedule.has_backward
+        options |= {"backwards": plan.schedule.has_backward, "guard": guard}
         try:
             bound = _program(part)(part, index, params, state, loss=loss, shares=shares, **options)
         except PlanError as error:

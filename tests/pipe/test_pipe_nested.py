@@ -99,7 +99,7 @@ def test_a_pipe_in_a_stage_is_the_plain_sequential():
 
 
 def test_a_pipe_in_the_loss_of_a_plan():
-    critic = piped(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), balance=[1, 1])
+    critic = piped(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double().requires_grad_(False), balance=[1, 1])
     stage, params, _ = fp.from_module(net())
     plan = fp.make_plan(
         [stage], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: critic(y).square().mean(), devices="cpu"

@@ -1,0 +1,148 @@
+"""What a run refuses it refuses in every run, before any number is used, and nothing of the caller's changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcpipe as fp
+
+
+def plan_of(stages, loss=F.mse_loss, microbatches=2, **options):
+    schedule = fp.schedules.one_f_one_b(len(stages), microbatches)
+    return fp.make_plan(stages, schedule, loss=loss, devices="cpu", **options)
+
+
+class InAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.blocks = nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+    def forward(self, x):
+        return self.blocks[0](self.linear(x))
+
+
+class InADict(InAList):
+    def __init__(self):
+        super().__init__()
+        self.table = {"scales": [torch.ones(4, requires_grad=True)]}
+
+    def forward(self, x):
+        return self.linear(x) * self.table["scales"][0]
+
+
+class AsAnAttribute(InAList):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(4, requires_grad=True)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("kind", "name"), [(InAList, "blocks"), (InADict, "table"), (AsAnAttribute, "scale")])
+def test_trainable_tensors_that_a_module_hides_are_refused_in_every_run(kind, name, microbatches):
+    x = torch.randn(8, 4)
+    stage, params, _ = fp.from_module(kind(), name="hidden")
+    for _ in range(3):
+        with pytest.raises(fp.PlanError, match=rf"(?s)nobody would train them.*{name}.*: float32 \[4"):
+            fp.run(plan_of([stage], microbatches=microbatches), (params,), (x, x))
+    split = fp.split(nn.Sequential(kind(), nn.Linear(4, 4)), 2)
+    for _ in range(3):
+        with pytest.raises(fp.PlanError, match="nobody would train them"):
+            fp.run(plan_of(split.stages, microbatches=microbatches), split.params, (x, x))
+
+
+def test_a_closure_that_is_used_from_a_later_run_on_is_refused_then():
+    weight, runs = torch.ones(4, requires_grad=True), [0]
+    stage = fp.stage(lambda p, x: x @ p * (weight if runs[0] > 1 else 1.0))
+    params, x = (torch.eye(4),), torch.randn(8, 4)
+    for runs[0] in (0, 1):
+        fp.run(plan_of([stage]), params, (x, x), trainable=True)
+    for runs[0] in (2, 3):
+        with pytest.raises(fp.PlanError, match=r"(?s)nobody would train them.*weight: float32 \[4\]"):
+            fp.run(plan_of([stage]), params, (x, x), trainable=True)
+
+
+def test_leaves_that_a_forward_makes_itself_are_fine():
+    def slope(params, x):
+        leaf = x.detach().requires_grad_()
+        (inner,) = torch.autograd.grad((leaf @ params).square().sum(), leaf, create_graph=True)
+        return inner
+
+    for _ in range(2):
+        fp.run(plan_of([fp.stage(slope)], microbatches=3), (torch.eye(4),), (torch.randn(9, 4),) * 2, trainable=True)
+
+
+# -- parameters of the loss --------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, inside):
+        super().__init__()
+        self.inside, self.k = inside, nn.Parameter(torch.ones(()))
+
+    def forward(self, y, t):
+        return F.mse_loss(y * self.k, t) if self.inside else F.mse_loss(y, t) + self.k**2
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_with_parameters_of_its_own_is_refused_in_every_run(inside, wrapped, marked):
+    own = Scaled(inside=inside)
+    loss = (lambda y, t: own(y, t)) if wrapped else own
+    params, x = ({"w": torch.randn(4, 4, requires_grad=marked)},), torch.randn(8, 4)
+    stage = fp.stage(lambda p, x: x @ p["w"])
+    for _ in range(2):
+        with pytest.raises(fp.PlanError, match="the loss computes with parameters of its own"):
+            fp.run(plan_of([stage], loss), params, (x, x))
+    assert own.k.grad is None
+    own.requires_grad_(False)
+    fp.run(plan_of([stage], loss), params, (x, x))
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+WRITES = {
+    "in place": lambda w: w.detach().mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "numpy": lambda w: w.detach().numpy().__imul__(2),
+    "storage": lambda w: w.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_into_parameters_is_refused_in_every_run_and_changes_nothing(name):
+    runs = [0]
+
+    def writes(params, x):
+        if runs[0] > 1:
+            WRITES[name](params["w"])
+        return x @ params["w"]
+
+    params, x = ({"w": torch.eye(2)},), torch.ones(2, 2)
+    stage = fp.stage(writes)
+    for runs[0] in (0, 1):
+        fp.run(plan_of([stage], microbatches=1), params, (x, x), trainable=True)
+    for runs[0] in (2, 3):
+        with pytest.raises(fp.PlanError, match=r"wrote into its parameters(.|\n)*params\[0\]\['w'\]"):
+            fp.run(plan_of([stage], microbatches=1), params, (x, x), trainable=True)
+        assert torch.equal(params[0]["w"], torch.eye(2))
+
+
+def test_an_optimizer_steps_the_callers_parameters_after_a_run():
+    """The copies that guard parameters end with the run."""
+    params, x = ({"w": torch.eye(2)},), torch.ones(4, 2)
+    optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+    address = params[0]["w"].data_ptr()
+    for _ in range(2):
+        fp.step(
+            optimizer, params, fp.run(plan_of([fp.stage(lambda p, x: x @ p["w"])]), params, (x, 2 * x), trainable=True)
+        )
+    assert address == params[0]["w"].data_ptr()
+    assert not torch.equal(params[0]["w"], torch.eye(2))
