@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.compiled.cut import is_view
-from funcpipe.compiled.joint import tracing
+from funcpipe.core.tracing import tracing
 from funcpipe.runtime.context import no_autocast
 from funcpipe.runtime.device_graph import Recorded, Unrecordable
 from funcpipe.runtime.stream import Place

@@ -15,12 +15,13 @@ from funcpipe.compiled.bound import CompiledBound
 from funcpipe.compiled.channels_last import channels_last
 from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.inductor import inductor
-from funcpipe.compiled.joint import trace, tracing
+from funcpipe.compiled.joint import trace
 from funcpipe.compiled.programs import Programs
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.log import log
 from funcpipe.core.stage import Stage
+from funcpipe.core.tracing import tracing
 from funcpipe.core.tree import Tree, flatten, is_differentiable
 from funcpipe.core.words import size_of
 from funcpipe.runtime.border import Border

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from funcpipe.compiled.draws import DrawOp, Watch, draws
 from funcpipe.compiled.tidy import tidy
 from funcpipe.core.errors import TraceError
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
+from funcpipe.core.tracing import tracing
 from funcpipe.core.tree import Spec, flatten, unflatten
 from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.bound import StageArgs, StageOut
@@ -89,10 +89,6 @@ class Joint:
 def tensors(*trees: Sequence[Any]) -> list[Tensor]:
     """The tensors among some leaves."""
     return [leaf for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-tracing = threading.RLock()
-"""Held while programs are traced, written or built: fx keeps what it traces in the process, not in the thread."""
 
 
 def trace(bound: EagerBound, args: StageArgs) -> Joint:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from funcpipe.compiled.backend import Backend
 from funcpipe.compiled.cut import Cut, CutBackward, Part
-from funcpipe.compiled.joint import Joint, tracing
+from funcpipe.compiled.joint import Joint
 from funcpipe.compiled.recompute import memory_of
 from funcpipe.compiled.source import Code
 from funcpipe.core.shown import guarded
+from funcpipe.core.tracing import tracing
 from funcpipe.core.words import size_of
 
 _CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)

@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from funcpipe.compiled.backend import Backend, Kernel, laid_out, lies_as
 from funcpipe.compiled.binding import binding, path_of
 from funcpipe.compiled.cut import Part, gather, is_product, is_view, nodes_in, product
-from funcpipe.compiled.joint import NOT_GIVEN, tracing
+from funcpipe.compiled.joint import NOT_GIVEN
 from funcpipe.core.errors import TraceError
 from funcpipe.core.torch_names import HigherOrderOperator, OpOverload, schema
+from funcpipe.core.tracing import tracing
 from funcpipe.runtime.rng import twin_of
 
 EMPTIED = frozenset("KGL")

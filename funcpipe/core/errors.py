@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -180,8 +183,28 @@ def located(error: BaseException, where: Where) -> BaseException:
         return error
     new = _twin(error)
     _attach(new, where)
+    error.with_traceback(without_own_frames(error.__traceback__))  # not by assignment, which a frozen dataclass refuses
     new.__cause__ = error
     return new
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package; as it is if it has no others.
+
+    With ``FUNCPIPE_TRACEBACKS=full`` in the environment every frame stays.
+    """
+    others: list[TracebackType] = []
+    step = None if os.environ.get("FUNCPIPE_TRACEBACKS") == "full" else trace
+    while step is not None:
+        others += [] if step.tb_frame.f_code.co_filename.startswith(_PACKAGE) else [step]
+        step = step.tb_next
+    shorter: TracebackType | None = None
+    for step in reversed(others):
+        shorter = TracebackType(shorter, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return shorter or trace
 
 
 def at_batch(error: BaseException, where: Where) -> BaseException:

@@ -106,6 +106,7 @@ class StageFacts:
         draws: in which modes (training or not) it drew random numbers.
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
+        inputs: weak references to the inputs of the microbatch whose graph was looked at last.
         late: did the plan's loss behind it give weights that nobody knew before.
         settled: did a plan find the names that its function takes from around it as they were when it was made.
     """
@@ -113,6 +114,7 @@ class StageFacts:
     draws: set[bool] = field(default_factory=set)
     kept: set[bool] = field(default_factory=set)
     foreign: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
     late: bool = False
     settled: bool = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.log import log
 from funcpipe.core.progress import ProgressTo, Teller, telling
 from funcpipe.core.torch_names import has_gradient_hooks, hooks_of
+from funcpipe.core.tracing import tracing
 from funcpipe.core.tree import flatten
 from funcpipe.core.words import similar
 from funcpipe.cutting.example import row_axes, unmarked
@@ -116,7 +116,7 @@ def split(
             "Sequential, or a model of your own, write the stages as functions with a carry (fp.stage)"
         )
     if example is not None and layers is None:
-        with _tracing, telling("split", progress, unit="steps", total=4) as told:
+        with tracing, telling("split", progress, unit="steps", total=4) as told:
             made = _traced(model, cuts, example, ties, loss, any_rows, check, commit, told)
             return _told(model, "traced", made)
     if commit is not None:
@@ -139,10 +139,6 @@ def split(
 def _told(model: nn.Module, way: str, made: Split) -> Split:
     log.info("cut %s %s: %r", type(model).__name__, way, made)
     return made
-
-
-_tracing = threading.RLock()
-"""One trace at a time: export, and the checks around it, change state of the whole process for a while."""
 
 
 # -- where to cut ------------------------------------------------------------------------------------------------------

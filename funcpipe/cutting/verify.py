@@ -38,7 +38,6 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     Raises:
         PlanError: with every value that differs.
     """
-    module = shell(model) if train else shell(model).eval()
     canonical = first_names(all_tensors(model))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if canonical[name] == name}
     params = {name: param.detach().requires_grad_(param.requires_grad) for name, param in model.named_parameters()}
@@ -47,6 +46,8 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     axes = [guard.rows for guard in traced[0].signature.guards] if traced else row_axes(inputs)
     for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, axes))):
         before = {name: buffer.clone() for name, buffer in buffers.items()}
+        # A copy for each call: torch.func.functional_call leaves some tied parameters of a module used twice apart.
+        module = shell(model) if train else shell(model).eval()
         try:
             expected = _eager(module, params, buffers, x, split.loss)
         except Exception as error:

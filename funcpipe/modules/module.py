@@ -323,6 +323,9 @@ class ModuleCopy:
                     elif tensor is not None:
                         self.absent.append((table, local, tensor, alias))
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
+        layers = list(self.module.modules())
+        tables = [table for layer in layers for table in (parameters_of(layer), buffers_of(layer))]
+        self.tables = [(table, [*table]) for table in tables]  # a parametrization that comes and goes moves tensors
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -407,7 +410,7 @@ class ModuleCopy:
 
     def _unchanged(self) -> bool:
         ignored = {"training", FLAT_WEIGHTS}
-        return all(
+        return all([*table] == names for table, names in self.tables) and all(
             current.keys() == initial.keys()
             and all(current[key] is initial[key] for key in initial if key not in ignored)
             for current, initial in self.attributes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import raise_all
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.tree import (
     Spec,
     Tree,
@@ -64,6 +64,11 @@ def dense(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not _strided:
         return tensor.to_dense()
+    if tensor.is_nested:
+        raise PlanError(
+            "a stage returned a nested tensor, which cannot be handed on; pad it: torch.nested.to_padded_tensor(y, 0.0). "
+            "nn.TransformerEncoder makes one in evaluation where it gets a padding mask: give it enable_nested_tensor=False"
+        )
     if tensor.storage_offset() == 0 and (tensor.is_contiguous() or fills(tensor)):
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)

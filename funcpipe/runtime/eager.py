@@ -6,6 +6,7 @@ is safe; nothing of the caller's is touched.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -67,6 +68,7 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
+        self.looked_once = False
         self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
         # What waits for W is the same for all microbatches and slices, else sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
@@ -77,8 +79,7 @@ class EagerBound:
         # into copies, which take memory when that happens. A stage that runs for the first time has one anyway.
         guard = guard or train not in stage.seen.kept
         self.memory = [guarded(leaf) for leaf in self.leaves] if guard else self.leaves
-        self.watched = [self.leaves, self.memory] if guard else [self.leaves]
-        self.versions = [versions(leaves) for leaves in self.watched]
+        self.versions = versions(self.leaves)
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
@@ -147,7 +148,10 @@ class EagerBound:
         return out
 
     def _look(self, args: StageArgs, residual: EagerResidual) -> None:
-        """Look at the first graph of each run: nothing foreign is in it, and nothing of the params was replaced."""
+        """Look at the first two graphs of each run: nothing foreign is in them, nothing of the params was replaced.
+
+        The second one shows what a stage kept of the first microbatch.
+        """
         refuse_rebinding(self.params, self.spec, self.aliases)
         if not self.sums.begun:
             refuse_backward(alias.grad for alias in self.inputs)
@@ -164,7 +168,9 @@ class EagerBound:
             around = list(nodes_of([residual.loss.sum], visited))
             refuse_in_loss(_leaves_of(around, [residual.loss.sum], of_the_run), self.leaves)
         self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        self.looked = not foreign  # a leaf that a forward made itself is another one in the next
+        self.stage.seen.inputs = [weakref.ref(leaf) for border in borders for leaf in border.values()]
+        # A leaf that a forward made itself is another one in the next.
+        self.looked, self.looked_once = self.looked_once and not foreign, True
 
     def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
         """`evaluate` where a mean counts by its rows: refuses a mean that is seen to be of something else."""
@@ -340,7 +346,7 @@ class EagerBound:
 
     def rebase(self, state: Tree | None) -> None:
         """The parameters were stepped since they were bound; the aliases have their memory."""
-        self.versions = [versions(leaves) for leaves in self.watched]
+        self.versions = versions(self.leaves)
         if state is not None:
             raise_all("this is no tree of tensors:", self._take(state))
             self.fn.release()
@@ -371,15 +377,14 @@ class EagerBound:
 
     def written(self) -> list[int]:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        now, counts = flatten(self.params)[0], zip(self.versions, self.watched, strict=True)
-        moved = [[old != new for old, new in zip(before, versions(row), strict=True)] for before, row in counts]
-        rows = zip(*moved, self.aliases, now, self.memory, self.leaves, strict=False)
+        now, counts = flatten(self.params)[0], zip(self.versions, versions(self.leaves), strict=True)
+        rows = zip(counts, self.aliases, now, self.memory, self.leaves, strict=False)
         found = {number for twin in self.twins for number in twin.written()}
         return sorted(
             found.union(
                 number
-                for number, (*written, alias, leaf, kept, original) in enumerate(rows)
-                if any(written) or alias is not leaf or differ(kept, original)
+                for number, ((old, new), alias, leaf, kept, original) in enumerate(rows)
+                if old != new or alias is not leaf or differ(kept, original)
             )
         )
 
@@ -389,7 +394,7 @@ class EagerBound:
             twin.release()
         self.fn.release()
         self.sums.clear()
-        self.inputs, self.aliases, self.leaves, self.memory, self.watched, self.state_leaves = [], [], [], [], [], []
+        self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
 

@@ -22,6 +22,11 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
     Raises:
         PlanError: it names them.
     """
+    if any(leaf is ref() for ref in stage.seen.inputs for leaf in foreign):
+        raise PlanError(
+            "the stage computes with an input that it kept from an earlier microbatch, and no gradient goes back there, for "
+            "its backward may be over; keep it detached, or hand it on: as a skip, or as the carry of a slice"
+        )
     names = {id(value): name for name, value in Reached(stage).found.items()} | hidden_in(getattr(fn, "module", None))
     refs = stage.seen.foreign
     earlier = [ref() for ref in refs]

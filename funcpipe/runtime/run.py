@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from funcpipe.core.errors import StageError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
@@ -101,7 +102,10 @@ def run(
         optimizer=optimizer,
         max_norm=max_norm,
     )
-    return outside_of_graphs(_run)(plan, params, batch, executor, options)
+    try:
+        return outside_of_graphs(_run)(plan, params, batch, executor, options)
+    except StageError as error:  # its cause has the user's frames; those of the run say nothing
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _run(plan: Plan, params: Sequence[Tree], batch: Any, executor: ExecutorLike, options: RunOptions) -> Result:

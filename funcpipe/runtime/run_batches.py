@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from funcpipe.core.errors import PlanError
+from funcpipe.core.errors import PlanError, StageError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
@@ -106,7 +106,10 @@ def run_batches(
         optimizer=optimizer,
         max_norm=max_norm,
     )
-    return outside_of_graphs(_run_all)(plan, params, batches, feeds, scheduler, executor, options)
+    try:
+        return outside_of_graphs(_run_all)(plan, params, batches, feeds, scheduler, executor, options)
+    except StageError as error:  # its cause has the user's frames; those of the run say nothing
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _run_all(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcpipe.core.errors import Where, fail
+from funcpipe.core.errors import StageError, Where, fail
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, RunStats
 from funcpipe.core.schedule import Action, Kind, action_of
@@ -61,7 +61,10 @@ def run_sequential(
         threads_per_lane=threads_per_lane,
         check=check,
     )
-    return outside_of_graphs(_run)(plan, params, batch, options)
+    try:
+        return outside_of_graphs(_run)(plan, params, batch, options)
+    except StageError as error:  # its cause has the user's frames; those of the run say nothing
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:

@@ -146,3 +146,21 @@ def test_an_optimizer_steps_the_callers_parameters_after_a_run():
         )
     assert address == params[0]["w"].data_ptr()
     assert not torch.equal(params[0]["w"], torch.eye(2))
+
+
+def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
+    kept = []
+
+    def remembers(params, x):
+        y = torch.tanh(x @ params) + (kept[-1].mean() if kept else 0.0)
+        kept.append(x)
+        return y
+
+    first = fp.stage(lambda p, x: torch.tanh(x @ p))
+    for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.fill_drain(2, 4)):
+        kept.clear()
+        plan = fp.make_plan([first, fp.stage(remembers)], schedule, loss=F.mse_loss, devices="cpu")
+        params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
+        for _ in range(2):
+            with pytest.raises(fp.PlanError, match="an input that it kept from an earlier microbatch"):
+                fp.run(plan, params, (x, x), trainable=True)
