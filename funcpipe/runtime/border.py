@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
+from funcpipe.core.torch_names import version
 from funcpipe.core.tree import (
     Spec,
     Tree,
@@ -31,12 +32,23 @@ class Border:
 
     Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`.
     A border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
+    ``versions`` has for leaves without a graph how often they had been written to when their stage returned them: a stage
+    that hands on memory which it keeps may write there again.
     """
 
-    __slots__ = ("flags", "leaves", "spec", "words")
+    __slots__ = ("flags", "leaves", "spec", "versions", "words")
 
     def __init__(self, leaves: list[Any], spec: Spec, flags: Sequence[bool], words: Hashable = None) -> None:
         self.leaves, self.spec, self.flags, self.words = leaves, spec, flags, words
+        self.versions: list[tuple[int, int]] | None = None
+
+    def refuse_rewritten(self) -> None:
+        """Refuse leaves that were written to since their stage returned them. Raises PlanError."""
+        if self.versions and any(version(self.leaves[index]) != before for index, before in self.versions):
+            raise PlanError(
+                "a stage wrote into a tensor after it had handed it on, so its readers get the numbers of another microbatch; "
+                "return a tensor of its own for each microbatch: y.clone()"
+            )
 
     def tree(self) -> Tree:
         """The tree itself."""
@@ -109,6 +121,8 @@ _sharing = threading.Lock()
 
 def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]:
     """The tree that a stage gets, and its leaves that gradients are taken of, by number."""
+    if border.versions is not None:
+        border.refuse_rewritten()
     if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # most of the time
         tensor = border.leaves[0]
         if not (grad and border.flags[0]):
@@ -134,18 +148,25 @@ def close_border(tree: Tree, name: str, *, stays: bool = False) -> tuple[Border,
     """
     if isinstance(tree, Tensor):  # most of the time
         tensor = dense(tree)
-        return Border([tensor.detach()], LEAF, (tensor.requires_grad,)), [tensor]
+        border = Border([tensor.detach()], LEAF, (tensor.requires_grad,))
+        if not border.flags[0] and not tensor.is_inference():
+            border.versions = [(0, version(tensor))]
+        return border, [tensor]
     leaves, spec = flatten(tree)
     faults = refuse_hidden(tree, name, [] if stays else leaves, spec)
     raise_all("a stage returned what cannot be handed on:", faults)
     flags = [False] * len(leaves)
     graph = leaves[:]
+    border = Border(leaves, spec, flags)
+    border.versions = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             graph[index] = leaf = dense(leaf)
             flags[index] = leaf.requires_grad
             leaves[index] = leaf.detach()
-    return Border(leaves, spec, flags), graph
+            if not leaf.requires_grad and not leaf.is_inference():
+                border.versions.append((index, version(leaf)))
+    return border, graph
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -164,3 +164,27 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
         for _ in range(2):
             with pytest.raises(fp.PlanError, match="an input that it kept from an earlier microbatch"):
                 fp.run(plan, params, (x, x), trainable=True)
+
+
+@pytest.mark.parametrize("family", [fp.schedules.fill_drain, fp.schedules.one_f_one_b])
+def test_a_tensor_that_is_rewritten_after_it_was_handed_on_is_refused(family):
+    """Here a mask that the stage keeps; in a lane by itself the next microbatch always comes first."""
+    mask = torch.zeros(3, 4)
+
+    def first(params, x):
+        return x @ params, mask.copy_(x > 0)
+
+    stages = [fp.stage(first), fp.stage(lambda p, pair: (pair[0] * pair[1]) @ p)]
+    plan = fp.make_plan(stages, family(2, 4), loss=F.mse_loss, devices="cpu")
+    params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
+    for _ in range(2):
+        with pytest.raises(fp.PlanError, match="wrote into a tensor after it had handed it on"):
+            fp.run(plan, params, (x, x), trainable=True, executor="serial")
+
+
+def test_a_table_that_is_handed_on_unchanged_is_fine():
+    table = torch.ones(3, 4)
+    stages = [fp.stage(lambda p, x: (x @ p, table)), fp.stage(lambda p, pair: (pair[0] * pair[1].mul_(2)) @ p)]
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
+    params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
+    torch.testing.assert_close(fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x))
