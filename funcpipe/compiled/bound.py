@@ -17,7 +17,7 @@ from funcpipe.compiled.source import Code, laid_out
 from funcpipe.core.errors import TraceError
 from funcpipe.core.result import Loss
 from funcpipe.core.tree import Tree, unflatten
-from funcpipe.runtime.border import LEAF, Border, add_gradients, dense
+from funcpipe.runtime.border import LEAF, Border, add_gradients, dense, mark_memory_handed_on_twice
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, StageArgs, StageOut
 from funcpipe.runtime.cache_key import border_key, border_key_or_none, leaf_key, switches_key
 from funcpipe.runtime.context import no_autocast
@@ -110,6 +110,8 @@ class CompiledBound(EagerBound):
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
+        if stash or len(y.leaves) > 1:
+            mark_memory_handed_on_twice([y, *stash.values()])
         if self.guessed and programs.means and report.loss is not None and report.loss.weight is None:
             refuse_left_out(_means(programs.means, args))
         if program.gives is None:

@@ -172,7 +172,9 @@ class _TracedForward:
             return [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def border(old: Border) -> Border:
-            return Border(put(old.leaves), old.spec, old.flags)
+            new = Border(put(old.leaves), old.spec, old.flags)
+            new.shared = old.shared
+            return new
 
         params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
         x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.torch_names import version
+from funcpipe.core.torch_names import storage_number, version
 from funcpipe.core.tree import (
     Spec,
     Tree,
@@ -33,14 +33,16 @@ class Border:
     Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`.
     A border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
     ``versions`` has for leaves without a graph how often they had been written to when their stage returned them: a stage
-    that hands on memory which it keeps may write there again.
+    that hands on memory which it keeps may write there again. ``shared`` has the leaves whose memory their stage handed on
+    more than once: whoever writes into one in place would change the others, too, if there were no border.
     """
 
-    __slots__ = ("flags", "leaves", "spec", "versions", "words")
+    __slots__ = ("flags", "leaves", "shared", "spec", "versions", "words")
 
     def __init__(self, leaves: list[Any], spec: Spec, flags: Sequence[bool], words: Hashable = None) -> None:
         self.leaves, self.spec, self.flags, self.words = leaves, spec, flags, words
         self.versions: list[tuple[int, int]] | None = None
+        self.shared: Sequence[int] = ()
 
     def refuse_rewritten(self) -> None:
         """Refuse leaves that were written to since their stage returned them. Raises PlanError."""
@@ -57,7 +59,31 @@ class Border:
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Border:
         """The border with what ``fn`` makes of its tensors."""
         leaves = [fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return Border(leaves, self.spec, self.flags)
+        border = Border(leaves, self.spec, self.flags)
+        border.shared = self.shared
+        return border
+
+
+def mark_memory_handed_on_twice(borders: Sequence[Border]) -> None:
+    """Mark the leaves of a stage's output and skips that share memory."""
+    places: dict[int, list[tuple[Border, int]]] = {}
+    for border in borders:
+        for index, leaf in enumerate(border.leaves):
+            if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
+                places.setdefault(storage_number(leaf.untyped_storage()), []).append((border, index))
+    for found in places.values():
+        for border, index in found if len(found) > 1 else ():
+            border.shared = (*border.shared, index)
+
+
+def refuse_shared_writes(border: Border, opened: Sequence[Any]) -> None:
+    """Refuse in-place writes into leaves, as a stage got them, whose memory was handed on more than once."""
+    if any(version(opened[index]) for index in border.shared):
+        raise PlanError(
+            "the stage writes in place into a value whose memory the stage before handed on more than once, so numbers would "
+            "depend on the place of the cut: without it the others would change, too. Write into a copy (x = x.clone(), "
+            "inplace=False), or hand on copies"
+        )
 
 
 def given(tree: Tree) -> Border:

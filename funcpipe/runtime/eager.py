@@ -30,7 +30,15 @@ from funcpipe.core.tree import (
     unflatten,
 )
 from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
-from funcpipe.runtime.border import LEAF, Border, close_border, open_border, share
+from funcpipe.runtime.border import (
+    LEAF,
+    Border,
+    close_border,
+    mark_memory_handed_on_twice,
+    open_border,
+    refuse_shared_writes,
+    share,
+)
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
@@ -183,6 +191,7 @@ class EagerBound:
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
         x, x_leaves = open_border(args.x, grad=self.backwards)
+        shared = flatten(x)[0] if args.x.shared else ()
         skip_leaves: list[tuple[int, GradientLeaves]] = []
         try:
             returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
@@ -191,6 +200,8 @@ class EagerBound:
             skips = {name: skip.tree() for name, skip in zip(names, args.skips, strict=False)}
             explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.spec, self.leaves)})
             raise
+        if shared:
+            refuse_shared_writes(args.x, shared)
         if returned is None:
             raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
         side = None
@@ -210,6 +221,8 @@ class EagerBound:
         elif self.stage.stash:
             self._check_stash({})
         y, graph = close_border(returned, "y", stays=self.loss is not None)
+        if self.loss is None and (stash or len(y.leaves) > 1):
+            mark_memory_handed_on_twice([y, *stash.values()])
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not is_empty(stats):

@@ -188,3 +188,54 @@ def test_a_table_that_is_handed_on_unchanged_is_fine():
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
     params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
     torch.testing.assert_close(fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x))
+
+
+class Fork(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Joins(nn.Module):
+    def __init__(self, *, inplace, views=False):
+        super().__init__()
+        self.inplace, self.views, self.linear = inplace, views, nn.Linear(4, 4)
+
+    def forward(self, pair):
+        trunk, skip = pair
+        return self.linear(F.relu(trunk, inplace=self.inplace)) + skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+def test_numbers_do_not_depend_on_a_cut_between_two_hands_and_an_in_place_layer(views, compiled):
+    """In plain torch the skip is changed as well; cut there it would not be."""
+    x = torch.randn(8, 4)
+    for inplace in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), Fork(), Joins(inplace=inplace))
+        if views:
+            model[1].forward = lambda x: (x, x.view(-1, 4))
+        for balance in ([3], [1, 2], [2, 1]):
+            split = fp.split(model, balance=balance)
+            stages = [fp.compile_stage(stage) for stage in split.stages] if compiled else split.stages
+            plan = plan_of(stages)
+            if inplace and balance == [2, 1]:
+                with pytest.raises(fp.PlanError, match="writes in place into a value whose memory"):
+                    fp.run(plan, split.params, (x, x))
+            else:
+                result = fp.run(plan, split.params, (x, x))
+                torch.testing.assert_close(result.loss, F.mse_loss(model(x.clone()), x).detach())
+
+
+def test_a_skip_that_is_the_output_as_well_is_not_written_in_place():
+    def first(params, x):
+        y = x @ params
+        return fp.Out(y, stash={"skip": y})
+
+    stages = [
+        fp.stage(first, stash=["skip"]),
+        fp.stage(lambda p, x: torch.relu_(x) @ p),
+        fp.stage(lambda p, x, skips: x @ p + skips["skip"], pop=["skip"]),
+    ]
+    params, x = tuple(torch.eye(4) for _ in range(3)), torch.randn(8, 4)
+    with pytest.raises(fp.PlanError, match="writes in place into a value whose memory"):
+        fp.run(plan_of(stages), params, (x, x), trainable=True)
