@@ -154,3 +154,19 @@ def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
         torch.testing.assert_close(result.loss, loss.detach())
         for name, gradient in split.merge(result.grads).items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_packed_rows_are_those_of_the_call_without_a_cache(traced):
+    """Two texts in a row, told by their positions; with its cache the model takes a row for one text."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))
+    tokens = torch.randint(3, 50, (6, 8))
+    positions = torch.cat([torch.arange(5), torch.arange(3)]).expand(6, -1)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    example = {name: value[:4] for name, value in batch.items()}
+    split = fp.split(model, 2, **({"example": example} if traced else {}))
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), devices="cpu")
+    result = fp.run(plan, split.params, (batch, None), state=split.state)
+    torch.testing.assert_close(result.loss, model(**batch, use_cache=False).loss.detach())
