@@ -36,6 +36,7 @@ from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
 from funcpipe.runtime.drawing import noting_means
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
+from funcpipe.runtime.global_draws import Recomputations
 from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
@@ -81,6 +82,7 @@ class EagerBound:
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
+        self.recomputations = Recomputations(index)
         self.twins: list[EagerBound] = []
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
@@ -134,8 +136,14 @@ class EagerBound:
                 return EagerBound.forward(self, args, keep=keep)
         drawing = self.drawing
         drawing.microbatch = args.microbatch
+        again = self.backwards and not keep
+        before = self.recomputations.positions() if again else ()
         with drawing:
             out = self._evaluate_guessed(args, keep=keep) if self.guessed else self.evaluate(args, keep=keep)
+        if again:
+            self.recomputations.note(args.microbatch, before, out)
+        elif self.recomputations.moved:
+            self.recomputations.compare(args.microbatch, out)
         if drawing.counts:
             self.stage.seen.draws.add(self.train)
             if keep:

@@ -1,0 +1,217 @@
+"""Settings that a stage must leave as it found them: those of the process, and those of the thread that runs it.
+
+Torch keeps most of its switches once for the process: the kernels of attention, the default dtype, anomaly detection,
+the level of forward-mode derivatives. While lanes run, the functions that change them are replaced by hooks, and put
+back afterwards. On threads that run no lane a hook calls the function that it replaces. Where several lanes run on
+threads a change is refused before it is made: the stages of other lanes would see it, and two contexts that overlap
+leave the wrong setting. On one thread a stage may change a switch for as long as one action takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch.backends import ContextProp
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import Switch, forward_mode_entries, is_any_autocast_enabled, switches
+
+_KINDS = ("cpu", "cuda")
+
+
+class _Thread(threading.local):
+    """The watch of this thread; None: it runs no lane."""
+
+    watch: SwitchWatch | None = None
+
+
+_thread = _Thread()
+
+
+class SwitchWatch:
+    """Inside, this thread runs the actions of lanes; call `check` after each.
+
+    Args:
+        alone: does no other thread run lanes of this run.
+    """
+
+    __slots__ = ("_alone", "_autocast", "_casts", "_changed", "_grad", "_outer")
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
+
+    def __enter__(self) -> Self:
+        self._grad, self._autocast = torch.is_grad_enabled(), is_any_autocast_enabled()
+        self._casts = _casts() if self._autocast else {}
+        _hooks.put()
+        self._outer, _thread.watch = _thread.watch, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+        _thread.watch = self._outer
+        _hooks.take_off()
+
+    def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
+        """A stage is about to change a switch. Raises PlanError where other stages would see it."""
+        now = None if switch.read is None else switch.read()
+        if now == values or (now is not None and now[: len(values)] == values):
+            return  # torch.compile sets what it finds, to be sure
+        if not self._alone:
+            raise PlanError(
+                f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
+                "lanes run on other threads; use executor='serial', or call it around the run"
+            )
+        if now is None:
+            raise PlanError(
+                f"the stage calls {switch.name}, which cannot be put back afterwards; call it around the run"
+            )
+        self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
+
+    def before_forward_mode(self) -> None:
+        """A stage is about to compute forward-mode derivatives. Raises PlanError beside other lanes."""
+        if not self._alone:
+            raise PlanError(
+                "the stage computes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
+                "torch.autograd.forward_ad), of which torch has one level for the whole process, while stages of "
+                "other lanes run on other threads; use executor='serial'"
+            )
+
+    def check(self) -> None:
+        """An action is done. Raises PlanError where it left a setting changed; the setting is put back."""
+        if (
+            self._changed
+            or torch.is_grad_enabled() is not self._grad
+            or is_any_autocast_enabled() is not self._autocast
+            or (self._autocast and _casts() != self._casts)
+        ):
+            left = self._restore()
+            if left:
+                raise PlanError(
+                    f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "
+                    "leave it in the stage (with ...:), or set it around the run"
+                )
+
+    def _restore(self) -> list[str]:
+        """Put back all that is not as it was; its names."""
+        left: dict[str, None] = {}
+        for switch, values in [*self._changed.values()]:  # writing notes a change, too
+            if switch.read is not None and switch.read() != values:
+                switch.write(*values)
+                left[switch.name] = None
+        self._changed.clear()
+        if torch.is_grad_enabled() is not self._grad:
+            torch.set_grad_enabled(self._grad)
+            left["torch.set_grad_enabled"] = None
+        if is_any_autocast_enabled() is not self._autocast or self._autocast:
+            casts = self._casts or {kind: (False, dtype) for kind, (_, dtype) in _casts().items()}
+            for kind, (enabled, dtype) in casts.items():
+                if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
+                    torch.set_autocast_enabled(kind, enabled)
+                    torch.set_autocast_dtype(kind, dtype)
+                    left["autocast"] = None
+        return [*left]
+
+
+def _casts() -> dict[str, tuple[bool, torch.dtype]]:
+    """The autocast of this thread by kind of device."""
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
+
+
+class _Hook:
+    """In the place of a setter. It is equal to the setter, because torch's compiler finds functions in tables."""
+
+    def __init__(self, switch: Switch, setter: Callable[..., Any]) -> None:
+        self.switch, self.setter = switch, setter
+        self.__name__ = self.__qualname__ = switch.setter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _thread.watch is not None:
+            _thread.watch.before(self.switch, (*args, *kwargs.values()))
+        return self.setter(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.setter
+
+    def __hash__(self) -> int:
+        return hash(self.setter)
+
+
+def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
+    """The setter of the attributes of ``torch.backends``, which have their functions since torch was imported."""
+
+    def hooked(prop: Any, module: Any, value: Any) -> None:
+        if _thread.watch is not None:
+            switch = Switch("an attribute of torch.backends", prop, "", lambda: (prop.getter(),), prop.setter)
+            _thread.watch.before(switch, (value,))
+        setter(prop, module, value)
+
+    return hooked
+
+
+def _hooked_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """What begins forward-mode derivatives."""
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if _thread.watch is not None and args[-1:] != (False,):  # False: they are switched off
+            _thread.watch.before_forward_mode()
+        return entry(*args, **kwargs)
+
+    return hooked
+
+
+class _Hooks:
+    """The hooks of this process, which are there while any thread watches."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = 0
+        self._places: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+
+    def put(self) -> None:
+        """Another thread watches."""
+        with self._lock:
+            self._watches += 1
+            if self._watches == 1:
+                self._places = self._places or _all_places()
+                for owner, _, hooks in self._places:
+                    _set(owner, hooks)
+
+    def take_off(self) -> None:
+        """A thread watches no longer."""
+        with self._lock:
+            self._watches -= 1
+            if not self._watches:
+                for owner, originals, _ in self._places:
+                    _set(owner, originals)
+
+
+def _set(owner: Any, attributes: dict[str, Any]) -> None:
+    """Set attributes of a module, all at once, or of a class."""
+    if isinstance(owner, ModuleType):
+        vars(owner).update(attributes)
+    else:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+
+
+def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
+    found = [(each.owner, each.setter, partial(_Hook, each)) for each in switches()]
+    found += [(owner, name, _hooked_entry) for owner, name in forward_mode_entries()]
+    found.append((ContextProp, "__set__", _hooked_property))
+    places: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+    for owner, name, make_hook in found:
+        _, originals, hooks = places.setdefault(id(owner), (owner, {}, {}))
+        originals[name] = getattr(owner, name)
+        hooks[name] = make_hook(originals[name])
+    return [*places.values()]
+
+
+_hooks = _Hooks()
