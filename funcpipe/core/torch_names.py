@@ -395,7 +395,7 @@ _SWITCHES = {
         "sdp_priority_order",
     ),
     "torch.backends.cudnn": ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
-    "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic", "onednn_allow_tf32"),
+    "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic"),
     "torch.backends.nnpack": ("nnpack_enabled",),
     "torch.backends.quantized.engine": ("qengine",),
     "torch.backends.cuda": (
@@ -407,7 +407,6 @@ _SWITCHES = {
         "blas_preferred_backend",
         "linalg_preferred_backend",
     ),
-    "fp32_precision of torch.backends": ("fp32_precision_setter",),
 }
 """The setters of ``torch._C`` without their prefix, by the public call that calls them."""
 
@@ -461,7 +460,20 @@ def switches() -> list[Switch]:
 
 
 def _reader(getter: Callable[[], Any]) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (getter(),)
+    def read() -> tuple[Any, ...]:
+        found = getter()
+        return found if isinstance(found, tuple) else (found,)  # pyright: ignore[reportUnknownVariableType]
+
+    return read
+
+
+def precision_setter() -> tuple[Any, str, Callable[[str, str], str]] | None:
+    """Where torch looks for the setter of a precision, and its getter; both take a backend and an operation first.
+
+    Without it: a stage that changes ``fp32_precision`` is not refused.
+    """
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return None if getter is None else (torch._C, "_set_fp32_precision_setter", getter)
 
 
 def forward_mode_entries() -> list[tuple[Any, str]]:

@@ -33,7 +33,7 @@ from funcpipe.runtime.border import LEAF, Border, close_border, open_border, sha
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
-from funcpipe.runtime.drawing import noting_means
+from funcpipe.runtime.drawing import CatchDraws, noting_means
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_around, refuse_backward, refuse_foreign
 from funcpipe.runtime.global_draws import Recomputations
@@ -317,8 +317,10 @@ class EagerBound:
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""
         self.sums.prepare()
-        if residual.replay or self.autocast:
-            with residual.replay or nullcontext(), no_autocast():
+        # A compiled stage that falls back has no outer catcher around it, to refuse draws of its backward.
+        catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
+        if catcher or self.autocast:
+            with catcher or nullcontext(), no_autocast():
                 walk()
         else:
             walk()

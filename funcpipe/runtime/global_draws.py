@@ -41,12 +41,12 @@ class Recomputations:
     def note(self, microbatch: int, before: tuple[Any, ...], out: StageOut) -> None:
         """A forward that will be computed again is done."""
         if self.positions() != before:
-            self.moved[microbatch] = [*_digests(out)]
+            self.moved[microbatch] = [bits.clone() for bits in _bits(out)]  # the stage after may write into its input
 
     def compare(self, microbatch: int, out: StageOut) -> None:
         """A recomputation is done. Raises DrawError where it gave other numbers than the forward that drew."""
-        digests = self.moved.pop(microbatch, None)
-        if digests is None or all(map(torch.equal, digests, _digests(out))):
+        before = self.moved.pop(microbatch, None)
+        if before is None or all(map(torch.equal, before, _bits(out))):
             return
         raise DrawError(
             f"stage {self.stage} computes microbatch {microbatch} again for its backward and gets other numbers than its "
@@ -56,15 +56,14 @@ class Recomputations:
         )
 
 
-def _digests(out: StageOut) -> Iterator[Tensor]:
-    """A number of the bits of each tensor that a forward returned."""
+def _bits(out: StageOut) -> Iterator[Tensor]:
+    """The bits of each tensor that a forward returned: NaN is equal to itself."""
     leaves = [leaf for border in (out.y, *out.stash.values()) for leaf in border.leaves]
     if out.report.loss is not None:
         leaves.append(out.report.loss.sum)
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            plain = leaf.detach()
-            yield torch.hash_tensor(torch.view_as_real(plain) if plain.is_complex() else plain)
+            yield leaf.detach().reshape(-1).view(torch.uint8)
 
 
 def _reader() -> Callable[[], tuple[Any, ...]]:
@@ -91,7 +90,7 @@ def _python_reader() -> Callable[[], Any]:
 
 def _numpy_reader(numpy: Any) -> Callable[[], Any]:
     """Reads the last word and the position, which stand beside each other in numpy's memory."""
-    generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
     if type(generator).__name__ == "MT19937":
         return _memory(generator.ctypes.state_address + 4 * (_WORDS - 1))
     return lambda: str(numpy.get_state(legacy=False))

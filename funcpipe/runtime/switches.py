@@ -13,13 +13,16 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.backends import ContextProp
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.torch_names import Switch, forward_mode_entries, is_any_autocast_enabled, switches
+from funcpipe.core.torch_names import Switch, forward_mode_entries, is_any_autocast_enabled, precision_setter, switches
+
+Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
+"""By kind of device: is autocast on, and to which type."""
 
 _KINDS = ("cpu", "cuda")
 
@@ -48,7 +51,7 @@ class SwitchWatch:
 
     def __enter__(self) -> Self:
         self._grad, self._autocast = torch.is_grad_enabled(), is_any_autocast_enabled()
-        self._casts = _casts() if self._autocast else {}
+        self._casts = autocast_now()
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -89,7 +92,7 @@ class SwitchWatch:
             self._changed
             or torch.is_grad_enabled() is not self._grad
             or is_any_autocast_enabled() is not self._autocast
-            or (self._autocast and _casts() != self._casts)
+            or (self._autocast and autocast_now() != self._casts)
         ):
             left = self._restore()
             if left:
@@ -109,19 +112,22 @@ class SwitchWatch:
         if torch.is_grad_enabled() is not self._grad:
             torch.set_grad_enabled(self._grad)
             left["torch.set_grad_enabled"] = None
-        if is_any_autocast_enabled() is not self._autocast or self._autocast:
-            casts = self._casts or {kind: (False, dtype) for kind, (_, dtype) in _casts().items()}
-            for kind, (enabled, dtype) in casts.items():
-                if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
-                    torch.set_autocast_enabled(kind, enabled)
-                    torch.set_autocast_dtype(kind, dtype)
-                    left["autocast"] = None
+        if is_any_autocast_enabled() is not self._autocast or (self._autocast and autocast_now() != self._casts):
+            set_autocast(self._casts)
+            left["autocast"] = None
         return [*left]
 
 
-def _casts() -> dict[str, tuple[bool, torch.dtype]]:
-    """The autocast of this thread by kind of device."""
+def autocast_now() -> Casts:
+    """The autocast of this thread."""
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
+
+
+def set_autocast(casts: Casts) -> None:
+    """Set the autocast of this thread."""
+    for kind, (enabled, dtype) in casts.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 class _Hook:
@@ -151,6 +157,20 @@ def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
             switch = Switch("an attribute of torch.backends", prop, "", lambda: (prop.getter(),), prop.setter)
             _thread.watch.before(switch, (value,))
         setter(prop, module, value)
+
+    return hooked
+
+
+def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., Any]) -> Callable[..., Any]:
+    """The setter of ``fp32_precision``, one switch for each backend and operation."""
+
+    def hooked(backend: str, operation: str, value: str) -> Any:
+        if _thread.watch is not None:
+            name = "fp32_precision of torch.backends"
+            read, write = partial(getter, backend, operation), partial(setter, backend, operation)
+            switch = Switch(name, torch.backends, f"{backend} {operation}", lambda: (read(),), write)
+            _thread.watch.before(switch, (value,))
+        return setter(backend, operation, value)
 
     return hooked
 
@@ -203,8 +223,13 @@ def _set(owner: Any, attributes: dict[str, Any]) -> None:
 
 def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
+    found: list[tuple[Any, str, Callable[[Any], Any]]]
     found = [(each.owner, each.setter, partial(_Hook, each)) for each in switches()]
     found += [(owner, name, _hooked_entry) for owner, name in forward_mode_entries()]
+    precision = precision_setter()
+    if precision is not None:
+        owner, name, getter = precision
+        found.append((owner, name, partial(_hooked_precision, getter)))
     found.append((ContextProp, "__set__", _hooked_property))
     places: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
     for owner, name, make_hook in found:
