@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -228,6 +228,13 @@ transforms: Callable[[], Any] = private(
 )
 """The innermost transform of torch.func that this call is in, or None; asked for every value. Without it: None."""
 
+_LOST = "stages with forward-mode derivatives are not refused on threads"
+FORWARD_MODE: Sequence[tuple[Any, str]] = [
+    (private("torch._functorch.predispatch", instead=None, lost=_LOST), "_enter_dual_level_impl"),
+    (private("torch.autograd.forward_ad._set_fwd_grad_enabled", instead=None, lost=_LOST), "__init__"),
+]
+"""Where torch looks for what begins forward-mode derivatives; all come by one of these. Without it: None, no owner."""
+
 _FUNC = "models cut at their blocks do not run under torch.func"
 _is_wrapped: Callable[[Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor", instead=lambda _: False, lost=_FUNC
@@ -279,6 +286,12 @@ def operations_with(tag: torch.Tag) -> Iterator[Any]:
             continue
         if not _has_kernel(name, "CompositeImplicitAutograd"):
             yield getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def switch_of(word: str) -> tuple[Any, str, Any]:
+    """Where torch looks for the setter of a switch, the setter's name, and the getter. Without it: no such name there."""
+    names = f"_get_{word}", f"get_{word}", f"_get_{word[8:]}_sdp_enabled", f"_get_{word[:-6]}getter"
+    return torch._C, f"_set_{word}", next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
 
 BINDINGS: Sequence[tuple[str, Any]] = [
@@ -356,137 +369,6 @@ def inductor(graph: fx.GraphModule, examples: list[Tensor], options: dict[str, A
 def clear_workspaces() -> None:
     """Free the memory in which cuBLAS works: a recording would keep it. Without it, as on a CPU build: nothing."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
-
-
-# -- what the whole process shares --------------------------------------------------------------------------------------
-
-is_any_autocast_enabled: Callable[[], bool] = private(
-    "torch._C._is_any_autocast_enabled",
-    instead=lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
-    lost="each action takes a fraction of a microsecond longer",
-)
-"""Is autocast on for any kind of device, asked after every action. Without it: each kind is asked."""
-
-
-class Switch(NamedTuple):
-    """A setting that torch keeps once for the whole process.
-
-    Attributes:
-        name: the public call that changes it, for messages.
-        owner, setter: where torch looks for the function that changes it.
-        read: the arguments of that function that make the present setting; None: it cannot be read.
-        write: puts a setting back.
-    """
-
-    name: str
-    owner: Any
-    setter: str
-    read: Callable[[], tuple[Any, ...]] | None
-    write: Callable[..., Any]
-
-
-_SWITCHES = {
-    "torch.set_default_dtype": ("default_dtype",),
-    "torch.set_default_tensor_type": ("default_tensor_type",),
-    "torch.set_float32_matmul_precision": ("float32_matmul_precision",),
-    "torch.utils.deterministic": ("deterministic_fill_uninitialized_memory",),
-    "torch.nn.attention.sdpa_kernel": (
-        *(f"sdp_use_{kernel}" for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
-        "sdp_priority_order",
-    ),
-    "torch.backends.cudnn": ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
-    "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic"),
-    "torch.backends.nnpack": ("nnpack_enabled",),
-    "torch.backends.quantized.engine": ("qengine",),
-    "torch.backends.cuda": (
-        "cublas_allow_tf32",
-        "cublas_allow_fp16_accumulation",
-        "cublas_allow_fp16_reduced_precision_reduction",
-        "cublas_allow_bf16_reduced_precision_reduction",
-        "math_sdp_allow_fp16_bf16_reduction",
-        "blas_preferred_backend",
-        "linalg_preferred_backend",
-    ),
-}
-"""The setters of ``torch._C`` without their prefix, by the public call that calls them."""
-
-
-def switches() -> list[Switch]:
-    """The switches of this torch. Without one of them: a stage that changes it is not refused."""
-    found = [
-        Switch(
-            "torch.use_deterministic_algorithms",
-            torch._C,
-            "_set_deterministic_algorithms",
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda mode, warn_only: torch.use_deterministic_algorithms(mode, warn_only=warn_only),
-        ),
-        Switch(
-            "torch.autograd.set_detect_anomaly",
-            torch,
-            "set_anomaly_enabled",
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            torch.set_anomaly_enabled,
-        ),
-        Switch(
-            "torch.backends.mha.set_fastpath_enabled",
-            torch.backends.mha,
-            "set_fastpath_enabled",
-            lambda: (torch.backends.mha.get_fastpath_enabled(),),
-            torch.backends.mha.set_fastpath_enabled,
-        ),
-        Switch(
-            "torch.set_num_threads",
-            torch,
-            "set_num_threads",
-            lambda: (torch.get_num_threads(),),
-            torch.set_num_threads,
-        ),
-        Switch("torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal),
-    ]
-    for name, words in _SWITCHES.items():
-        for word in words:
-            kernel = word.removeprefix("sdp_use_")
-            getters = [f"_get_{word}", f"get_{word}", f"_get_{kernel}_sdp_enabled"]
-            getter = next((getattr(torch._C, each) for each in getters if hasattr(torch._C, each)), None)
-            write = getattr(torch._C, f"_set_{word}", None)
-            if write is not None:
-                read = None if getter is None else _reader(getter)
-                found.append(Switch(name, torch._C, f"_set_{word}", read, write))
-    return found
-
-
-def _reader(getter: Callable[[], Any]) -> Callable[[], tuple[Any, ...]]:
-    def read() -> tuple[Any, ...]:
-        found = getter()
-        return found if isinstance(found, tuple) else (found,)  # pyright: ignore[reportUnknownVariableType]
-
-    return read
-
-
-def precision_setter() -> tuple[Any, str, Callable[[str, str], str]] | None:
-    """Where torch looks for the setter of a precision, and its getter; both take a backend and an operation first.
-
-    Without it: a stage that changes ``fp32_precision`` is not refused.
-    """
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return None if getter is None else (torch._C, "_set_fp32_precision_setter", getter)
-
-
-def forward_mode_entries() -> list[tuple[Any, str]]:
-    """Where torch looks for what begins forward-mode derivatives: all of its ways come by one of these.
-
-    The first argument of the second, after ``self``, says whether they begin or end. Without them: stages with
-    ``torch.func.jvp`` or ``torch.autograd.forward_ad`` are not refused on threads.
-    """
-    lost = "stages with forward-mode derivatives are not refused on threads"
-    ways = private("torch._functorch.predispatch", instead=None, lost=lost)
-    mode = private("torch.autograd.forward_ad._set_fwd_grad_enabled", instead=None, lost=lost)
-    found = [] if ways is None else [(ways, "_enter_dual_level_impl")]
-    return [*found, *([] if mode is None else [(mode, "__init__")])]
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -10,30 +10,126 @@ leave the wrong setting. On one thread a stage may change a switch for as long a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from types import ModuleType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch.backends import ContextProp
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.torch_names import Switch, forward_mode_entries, is_any_autocast_enabled, precision_setter, switches
+from funcpipe.core.torch_names import FORWARD_MODE, switch_of
 
 Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
 """By kind of device: is autocast on, and to which type."""
 
-_KINDS = ("cpu", "cuda")
+_KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 
-class _Thread(threading.local):
+class Switch(NamedTuple):
+    """A setting that torch keeps once for the whole process.
+
+    Attributes:
+        name: the public call that changes it, for messages.
+        owner, setter: where torch looks for the function that changes it.
+        read: the arguments of that function that make the present setting; None: it cannot be read.
+        write: puts a setting back.
+    """
+
+    name: str
+    owner: Any
+    setter: str
+    read: Callable[[], tuple[Any, ...]] | None
+    write: Callable[..., Any]
+
+
+_SWITCHES = {
+    "torch.set_default_dtype": ("default_dtype",),
+    "torch.set_default_tensor_type": ("default_tensor_type",),
+    "torch.set_float32_matmul_precision": ("float32_matmul_precision",),
+    "torch.utils.deterministic": ("deterministic_fill_uninitialized_memory",),
+    "torch.nn.attention.sdpa_kernel": (
+        *(f"sdp_use_{kernel}" for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
+        "sdp_priority_order",
+    ),
+    "torch.backends.cudnn": ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic"),
+    "torch.backends.nnpack": ("nnpack_enabled",),
+    "torch.backends.quantized.engine": ("qengine",),
+    "torch.backends.cuda": (
+        "cublas_allow_tf32",
+        "cublas_allow_fp16_accumulation",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "blas_preferred_backend",
+        "linalg_preferred_backend",
+    ),
+}
+"""The words in the names of setters that `switch_of` knows, by the public call that calls them."""
+
+
+@cache
+def switches() -> Sequence[Switch]:
+    """The switches of this torch; a stage that changes another one is not refused."""
+    owner, deterministic, _ = switch_of("deterministic_algorithms")
+    found = [
+        Switch(
+            "torch.use_deterministic_algorithms",
+            owner,
+            deterministic,
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda mode, warn_only: torch.use_deterministic_algorithms(mode, warn_only=warn_only),
+        ),
+        Switch(
+            "torch.autograd.set_detect_anomaly",
+            torch,
+            "set_anomaly_enabled",
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            torch.set_anomaly_enabled,
+        ),
+        Switch(
+            "torch.backends.mha.set_fastpath_enabled",
+            torch.backends.mha,
+            "set_fastpath_enabled",
+            lambda: (torch.backends.mha.get_fastpath_enabled(),),
+            torch.backends.mha.set_fastpath_enabled,
+        ),
+        Switch(
+            "torch.set_num_threads",
+            torch,
+            "set_num_threads",
+            lambda: (torch.get_num_threads(),),
+            torch.set_num_threads,
+        ),
+        Switch("torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal),
+    ]
+    for name, words in _SWITCHES.items():
+        for word in words:
+            owner, setter, getter = switch_of(word)
+            if hasattr(owner, setter):
+                read = None if getter is None else partial(_arguments, getter)
+                found.append(Switch(name, owner, setter, read, getattr(owner, setter)))
+    return found
+
+
+def _arguments(getter: Callable[[], Any]) -> tuple[Any, ...]:
+    """What a getter returns, as the arguments of its setter."""
+    found = getter()
+    return found if isinstance(found, tuple) else (found,)  # pyright: ignore[reportUnknownVariableType]
+
+
+class _WatchedThread(threading.local):
     """The watch of this thread; None: it runs no lane."""
 
     watch: SwitchWatch | None = None
 
 
-_thread = _Thread()
+_thread = _WatchedThread()
 
 
 class SwitchWatch:
@@ -43,15 +139,16 @@ class SwitchWatch:
         alone: does no other thread run lanes of this run.
     """
 
-    __slots__ = ("_alone", "_autocast", "_casts", "_changed", "_grad", "_outer")
+    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_grad", "_on", "_outer")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
-        self._grad, self._autocast = torch.is_grad_enabled(), is_any_autocast_enabled()
-        self._casts = autocast_now()
+        self._grad, self._casts = torch.is_grad_enabled(), autocast_now()
+        self._on = {kind: enabled for kind, (enabled, _) in self._casts.items()}
+        self._casting = any(self._on.values())
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -91,8 +188,9 @@ class SwitchWatch:
         if (
             self._changed
             or torch.is_grad_enabled() is not self._grad
-            or is_any_autocast_enabled() is not self._autocast
-            or (self._autocast and autocast_now() != self._casts)
+            or torch.is_autocast_enabled("cpu") is not self._on["cpu"]
+            or (len(_KINDS) > 1 and torch.is_autocast_enabled("cuda") is not self._on["cuda"])
+            or (self._casting and autocast_now() != self._casts)
         ):
             left = self._restore()
             if left:
@@ -112,7 +210,7 @@ class SwitchWatch:
         if torch.is_grad_enabled() is not self._grad:
             torch.set_grad_enabled(self._grad)
             left["torch.set_grad_enabled"] = None
-        if is_any_autocast_enabled() is not self._autocast or (self._autocast and autocast_now() != self._casts):
+        if autocast_now() != self._casts:
             set_autocast(self._casts)
             left["autocast"] = None
         return [*left]
@@ -130,7 +228,7 @@ def set_autocast(casts: Casts) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
-class _Hook:
+class _SetterHook:
     """In the place of a setter. It is equal to the setter, because torch's compiler finds functions in tables."""
 
     def __init__(self, switch: Switch, setter: Callable[..., Any]) -> None:
@@ -224,15 +322,15 @@ def _set(owner: Any, attributes: dict[str, Any]) -> None:
 def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
     found: list[tuple[Any, str, Callable[[Any], Any]]]
-    found = [(each.owner, each.setter, partial(_Hook, each)) for each in switches()]
-    found += [(owner, name, _hooked_entry) for owner, name in forward_mode_entries()]
-    precision = precision_setter()
-    if precision is not None:
-        owner, name, getter = precision
-        found.append((owner, name, partial(_hooked_precision, getter)))
+    found = [(each.owner, each.setter, partial(_SetterHook, each)) for each in switches()]
+    found += [(owner, name, _hooked_entry) for owner, name in FORWARD_MODE]
+    owner, name, getter = switch_of("fp32_precision_setter")
+    found.append((owner, name, partial(_hooked_precision, getter)))
     found.append((ContextProp, "__set__", _hooked_property))
     places: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
     for owner, name, make_hook in found:
+        if not hasattr(owner, name):  # of another torch
+            continue
         _, originals, hooks = places.setdefault(id(owner), (owner, {}, {}))
         originals[name] = getattr(owner, name)
         hooks[name] = make_hook(originals[name])

@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.stage import Bindable, Out, Stage, normalise, side_loss
-from funcpipe.core.torch_names import Switch, switches
 from funcpipe.core.tree import (
     Tree,
     flatten,
@@ -25,7 +24,7 @@ from funcpipe.core.tree import (
     map_tensors,
     refuse_hidden,
 )
-from funcpipe.runtime.switches import autocast_now, set_autocast
+from funcpipe.runtime.switches import Switch, autocast_now, set_autocast, switches
 from funcpipe.testing.around import StageCall, hooked
 from funcpipe.testing.snapshot import Snapshot, named
 

@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcpipe as fp
-from funcpipe.core.torch_names import switches
-from funcpipe.runtime.switches import SwitchWatch, autocast_now
+from funcpipe.runtime.switches import SwitchWatch, autocast_now, switches
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
