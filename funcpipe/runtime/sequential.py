@@ -108,7 +108,8 @@ class Loop:
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
             for m in range(self.ready.batch.num_pieces):
-                deque(self.forward(m, keep=schedule.has_backward), maxlen=0)
+                for _ in self.forward(m, keep=schedule.has_backward):
+                    self.switches.check()
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
@@ -173,7 +174,6 @@ class Loop:
             x = out.y
             if plan.outputs and last:
                 self.outputs[stage, m] = x
-            self.switches.check()
             yield stage
 
     def _backward(self, action: Action) -> None:

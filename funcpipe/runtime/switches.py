@@ -154,7 +154,8 @@ class SwitchWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
+        if error[0] is not None:  # else `check` has seen to it
+            self._restore()
         _thread.watch = self._outer
         _hooks.take_off()
 
