@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import torch
 from torch.backends import ContextProp
@@ -139,10 +139,10 @@ class SwitchWatch:
         alone: does no other thread run lanes of this run.
     """
 
-    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_grad", "_on", "_outer")
+    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_grad", "_on", "_outer", "_refusal")
 
     def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+        self._alone, self._refusal = alone, ""
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
@@ -165,7 +165,7 @@ class SwitchWatch:
         if now == values or (now is not None and now[: len(values)] == values):
             return  # torch.compile sets what it finds, to be sure
         if not self._alone:
-            raise PlanError(
+            self._refuse(
                 f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
                 "lanes run on other threads; use executor='serial', or call it around the run"
             )
@@ -178,22 +178,30 @@ class SwitchWatch:
     def before_forward_mode(self) -> None:
         """A stage is about to compute forward-mode derivatives. Raises PlanError beside other lanes."""
         if not self._alone:
-            raise PlanError(
+            self._refuse(
                 "the stage computes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
                 "torch.autograd.forward_ad), of which torch has one level for the whole process, while stages of "
                 "other lanes run on other threads; use executor='serial'"
             )
 
+    def _refuse(self, message: str) -> NoReturn:
+        """Raise, and let `check` raise again: a stage may catch the error and go on with other numbers."""
+        self._refusal = message
+        raise PlanError(message)
+
     def check(self) -> None:
         """An action is done. Raises PlanError where it left a setting changed; the setting is put back."""
         if (
             self._changed
+            or self._refusal
             or torch.is_grad_enabled() is not self._grad
             or torch.is_autocast_enabled("cpu") is not self._on["cpu"]
             or (len(_KINDS) > 1 and torch.is_autocast_enabled("cuda") is not self._on["cuda"])
             or (self._casting and autocast_now() != self._casts)
         ):
             left = self._restore()
+            if self._refusal:
+                raise PlanError(self._refusal)
             if left:
                 raise PlanError(
                     f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "

@@ -192,6 +192,20 @@ def test_a_switch_changed_inside_of_a_stage(function):
     assert torch.equal(ran.grads[0]["w"], wanted.grads[0]["w"])
 
 
+def test_a_refusal_that_a_stage_swallows():
+    """It would go on with the kernels that are there; so it is refused after its action."""
+
+    def careless(p, x):
+        try:
+            return attend(p, x)
+        except fp.FuncpipeError:
+            return x @ p["w"]
+
+    for _ in range(3):
+        with pytest.raises(fp.StageError, match="sdpa_kernel"):
+            fp.run(plan_of(careless), params(), (X, X), trainable=True)
+
+
 @pytest.mark.parametrize("threads", [True, False])
 def test_a_switch_set_to_what_it_is(threads):
     """As torch.compile does around every compilation."""
