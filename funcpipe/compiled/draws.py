@@ -13,7 +13,7 @@ from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.core.stage import SCOPE, Stage
 from funcpipe.core.torch_names import WatchingMode
 from funcpipe.runtime.drawing import draws_nothing, may_draw
-from funcpipe.runtime.rng import Keys, borrowed, locate
+from funcpipe.runtime.rng import Keys, borrowed, locate, twin_of
 
 
 class DrawOp(NamedTuple):
@@ -101,6 +101,9 @@ class Keyring:
 
     def run(self, draw: int, device: torch.device, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operation that takes no generator."""
+        twin = twin_of(func, device.type)
+        if twin is not None:
+            return twin(*args, **kwargs, generator=self.of(draw, device))
         with borrowed(device) as generator:
             self._seed(draw, generator)
             return func(*args, **kwargs)

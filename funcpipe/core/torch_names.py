@@ -228,6 +228,13 @@ transforms: Callable[[], Any] = private(
 )
 """The innermost transform of torch.func that this call is in, or None; asked for every value. Without it: None."""
 
+_LOST = "stages with forward-mode derivatives are not refused on threads"
+FORWARD_MODE: Sequence[tuple[Any, str]] = [
+    (private("torch._functorch.predispatch", instead=None, lost=_LOST), "_enter_dual_level_impl"),
+    (private("torch.autograd.forward_ad._set_fwd_grad_enabled", instead=None, lost=_LOST), "__init__"),
+]
+"""Where torch looks for what begins forward-mode derivatives; all come by one of these. Without it: None, no owner."""
+
 _FUNC = "models cut at their blocks do not run under torch.func"
 _is_wrapped: Callable[[Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor", instead=lambda _: False, lost=_FUNC
@@ -279,6 +286,12 @@ def operations_with(tag: torch.Tag) -> Iterator[Any]:
             continue
         if not _has_kernel(name, "CompositeImplicitAutograd"):
             yield getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def switch_of(word: str) -> tuple[Any, str, Any]:
+    """Where torch looks for the setter of a switch, the setter's name, and the getter. Without it: no such name there."""
+    names = f"_get_{word}", f"get_{word}", f"_get_{word[8:]}_sdp_enabled", f"_get_{word[:-6]}getter"
+    return torch._C, f"_set_{word}", next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
 
 BINDINGS: Sequence[tuple[str, Any]] = [

@@ -29,6 +29,7 @@ from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.switches import SwitchWatch
 from funcpipe.runtime.trainable import Trainable, trainable_leaves
 
 _EVERY = 0.1
@@ -120,6 +121,7 @@ def profile(
             no_autocast_cache(),
             torch.autograd.set_multithreading_enabled(False),
             torch.inference_mode(False),
+            SwitchWatch(alone=lanes == 1),
         ):
             return [sweep.run(example, feeds) for _ in range(warmup + repeats)][warmup:]
 

@@ -20,9 +20,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from funcpipe.core.errors import DrawError
 from funcpipe.core.torch_names import (
     OpOverload,
     TorchDispatchMode,
+    backward_number,
     dispatch_key,
     higher_order_operators,
     include_key,
@@ -43,14 +45,21 @@ class CatchDraws:
     """Inside of ``with`` every operation that may draw on this thread goes to `caught` of the innermost catcher.
 
     The outermost catcher asks torch for the draws of this thread, which costs more than entering inner ones. So who
-    enters catchers often first enters an outer one, which may be of this class: it lets every draw pass.
+    enters catchers often first enters an outer one, which may be of this class: it lets draws pass, but in backwards.
     """
 
     __slots__ = ("_asking", "_outer")
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the operation; what is called in here is not caught again."""
-        return func(*args, **kwargs) if self._outer is None else self._outer.caught(func, args, kwargs)
+        """The result of the operation; what is called in here is not caught again. Raises DrawError in a backward."""
+        if self._outer is not None:
+            return self._outer.caught(func, args, kwargs)
+        if backward_number() >= 0:
+            raise DrawError(
+                f"the stage draws random numbers ({func}) in its backward, where no draw has a key: a custom "
+                "autograd.Function or a hook draws there; draw in the forward, and keep what was drawn (ctx.save_for_backward)"
+            )
+        return func(*args, **kwargs)
 
     def __enter__(self) -> Self:
         self._outer = _thread.catcher

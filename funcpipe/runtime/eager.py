@@ -42,9 +42,10 @@ from funcpipe.runtime.border import (
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
-from funcpipe.runtime.drawing import noting_means
+from funcpipe.runtime.drawing import CatchDraws, noting_means
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
+from funcpipe.runtime.global_draws import Recomputations
 from funcpipe.runtime.gradient_sums import GradientSums
 from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
@@ -91,6 +92,7 @@ class EagerBound:
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.sums = GradientSums(self.inputs)
+        self.recomputations = Recomputations(index)
         self.twins: list[EagerBound] = []
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
@@ -144,8 +146,14 @@ class EagerBound:
                 return EagerBound.forward(self, args, keep=keep)
         drawing = self.drawing
         drawing.microbatch = args.microbatch
+        again = self.backwards and not keep
+        before = self.recomputations.positions() if again else ()
         with drawing:
             out = self._evaluate_guessed(args, keep=keep) if self.guessed else self.evaluate(args, keep=keep)
+        if again:
+            self.recomputations.note(args.microbatch, before, out)
+        elif self.recomputations.moved:
+            self.recomputations.compare(args.microbatch, out)
         if drawing.counts:
             self.stage.seen.draws.add(self.train)
             if keep:
@@ -324,8 +332,10 @@ class EagerBound:
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""
         self.sums.prepare()
-        if residual.replay or self.autocast:
-            with residual.replay or nullcontext(), no_autocast():
+        # A compiled stage that falls back has no outer catcher around it, to refuse draws of its backward.
+        catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
+        if catcher or self.autocast:
+            with catcher or nullcontext(), no_autocast():
                 walk()
         else:
             walk()

@@ -13,6 +13,7 @@ from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried, uncarried
 from funcpipe.runtime.options import Executor, ExecutorLike
+from funcpipe.runtime.switches import SwitchWatch
 from funcpipe.runtime.watchdog import interrupting
 
 
@@ -31,7 +32,12 @@ class Serial(LaneExecutor):
         for lane in lanes:
             execution.begin(lane)
         RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
-        with interrupting(execution, ready.options.timeout), intra_op_threads(ready.threads), execution.entered():
+        with (
+            interrupting(execution, ready.options.timeout),
+            intra_op_threads(ready.threads),
+            execution.entered(),
+            SwitchWatch(alone=True) as switches,
+        ):
             try:
                 for number in islice(ready.program.lane_order, *execution.part):
                     execution.turn = number
@@ -41,6 +47,7 @@ class Serial(LaneExecutor):
                             lane.advance()
                     else:
                         lane.advance()
+                    switches.check()
             except BaseException as error:  # in here: context managers write to the exceptions that they see
                 raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 

@@ -31,6 +31,7 @@ from funcpipe.runtime.drawing import beside_others
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.failures import raise_located
 from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.switches import SwitchWatch
 from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import LaneWatch
 from funcpipe.runtime.worker import Worker, compute_with, end_all
@@ -206,11 +207,16 @@ class Lanes(LaneExecutor):
             place, (own, seats) = runner.place, self.seat(runner.program.lane)
             pin([own], seats, self._cores)
             place.backend.use(place.device)
-            with execution.entered(), place.active(), beside_others(several=self.count > 1):
+            with (
+                execution.entered(),
+                place.active(),
+                beside_others(several=self.count > 1),
+                SwitchWatch(alone=self.count == 1) as switches,
+            ):
                 for execution in executions:
                     runner = execution.lanes[seat]
                     RUNNING.set(partial(execution.where, runner))  # of the copied context, which ends with the job
-                    if not _do(execution, runner, executions, failures):
+                    if not _do(execution, runner, switches, executions, failures):
                         break
                     runner.thread = 0
         except Stop:
@@ -248,6 +254,7 @@ def _take(done: queue.SimpleQueue[int], watch: LaneWatch | None) -> int:
 def _do(
     execution: Execution,
     lane: Runner,
+    switches: SwitchWatch,
     executions: Sequence[Execution],
     failures: list[tuple[tuple[int, int], BaseException]],
 ) -> bool:
@@ -261,6 +268,7 @@ def _do(
             if execution.stopped:
                 raise Stop
             lane.advance()
+            switches.check()
         execution.end(lane)
     except BaseException as error:
         if execution.stopped and _from_stop(error):

@@ -155,13 +155,13 @@ class KeyedDraws(CatchDraws):
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that may draw, with its key."""
-        twin = twin_of(func)
+        device = _device(args, kwargs)
+        twin = twin_of(func, device.type)
         if kwargs.get("generator") is not None:
             raise DrawError(
                 f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the "
                 "generator out: run(..., seed=) keys every draw"
             )
-        device = _device(args, kwargs)
         if twin is not None:
             generator = torch.Generator(device)
             return self._draw(generator, func, lambda: twin(*args, **kwargs | {"generator": generator}))
@@ -247,8 +247,10 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @cache
-def twin_of(func: Any) -> Callable[..., Any] | None:
-    """The overload of a random operation that takes a generator; None where there is none."""
+def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
+    """The overload of a random operation that takes a generator, or what does the same on a kind of device; or None."""
+    if func is torch.ops.aten.native_dropout.default and device == "cpu":
+        return _dropout_of_cpu
 
     def takes(overload: Any) -> bool:
         return any(argument.name == "generator" for argument in schema(overload).arguments)
@@ -263,6 +265,12 @@ def twin_of(func: Any) -> Callable[..., Any] | None:
         if takes(other) and other_signature == signature:
             return other
     return None
+
+
+def _dropout_of_cpu(input: Tensor, p: float, train: bool | None, *, generator: Any) -> tuple[Tensor, Tensor]:
+    """`torch.native_dropout` as torch computes it on the CPU, which there takes no generator but the process's own."""
+    mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator)
+    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask.bool()
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:

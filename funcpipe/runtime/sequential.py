@@ -19,10 +19,12 @@ from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Gradients, StageArgs
 from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
+from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.stream import CopyEdge, Place
+from funcpipe.runtime.switches import SwitchWatch
 from funcpipe.runtime.trainable import Trainable
 
 
@@ -74,7 +76,8 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
     began = perf_counter()
     try:
         with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
-            loop.run()
+            with loop.switches, CatchDraws():
+                loop.run()
             seconds = perf_counter() - began
             stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
             backward = ready.plan.schedule.has_backward
@@ -100,6 +103,7 @@ class Loop:
         self.carry_grads: dict[tuple[int, int], Gradients] = {}
         """The gradients of what pieces were handed."""
         self.at = (0, 0, "F")
+        self.switches = SwitchWatch(alone=True)
 
     def run(self) -> None:
         """Run all microbatches: a forward of each, then every backward that the order of its stage lets come next."""
@@ -107,10 +111,12 @@ class Loop:
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
             for m in range(self.ready.batch.num_pieces):
-                deque(self.forward(m, keep=schedule.has_backward), maxlen=0)
+                for _ in self.forward(m, keep=schedule.has_backward):
+                    self.switches.check()
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
+                        self.switches.check()
         except BaseException as error:
             fail(error, self.where())
 

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,28 @@ from funcpipe.core.tree import (
     map_tensors,
     refuse_hidden,
 )
+from funcpipe.runtime.switches import Switch, autocast_now, set_autocast, switches
 from funcpipe.testing.around import StageCall, hooked
 from funcpipe.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
 """A name from `FAULTS`, or "raises", and what is wrong."""
 
+
+def _write(switch: Switch, values: tuple[Any, ...]) -> None:
+    switch.write(*values)
+
+
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "autocast": (autocast_now, set_autocast),
+    **{
+        f"{each.name} ({each.setter})": (each.read, partial(_write, each))
+        for each in switches()
+        if each.read is not None and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
+    },
 }
 """Of the process, which a stage must not change: how to read each, and to set it."""
 

@@ -16,6 +16,7 @@ from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
 from funcpipe.runtime.border import Border, dense
 from funcpipe.runtime.bound import Gradients, Shares, StageArgs, StageOut
+from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.reached import Reached
 from funcpipe.runtime.rng import Keys
@@ -236,9 +237,9 @@ class Probe:
             pairs = zip(border.leaves, border.flags, strict=True)
             return [torch.randn(leaf.shape, generator=generator).to(leaf) if flag else None for leaf, flag in pairs]
 
-        grads = bound.backward(
-            out.residual, some(out.y), {name: [some(stashed)] for name, stashed in out.stash.items()}
-        )
+        stash = {name: [some(stashed)] for name, stashed in out.stash.items()}
+        with CatchDraws():
+            grads = bound.backward(out.residual, some(out.y), stash)
         trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
         roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
         places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]

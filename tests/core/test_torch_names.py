@@ -494,6 +494,49 @@ def workspaces() -> None:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
+@probe("switch_of")
+def setters_and_getters_of_switches():
+    """Stages that change a setting of the process are not refused on threads."""
+    words = (
+        "default_dtype",
+        "deterministic_algorithms",
+        "float32_matmul_precision",
+        "sdp_use_math",
+        "sdp_priority_order",
+    )
+    for word in words:
+        owner, setter, getter = names.switch_of(word)
+        getattr(owner, setter)(getter())
+    owner, setter, getter = names.switch_of("fp32_precision_setter")
+    getattr(owner, setter)("mkldnn", "matmul", getter("mkldnn", "matmul"))
+    owner, setter, getter = names.switch_of("no_such_thing")
+    assert not hasattr(owner, setter)
+    assert getter is None
+
+
+@probe("FORWARD_MODE")
+def where_forward_mode_derivatives_begin():
+    """Stages with torch.func.jvp or torch.autograd.forward_ad are not refused on threads, where they are wrong."""
+    (ways, enter), (mode, begin) = names.FORWARD_MODE
+    seen: list[str] = []
+
+    def noting(owner, name):
+        function = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: (seen.append(name), function(*args, **kwargs))[1])
+        return lambda: setattr(owner, name, function)
+
+    ends = [noting(ways, enter), noting(mode, begin)]
+    try:
+        with torch.autograd.forward_ad.dual_level():
+            pass
+        assert [enter] == seen
+        torch.func.jvp(torch.sin, (torch.ones(1),), (torch.ones(1),))
+        assert [enter, begin, enter] == seen
+    finally:
+        for end in ends:
+            end()
+
+
 @probe("parameters_of", "buffers_of", "children_of", "TABLES")
 def tables_of_modules() -> None:
     """tensors cannot be put into the modules of a stage."""

@@ -1,0 +1,109 @@
+"""Notices recomputations that draw other numbers than their forward, from Python's or numpy's global generator.
+
+Torch's draws are keyed, so a recomputation draws the same. These two generators only go on. A forward that will be
+computed again reads their positions before and after, for a fraction of a microsecond. Where one moved, the stage or
+another thread (a data loader) drew, so the outputs of the recomputation are compared with those of the forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import DrawError
+from funcpipe.runtime.bound import StageOut
+
+_WORDS = 624
+"""The Mersenne twister, which both are, has so many words of 32 bits, and a position among them."""
+
+
+class Recomputations:
+    """The forwards of a stage during which a global generator moved, by microbatch, until they are computed again."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.moved: dict[int, list[Tensor]] = {}
+        self._positions: Callable[[], tuple[Any, ...]] | None = None
+
+    def positions(self) -> tuple[Any, ...]:
+        """Where the generators are now."""
+        if self._positions is None:
+            self._positions = _reader()
+        return self._positions()
+
+    def note(self, microbatch: int, before: tuple[Any, ...], out: StageOut) -> None:
+        """A forward that will be computed again is done."""
+        if self.positions() != before:
+            self.moved[microbatch] = [leaf.clone() for leaf in _leaves(out)]  # the stage after may write into its input
+
+    def compare(self, microbatch: int, out: StageOut) -> None:
+        """A recomputation is done. Raises DrawError where it gave other numbers than the forward that drew."""
+        before = self.moved.pop(microbatch, None)
+        if before is None or all(map(_are_same, before, _leaves(out))):
+            return
+        raise DrawError(
+            f"stage {self.stage} computes microbatch {microbatch} again for its backward and gets other numbers than its "
+            "forward, which drew from the global generator of numpy or of Python's random; draw with torch (torch.rand, "
+            "F.dropout), keyed by run(..., seed=), or keep what forwards make: a schedule without fp.schedules.remat, "
+            "fp.Pipe(checkpoint='never')"
+        )
+
+
+def _leaves(out: StageOut) -> list[Tensor]:
+    """What a forward returned, without graphs."""
+    leaves = [leaf for border in (out.y, *out.stash.values()) for leaf in border.leaves]
+    if out.report.loss is not None:
+        leaves.append(out.report.loss.sum)
+    return [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _are_same(first: Tensor, second: Tensor) -> bool:
+    """Have two tensors the same bits; on other devices than the CPU some kernels round differently each time."""
+    if first.device.type == "cpu" or not first.is_floating_point():
+        first, second = (each.reshape(-1).view(torch.uint8) for each in (first, second))  # NaN is equal to itself
+        return torch.equal(first, second)
+    first, second = first.float(), second.float()
+    return torch.allclose(second, first, rtol=0.01, atol=0.01 * float(first.abs().mean()), equal_nan=True)
+
+
+def _reader() -> Callable[[], tuple[Any, ...]]:
+    """What reads the positions of both generators; numpy's only where somebody uses it."""
+    python = _python_reader()
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return lambda: (python(),)
+    other = _numpy_reader(numpy)
+    return lambda: (python(), other())
+
+
+@cache
+def _python_reader() -> Callable[[], Any]:
+    """Reads the position and the first word in the memory of ``random``'s generator, behind the head of its object."""
+    generator: Any = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    start = id(generator) + object.__basicsize__
+    if generator.__class__ is random.Random and sys.implementation.name == "cpython":
+        words = (ctypes.c_uint32 * (_WORDS + 1)).from_address(start)
+        if (*words[1:], words[0]) == random.getstate()[1]:
+            return _memory(start)
+    return random.getstate
+
+
+def _numpy_reader(numpy: Any) -> Callable[[], Any]:
+    """Reads the last word and the position, which stand beside each other in numpy's memory."""
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if type(generator).__name__ == "MT19937":
+        return _memory(generator.ctypes.state_address + 4 * (_WORDS - 1))
+    return lambda: str(numpy.get_state(legacy=False))
+
+
+def _memory(address: int) -> Callable[[], int]:
+    """Reads 8 bytes at an address."""
+    word = ctypes.c_uint64.from_address(address)
+    return lambda: word.value

@@ -1,0 +1,349 @@
+"""Settings that a stage must leave as it found them: those of the process, and those of the thread that runs it.
+
+Torch keeps most of its switches once for the process: the kernels of attention, the default dtype, anomaly detection,
+the level of forward-mode derivatives. While lanes run, the functions that change them are replaced by hooks, and put
+back afterwards. On threads that run no lane a hook calls the function that it replaces. Where several lanes run on
+threads a change is refused before it is made: the stages of other lanes would see it, and two contexts that overlap
+leave the wrong setting. On one thread a stage may change a switch for as long as one action takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+
+import torch
+from torch.backends import ContextProp
+
+from funcpipe.core.errors import PlanError
+from funcpipe.core.torch_names import FORWARD_MODE, switch_of
+
+Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
+"""By kind of device: is autocast on, and to which type."""
+
+_KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+
+
+class Switch(NamedTuple):
+    """A setting that torch keeps once for the whole process.
+
+    Attributes:
+        name: the public call that changes it, for messages.
+        owner, setter: where torch looks for the function that changes it.
+        read: the arguments of that function that make the present setting; None: it cannot be read.
+        write: puts a setting back.
+    """
+
+    name: str
+    owner: Any
+    setter: str
+    read: Callable[[], tuple[Any, ...]] | None
+    write: Callable[..., Any]
+
+
+_SWITCHES = {
+    "torch.set_default_dtype": ("default_dtype",),
+    "torch.set_default_tensor_type": ("default_tensor_type",),
+    "torch.set_float32_matmul_precision": ("float32_matmul_precision",),
+    "torch.utils.deterministic": ("deterministic_fill_uninitialized_memory",),
+    "torch.nn.attention.sdpa_kernel": (
+        *(f"sdp_use_{kernel}" for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
+        "sdp_priority_order",
+    ),
+    "torch.backends.cudnn": ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic"),
+    "torch.backends.nnpack": ("nnpack_enabled",),
+    "torch.backends.quantized.engine": ("qengine",),
+    "torch.backends.cuda": (
+        "cublas_allow_tf32",
+        "cublas_allow_fp16_accumulation",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "blas_preferred_backend",
+        "linalg_preferred_backend",
+    ),
+}
+"""The words in the names of setters that `switch_of` knows, by the public call that calls them."""
+
+
+@cache
+def switches() -> Sequence[Switch]:
+    """The switches of this torch; a stage that changes another one is not refused."""
+    owner, deterministic, _ = switch_of("deterministic_algorithms")
+    found = [
+        Switch(
+            "torch.use_deterministic_algorithms",
+            owner,
+            deterministic,
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda mode, warn_only: torch.use_deterministic_algorithms(mode, warn_only=warn_only),
+        ),
+        Switch(
+            "torch.autograd.set_detect_anomaly",
+            torch,
+            "set_anomaly_enabled",
+            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            torch.set_anomaly_enabled,
+        ),
+        Switch(
+            "torch.backends.mha.set_fastpath_enabled",
+            torch.backends.mha,
+            "set_fastpath_enabled",
+            lambda: (torch.backends.mha.get_fastpath_enabled(),),
+            torch.backends.mha.set_fastpath_enabled,
+        ),
+        Switch(
+            "torch.set_num_threads",
+            torch,
+            "set_num_threads",
+            lambda: (torch.get_num_threads(),),
+            torch.set_num_threads,
+        ),
+        Switch("torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal),
+    ]
+    for name, words in _SWITCHES.items():
+        for word in words:
+            owner, setter, getter = switch_of(word)
+            if hasattr(owner, setter):
+                read = None if getter is None else partial(_arguments, getter)
+                found.append(Switch(name, owner, setter, read, getattr(owner, setter)))
+    return found
+
+
+def _arguments(getter: Callable[[], Any]) -> tuple[Any, ...]:
+    """What a getter returns, as the arguments of its setter."""
+    found = getter()
+    return found if isinstance(found, tuple) else (found,)  # pyright: ignore[reportUnknownVariableType]
+
+
+class _WatchedThread(threading.local):
+    """The watch of this thread; None: it runs no lane."""
+
+    watch: SwitchWatch | None = None
+
+
+_thread = _WatchedThread()
+
+
+class SwitchWatch:
+    """Inside, this thread runs the actions of lanes; call `check` after each.
+
+    Args:
+        alone: does no other thread run lanes of this run.
+    """
+
+    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_grad", "_on", "_outer", "_refusal")
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone, self._refusal = alone, ""
+        self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
+
+    def __enter__(self) -> Self:
+        self._grad, self._casts = torch.is_grad_enabled(), autocast_now()
+        self._on = {kind: enabled for kind, (enabled, _) in self._casts.items()}
+        self._casting = any(self._on.values())
+        _hooks.put()
+        self._outer, _thread.watch = _thread.watch, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # else `check` has seen to it
+            self._restore()
+        _thread.watch = self._outer
+        _hooks.take_off()
+
+    def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
+        """A stage is about to change a switch. Raises PlanError where other stages would see it."""
+        now = None if switch.read is None else switch.read()
+        if now == values or (now is not None and now[: len(values)] == values):
+            return  # torch.compile sets what it finds, to be sure
+        if not self._alone:
+            self._refuse(
+                f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
+                "lanes run on other threads; use executor='serial', or call it around the run"
+            )
+        if now is None:
+            raise PlanError(
+                f"the stage calls {switch.name}, which cannot be put back afterwards; call it around the run"
+            )
+        self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
+
+    def before_forward_mode(self) -> None:
+        """A stage is about to compute forward-mode derivatives. Raises PlanError beside other lanes."""
+        if not self._alone:
+            self._refuse(
+                "the stage computes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
+                "torch.autograd.forward_ad), of which torch has one level for the whole process, while stages of "
+                "other lanes run on other threads; use executor='serial'"
+            )
+
+    def _refuse(self, message: str) -> NoReturn:
+        """Raise, and let `check` raise again: a stage may catch the error and go on with other numbers."""
+        self._refusal = message
+        raise PlanError(message)
+
+    def check(self) -> None:
+        """An action is done. Raises PlanError where it left a setting changed; the setting is put back."""
+        if (
+            self._changed
+            or self._refusal
+            or torch.is_grad_enabled() is not self._grad
+            or torch.is_autocast_enabled("cpu") is not self._on["cpu"]
+            or (len(_KINDS) > 1 and torch.is_autocast_enabled("cuda") is not self._on["cuda"])
+            or (self._casting and autocast_now() != self._casts)
+        ):
+            left = self._restore()
+            if self._refusal:
+                raise PlanError(self._refusal)
+            if left:
+                raise PlanError(
+                    f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "
+                    "leave it in the stage (with ...:), or set it around the run"
+                )
+
+    def _restore(self) -> list[str]:
+        """Put back all that is not as it was; its names."""
+        left: dict[str, None] = {}
+        for switch, values in [*self._changed.values()]:  # writing notes a change, too
+            if switch.read is not None and switch.read() != values:
+                switch.write(*values)
+                left[switch.name] = None
+        self._changed.clear()
+        if torch.is_grad_enabled() is not self._grad:
+            torch.set_grad_enabled(self._grad)
+            left["torch.set_grad_enabled"] = None
+        if autocast_now() != self._casts:
+            set_autocast(self._casts)
+            left["autocast"] = None
+        return [*left]
+
+
+def autocast_now() -> Casts:
+    """The autocast of this thread."""
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
+
+
+def set_autocast(casts: Casts) -> None:
+    """Set the autocast of this thread."""
+    for kind, (enabled, dtype) in casts.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+class _SetterHook:
+    """In the place of a setter. It is equal to the setter, because torch's compiler finds functions in tables."""
+
+    def __init__(self, switch: Switch, setter: Callable[..., Any]) -> None:
+        self.switch, self.setter = switch, setter
+        self.__name__ = self.__qualname__ = switch.setter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _thread.watch is not None:
+            _thread.watch.before(self.switch, (*args, *kwargs.values()))
+        return self.setter(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.setter
+
+    def __hash__(self) -> int:
+        return hash(self.setter)
+
+
+def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
+    """The setter of the attributes of ``torch.backends``, which have their functions since torch was imported."""
+
+    def hooked(prop: Any, module: Any, value: Any) -> None:
+        if _thread.watch is not None:
+            switch = Switch("an attribute of torch.backends", prop, "", lambda: (prop.getter(),), prop.setter)
+            _thread.watch.before(switch, (value,))
+        setter(prop, module, value)
+
+    return hooked
+
+
+def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., Any]) -> Callable[..., Any]:
+    """The setter of ``fp32_precision``, one switch for each backend and operation."""
+
+    def hooked(backend: str, operation: str, value: str) -> Any:
+        if _thread.watch is not None:
+            name = "fp32_precision of torch.backends"
+            read, write = partial(getter, backend, operation), partial(setter, backend, operation)
+            switch = Switch(name, torch.backends, f"{backend} {operation}", lambda: (read(),), write)
+            _thread.watch.before(switch, (value,))
+        return setter(backend, operation, value)
+
+    return hooked
+
+
+def _hooked_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """What begins forward-mode derivatives."""
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if _thread.watch is not None and args[-1:] != (False,):  # False: they are switched off
+            _thread.watch.before_forward_mode()
+        return entry(*args, **kwargs)
+
+    return hooked
+
+
+class _Hooks:
+    """The hooks of this process, which are there while any thread watches."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches = 0
+        self._places: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+
+    def put(self) -> None:
+        """Another thread watches."""
+        with self._lock:
+            self._watches += 1
+            if self._watches == 1:
+                self._places = self._places or _all_places()
+                for owner, _, hooks in self._places:
+                    _set(owner, hooks)
+
+    def take_off(self) -> None:
+        """A thread watches no longer."""
+        with self._lock:
+            self._watches -= 1
+            if not self._watches:
+                for owner, originals, _ in self._places:
+                    _set(owner, originals)
+
+
+def _set(owner: Any, attributes: dict[str, Any]) -> None:
+    """Set attributes of a module, all at once, or of a class."""
+    if isinstance(owner, ModuleType):
+        vars(owner).update(attributes)
+    else:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+
+
+def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
+    found: list[tuple[Any, str, Callable[[Any], Any]]]
+    found = [(each.owner, each.setter, partial(_SetterHook, each)) for each in switches()]
+    found += [(owner, name, _hooked_entry) for owner, name in FORWARD_MODE]
+    owner, name, getter = switch_of("fp32_precision_setter")
+    found.append((owner, name, partial(_hooked_precision, getter)))
+    found.append((ContextProp, "__set__", _hooked_property))
+    places: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+    for owner, name, make_hook in found:
+        if not hasattr(owner, name):  # of another torch
+            continue
+        _, originals, hooks = places.setdefault(id(owner), (owner, {}, {}))
+        originals[name] = getattr(owner, name)
+        hooks[name] = make_hook(originals[name])
+    return [*places.values()]
+
+
+_hooks = _Hooks()
