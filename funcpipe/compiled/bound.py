@@ -174,7 +174,9 @@ class CompiledBound(EagerBound):
             return super().backward_input(residual, y, stash)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
-        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, cotangents)
+        program = programs.half(missing).inputs
+        sums = [] if program.part.sums is None else [self._totals()]
+        (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
         return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
@@ -207,7 +209,7 @@ class CompiledBound(EagerBound):
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
         if not self._sums:
-            self._sums = [total for total in self.grads() if total is not None]
+            self._sums = self.sums.begin()
         return self._sums
 
     def _roots(

@@ -20,6 +20,7 @@ from funcpipe.runtime.bound import StageArgs, StageOut
 from funcpipe.runtime.context import no_autocast, no_autocast_cache
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.split_backward import numbers_that_wait
 
 
 class Root(NamedTuple):
@@ -70,6 +71,7 @@ class Joint:
         wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
         sums: gradients of the trainable leaves.
         spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
+        early: for the numbers of roots that have no gradient, those of the sums to which I of the eager stage adds.
         once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
@@ -83,6 +85,7 @@ class Joint:
     spec: OutputSpec
     roots: list[Root]
     draws: list[DrawOp]
+    early: Callable[[frozenset[int]], set[int]]
     once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
@@ -161,7 +164,9 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     outs, wanted, sums = next(node for node in module.graph.nodes if node.op == "output").args[0]
     params, inputs, ends = placeholders[: len(fixed)], placeholders[len(fixed) : len(fakes)], placeholders[len(fakes) :]
-    return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
+    return Joint(
+        module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws, first.early
+    )
 
 
 class _TracedForward:
@@ -211,6 +216,14 @@ class _TracedForward:
         live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]
         ends = [end for *_, end in live]
         return [Root(kind, name, leaf, tuple(end.stride())) for kind, name, leaf, end in live], ends
+
+    def early(self, missing: frozenset[int]) -> set[int]:
+        """The numbers of the sums to which I of the eager stage adds, where the roots with these numbers have no gradient."""
+        residual, roots = self.residual, [end for number, end in enumerate(self.ends) if number not in missing]
+        count = len(residual.params)
+        if self.bound.whole:
+            return {*range(count)}
+        return {*range(count)} - numbers_that_wait(roots, residual.inputs, residual.params)
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""

@@ -148,6 +148,10 @@ class Bound(Protocol):
         """The gradient sums, one for each leaf of the parameters."""
         ...
 
+    def present_grads(self) -> list[Tensor | None]:
+        """The gradient sums as they are now; None also where no gradient has come yet."""
+        ...
+
     def unused(self) -> list[int]:
         """Trainable leaves (by number) that no backward added to."""
         ...

@@ -360,7 +360,14 @@ class EagerBound:
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
-        sums = dict(zip(map(id, self.inputs), self.sums.all(), strict=True))
+        return self._by_leaf(self.sums.all())
+
+    def present_grads(self) -> list[Tensor | None]:
+        """The sum of each leaf as it is now; None also where no gradient has come yet."""
+        return self._by_leaf(self.sums.present())
+
+    def _by_leaf(self, totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        sums = dict(zip(map(id, self.inputs), totals, strict=True))
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:
