@@ -72,7 +72,7 @@ class CompiledBound(EagerBound):
         if state is not None:
             self._bare = self._all_bare()
             self.__dict__.pop("_words", None)  # it may have another structure
-            self._met, self._last = {}, ([], None)
+        self._met, self._last = {}, ([], None)
 
     def forget(self) -> None:
         """Forget what C computed."""

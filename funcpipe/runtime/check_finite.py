@@ -35,7 +35,13 @@ class FiniteBound:
         self.inner, self.shares, self.operations = inner, shares, operations
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
-        self.grads, self.present_grads, self.unused, self.fixed, self.written = inner.grads, inner.present_grads, inner.unused, inner.fixed, inner.written
+        self.grads, self.present_grads, self.unused, self.fixed, self.written = (
+            inner.grads,
+            inner.present_grads,
+            inner.unused,
+            inner.fixed,
+            inner.written,
+        )
         self.forget, self.rebase, self.spend = inner.forget, inner.rebase, inner.spend
 
     def twin(self) -> FiniteBound:
