@@ -15,13 +15,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from pathlib import PurePath
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import children_of
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "optree"} - {"__main__"}
 """Packages whose code reads no values of the user's, but through attributes of objects that the user's code names."""
@@ -39,6 +40,9 @@ _MANY = 1000
 _LARGE = 2**20
 """Bytes of an array whose numbers are looked at."""
 
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has."""
+
 _ABSENT: Any = object()
 
 
@@ -55,7 +59,7 @@ class Executed:
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
         self.namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self.names: set[str] = {"_modules"}
+        self.names: set[str] = set()
         self.draws = False
         self._seen: set[CodeType] = set()
 
@@ -113,8 +117,7 @@ class PythonValues:
         """Look for all values, and where each can be looked up."""
         self.found, self.generators = {}, {}
         self._rows: list[tuple[Callable[[str, Any], Any], str, Any]] = []
-        self._containers: list[tuple[Any, Sequence[Any]]] = []
-        self._cells: list[tuple[Any, Any]] = []
+        self._views: list[tuple[Any, Sequence[Any]]] = []
         self._arrays: list[tuple[Any, bytes]] = []
         self._alive: dict[int, Any] = {}  # ids stay their own
         for part in self.stage.simple():
@@ -135,14 +138,12 @@ class PythonValues:
     def _unchanged(self) -> bool:
         for get, name, value in self._rows:
             current = get(name, _ABSENT)
-            if current is not value and not _alike(current, value):
+            if current is not value and not _same(current, value):
                 return False
-        for container, values in self._containers:
-            current = container.values() if isinstance(container, Mapping) else container
-            if len(container) != len(values) or not all(map(is_, current, values)):
+        for view, values in self._views:
+            if len(view) != len(values):
                 return False
-        for cell, value in self._cells:
-            if cell.cell_contents is not value and not _alike(cell.cell_contents, value):
+            if not all(map(is_, view, values)) and not all(map(_same, view, values)):
                 return False
         return all(array.tobytes() == numbers for array, numbers in self._arrays)
 
@@ -179,10 +180,13 @@ class PythonValues:
         if isinstance(value, ModuleType) and _is_foreign(value.__name__):
             return
         kind = type(value)
-        self._note(path, (kind.__module__, kind.__qualname__, getattr(value, "__qualname__", "")))
+        self._note(path, (kind.__module__, kind.__qualname__, _name_of(value)))
         if id(value) in self._alive:
             return
         self._alive[id(value)] = value
+        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
+        if wrapped is not None:
+            self._any(f"{path}()", wrapped)
         if isinstance(value, FunctionType):
             self._function(path, value)
         elif isinstance(value, MethodType):
@@ -227,25 +231,24 @@ class PythonValues:
         self._note(f"len({path})", len(container))
         if len(container) > _MANY:
             return
-        entries = list(container.values() if isinstance(container, Mapping) else container)
+        views = [container.keys(), container.values()] if isinstance(container, Mapping) else [container]
         if not isinstance(container, tuple):
-            self._containers.append((container, entries))
-        for key, entry in container.items() if isinstance(container, Mapping) else enumerate(entries):
+            self._views += [(view, list(view)) for view in views]
+        for key, entry in container.items() if isinstance(container, Mapping) else enumerate(container):
             self._any(f"{path}[{key!r}]", entry)
 
     def _function(self, path: str, fn: FunctionType) -> None:
         self._note(f"{path} (code)", fn.__code__)
-        if fn.__code__ not in self.executed.codes:
+        if fn.__code__ not in self.executed.codes and not (fn.__module__ or "").startswith("funcpipe."):
             return
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if name in self.ignored or name == "__class__":
                 continue
-            try:
-                value = cell.cell_contents
-            except ValueError:  # it is assigned later
-                continue
-            self._cells.append((cell, value))
-            self._any(name, value)
+            get = partial(_content, cell)
+            value = get(name, _ABSENT)
+            self._rows.append((get, name, value))
+            if value is not _ABSENT:
+                self._any(name, value)
         names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
         defaults = dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
         for name, value in defaults.items():
@@ -261,15 +264,17 @@ class PythonValues:
         is_ours = type(value).__module__.startswith("funcpipe.")
         wanted = {*own} if is_ours else names & (own.keys() | of_classes)
         if isinstance(value, nn.Module):
-            wanted = {name for name in wanted if not name.startswith("_") or name == "_modules"}
+            self._entries(path, children_of(value))
+            wanted -= _OF_MODULES
             if path.startswith("the module"):  # its mode is a run's
                 wanted.discard("training")
         self._table(path, own.get, sorted(wanted))
         for kind in classes:
             self._table(path, vars(kind).get, sorted(names & vars(kind).keys()))
-            slots = [name for name in getattr(kind, "__slots__", ()) if name in names and not isinstance(value, type)]
-            if slots:
-                self._table(path, partial(getattr, value), slots)
+            slots = vars(kind).get("__slots__", ())
+            if slots and not isinstance(value, type):
+                slots = [slots] if isinstance(slots, str) else slots
+                self._table(path, partial(getattr, value), [name for name in slots if name in names])
 
 
 class ValuesKey:
@@ -286,8 +291,10 @@ class ValuesKey:
         return self._hash
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Are these equal values, though not one object."""
+def _same(a: Any, b: Any) -> bool:
+    """Are these one object, or equal values."""
+    if a is b:
+        return True
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -297,6 +304,18 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _is_value(token: Any) -> TypeGuard[tuple[type, str]]:
     return type(token) is tuple and isinstance(token[0], type)
+
+
+def _name_of(value: Any) -> str:
+    return value.__qualname__ if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else ""
+
+
+def _content(cell: Any, name: str, default: Any) -> Any:
+    """The value of a closure's cell, which may have none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
 
 
 def _never_changes(value: Any) -> bool:

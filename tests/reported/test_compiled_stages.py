@@ -101,10 +101,10 @@ class Annealed(nn.Module):
     def __init__(self):
         super().__init__()
         self.beta, self.part = 0.0, nn.Module()
-        self.part.gain = 1.0
+        self.part.gain = self._private = 1.0
 
     def forward(self, y, t):
-        return F.mse_loss(y, t) * self.part.gain + self.penalty(y)
+        return F.mse_loss(y, t) * self.part.gain * self._private + self.penalty(y)
 
     def penalty(self, y):
         return self.beta * y.square().mean() + self.floor
@@ -163,6 +163,7 @@ in_a_cell, set_cell = enclosing()
 
 READS = {
     "an attribute of the loss": (plain, annealed, partial(setattr, annealed, "beta")),
+    "a private attribute of the loss": (plain, annealed, partial(setattr, annealed, "_private")),
     "an attribute of a part of the loss": (plain, annealed, partial(setattr, annealed.part, "gain")),
     "a class attribute that the loss overrides later": (plain, annealed, partial(setattr, annealed, "floor")),
     "a global, in a helper": (lambda p, x: helper(x * p), mean, set_global),
