@@ -192,11 +192,12 @@ def compile_stage(
     Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
     is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
     and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
-    another order; without it every bit is eager's.
+    another order; without it (and with backend "graph") every bit is eager's, in every order of W.
 
-    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over,
-    branches on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each
-    with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+    Python values that the stage or the loss reads besides its arguments (globals, closures, attributes, containers) are
+    part of the signature: when a value changes, the next run traces anew. Tensors that the function closes over,
+    branches on numbers in tensors, Python state that changes from call to call, random numbers of Python and numpy,
+    draws in a backward are refused, each with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
