@@ -155,7 +155,7 @@ class PythonValues:
         pairs = [(path, found.get(path), self.found.get(path)) for path in changed]
         lines = [f"{path} was {old[1]}, then {new[1]}" for path, old, new in pairs if _is_value(old) and _is_value(new)]
         if changed and not lines:
-            self.ignored |= {path.removeprefix("len(").removesuffix(")") for path in changed}
+            self.ignored |= changed | {path[4:-1] for path in changed if path.startswith("len(")}
             self.look()
         drawing = [path for path, state in generators.items() if self.generators.get(path, state) != state]
         return sorted(lines) + [f"the generator {path} drew numbers" for path in drawing]
@@ -213,6 +213,8 @@ class PythonValues:
             self._object(path, value)
 
     def _note(self, path: str, token: Hashable) -> None:
+        if path in self.ignored:
+            return
         while path in self.found:  # of the same name in another function
             path += "'"
         self.found[path] = token
