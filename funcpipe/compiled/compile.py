@@ -197,7 +197,8 @@ def compile_stage(
     Python values that the stage or the loss reads besides its arguments (globals, closures, attributes, containers) are
     part of the signature: when a value changes, the next run traces anew. Tensors that the function closes over,
     branches on numbers in tensors, Python state that changes from call to call, random numbers of Python and numpy,
-    draws in a backward are refused, each with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+    draws in a backward are refused, each with its reason. Called directly, a compiled stage runs its function, so
+    torch.func transforms it as before.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
