@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+from funcpipe.compiled.python_values import ValuesKey
 from funcpipe.core.tree import flatten, locations, unflatten
 from funcpipe.runtime.bound import StageArgs
 from funcpipe.runtime.eager import EagerBound
@@ -18,14 +19,14 @@ _VALUES = 4
 _NUMBERS = (float, int)
 
 
-def advice(compiled: Compiled, bound: EagerBound, args: StageArgs, signature: Hashable) -> str:
+def advice(compiled: Compiled, bound: EagerBound, args: StageArgs, signature: tuple[ValuesKey, Hashable]) -> str:
     """The text of a warning after the trace of a signature; "": there is none, yet."""
     count, limit = compiled.made, compiled.max_programs
     name = f"stage {bound.stage.name!r} (compiled)"
     form, numbers = _apart(signature)
     alike = [values for other, values in map(_apart, compiled.found) if other == form and values != numbers]
     if len(alike) >= max(1, min(_VALUES, limit) - 1):
-        rows = zip(_names(bound, args), numbers, *alike, strict=True)
+        rows = zip([*_read_names(signature[0]), *_names(bound, args)], numbers, *alike, strict=True)
         changing = {path: list(dict.fromkeys([*past, new])) for path, new, *past in rows if {*past} != {new}}
         listed = "; ".join(f"{path} was {', '.join(map(str, values))}" for path, values in changing.items())
         last = next(iter(changing.values()))[-1]
@@ -44,12 +45,19 @@ def advice(compiled: Compiled, bound: EagerBound, args: StageArgs, signature: Ha
 
 def _apart(words: Any) -> tuple[Any, list[Hashable]]:
     """A signature without the values of Python numbers (`leaf_key`); and these values, in order."""
+    if isinstance(words, ValuesKey):
+        words = words.values
     if type(words) is not tuple:
         return words, []
     if len(words) == 2 and any(words[0] is kind for kind in _NUMBERS):
         return words[0], [words[1]]
     parts = [_apart(word) for word in words]
     return tuple(form for form, _ in parts), [value for _, values in parts for value in values]
+
+
+def _read_names(values: ValuesKey) -> list[str]:
+    """The paths of the Python numbers that the stage and the loss read."""
+    return [path for path, token in values.values if type(token) is tuple and token[0] in _NUMBERS]
 
 
 def _names(bound: EagerBound, args: StageArgs) -> list[str]:

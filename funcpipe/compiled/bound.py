@@ -72,7 +72,7 @@ class CompiledBound(EagerBound):
         if state is not None:
             self._bare = self._all_bare()
             self.__dict__.pop("_words", None)  # it may have another structure
-            self._met, self._last = {}, ([], None)
+        self._met, self._last = {}, ([], None)
 
     def forget(self) -> None:
         """Forget what C computed."""
@@ -176,7 +176,9 @@ class CompiledBound(EagerBound):
             return super().backward_input(residual, y, stash)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
-        (x, *skips), left = self._run(programs, programs.half(missing).inputs, residual.values, cotangents)
+        program = programs.half(missing).inputs
+        sums = [] if program.part.sums is None else [self._totals()]
+        (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
         return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
     def backward_weight(self, residual: Any, *, more: bool = False) -> None:
@@ -209,7 +211,7 @@ class CompiledBound(EagerBound):
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
         if not self._sums:
-            self._sums = [total for total in self.grads() if total is not None]
+            self._sums = self.sums.begin()
         return self._sums
 
     def _roots(

@@ -91,7 +91,8 @@ class _Turned:
         self._graph.output((outs, wanted, sums))
         module = fx.GraphModule(old.module, self._graph)
         params, inputs, cotangents = takes
-        self.joint = Joint(module, params, inputs, cotangents, outs, wanted, sums, old.spec, old.roots, old.draws)
+        rest = old.spec, old.roots, old.draws, old.early
+        self.joint = Joint(module, params, inputs, cotangents, outs, wanted, sums, *rest)
 
     def _write(self, node: fx.Node) -> None:
         """Write an operation anew; a convolution's arguments are turned before."""

@@ -17,6 +17,7 @@ from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.inductor import inductor
 from funcpipe.compiled.joint import trace
 from funcpipe.compiled.programs import Programs
+from funcpipe.compiled.python_values import PythonValues, ValuesKey
 from funcpipe.compiled.recompute import recompute as least_kept
 from funcpipe.core.errors import PlanError, TraceError
 from funcpipe.core.log import log
@@ -44,7 +45,9 @@ class Compiled:
         recompute: is what is cheap to compute again not kept for the backward; or how much of what is then kept may be.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
-        found: the outcome for each of these, the longest unused first: its programs, or why there are none.
+        found: the outcome for each of these and the Python values that were read, the longest unused first: its programs, or
+            why there are none.
+        readers: for each signature what reads these values, by every path that the code has taken.
         made: how many outcomes there were in all.
     """
 
@@ -60,7 +63,8 @@ class Compiled:
     ) -> None:
         self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
         self.max_programs = max_programs
-        self.found: dict[Hashable, Programs | TraceError] = {}
+        self.found: dict[tuple[ValuesKey, Hashable], Programs | TraceError] = {}
+        self.readers: dict[Hashable, list[PythonValues]] = {}
         self.made = 0
         self._told = False
         self._making, self._turn = threading.Lock(), threading.Lock()
@@ -89,7 +93,6 @@ class Compiled:
         if outcome is None:
             with self._making:  # other threads that wait for them get the same
                 outcome = self._look(signature) or self._make(signature, bound, args)
-            self._advise(signature, bound, args)
         if isinstance(outcome, Programs):
             return outcome
         if self.fallback:
@@ -102,10 +105,13 @@ class Compiled:
     def _look(self, signature: Hashable) -> Programs | TraceError | None:
         """The outcome for a signature, now the last used; None: it was not met, or is no longer kept."""
         with self._turn:
-            outcome = self.found.pop(signature, None)
-            if outcome is not None:
-                self.found[signature] = outcome
-            return outcome
+            for reader in self.readers.get(signature, ()):
+                key = reader.key(), signature
+                outcome = self.found.pop(key, None)
+                if outcome is not None:
+                    self.found[key] = outcome
+                    return outcome
+            return None
 
     def _make(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | TraceError:
         """Trace a signature that has no outcome yet, and keep its outcome; the longest unused one goes.
@@ -114,8 +120,9 @@ class Compiled:
             TraceError: the stage itself raised, and does not fall back; the cause says more than a reason here.
         """
         name, began = bound.stage.name or str(bound.index), perf_counter()
+        values = PythonValues(bound.stage, bound.loss)
         try:
-            joint = trace(bound, args)
+            joint = trace(bound, args, values)
             with tracing:
                 joint = channels_last(joint) if self.backend == "inductor" else joint
                 hoist(joint)
@@ -125,32 +132,39 @@ class Compiled:
                 programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
             fault = TraceError(str(error))  # without its frames
-            self._keep(signature, fault)
+            self._keep(signature, fault, values)
+            self._advise(signature, values, bound, args)
             how = "runs eagerly" if self.fallback else "cannot be compiled"
             log.info("stage %s %s, because: %s", name, how, fault)
             if error.cause is not None and not self.fallback:
                 raise
             return fault
-        self._keep(signature, programs)
+        self._keep(signature, programs, values)
         kept = size_of(programs.residual_bytes)
         log.info("compiled stage %s for signature %d; %s are kept from F to B", name, self.made, kept)
         log.debug("tracing stage %s and cutting its graph took %.3g s", name, perf_counter() - began)
+        self._advise(signature, values, bound, args)
         return programs
 
-    def _keep(self, signature: Hashable, outcome: Programs | TraceError) -> None:
+    def _keep(self, signature: Hashable, outcome: Programs | TraceError, values: PythonValues) -> None:
+        values.look()
         with self._turn:
             self.made += 1
-            self.found[signature] = outcome
+            others = [reader for reader in self.readers.get(signature, ()) if not reader.same_code(values)]
+            self.readers[signature] = [*others, values]
+            self.found[values.key(), signature] = outcome
             oldest = list(self.found)[: -self.max_programs]
             dropped = [self.found.pop(old) for old in oldest]  # runs that use it hold it until they end
+            kept = {other for _, other in self.found}
+            self.readers = {other: readers for other, readers in self.readers.items() if other in kept}
         if dropped:
             log.info("dropped the programs that were unused for longest: max_programs=%d", self.max_programs)
         del dropped  # it may be large, and nobody has to wait for that
 
-    def _advise(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> None:
+    def _advise(self, signature: Hashable, values: PythonValues, bound: EagerBound, args: StageArgs) -> None:
         """Warn once of what makes traces come over and over."""
         with self._turn:
-            text = "" if self._told else advice(self, bound, args, signature)
+            text = "" if self._told else advice(self, bound, args, (values.key(), signature))
             self._told |= bool(text)
         if text:
             warnings.warn(text, stacklevel=2)
@@ -179,11 +193,13 @@ def compile_stage(
     Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
     is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
     and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
-    another order; without it every bit is eager's.
+    another order; without it (and with backend "graph") every bit is eager's, in every order of W.
 
-    The function must be pure: what it reads besides its arguments would be frozen. Tensors that it closes over,
-    branches on numbers in tensors, Python state that changes from call to call, draws in a backward are refused, each
-    with its reason. Called directly, a compiled stage runs its function, so torch.func transforms it as before.
+    Python values that the stage or the loss reads besides its arguments (globals, closures, attributes, containers) are
+    part of the signature: when a value changes, the next run traces anew. Tensors that the function closes over,
+    branches on numbers in tensors, Python state that changes from call to call, random numbers of Python and numpy,
+    draws in a backward are refused, each with its reason. Called directly, a compiled stage runs its function, so
+    torch.func transforms it as before.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))

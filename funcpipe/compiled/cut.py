@@ -79,7 +79,8 @@ class Cut:
     """The cut of a joint graph.
 
     An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that
-    needs it has it, so nothing is computed twice.
+    needs it has it, so nothing is computed twice. Without ``fuse`` I also adds to the sums to which I of the eager stage
+    does: where W come in another order than I, these sums would else be added in another order than eagerly.
 
     Args:
         joint: the graph.
@@ -124,18 +125,21 @@ class Cut:
             replaced = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
             wanted = [[replaced.get(node, node) for node in row] for row in wanted]  # pyright: ignore
             sums = [replaced.get(node, node) for node in sums]  # pyright: ignore
-        left = self._inputs(wanted, sums)[1]
+        early = set[int]() if self.fuse else joint.early(missing)
+        early_sums = [node if number in early else None for number, node in enumerate(sums)]
+        late_sums = [None if number in early else node for number, node in enumerate(sums)]
+        left = self._inputs([wanted, early_sums], late_sums)[1]
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
         second = {"P": joint.params, "L": left}
-        weights = _part("W", second, None, sums)
+        weights = _part("W", second, None, late_sums)
         nodes = {*weights.nodes}
-        products = {number: product(node) for number, node in _single(sums, nodes, _aten.mm.default)}
-        fused = [*products, *_columns(sums, nodes)] if self.fuse else []
+        products = {number: product(node) for number, node in _single(late_sums, nodes, _aten.mm.default)}
+        fused = [*products, *_columns(late_sums, nodes)] if self.fuse else []
         factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
-        others = [None if number in products else node for number, node in enumerate(sums)]
+        others = [None if number in products else node for number, node in enumerate(late_sums)]
         return CutBackward(
             _part("B", takes, wanted, sums, fused),
-            _part("I", takes, (wanted, left)),
+            _part("I", takes, (wanted, left), None if self.fuse else early_sums),
             replace(weights, fused=fused),
             _part("V", second, factors, others),
             left,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from funcpipe.compiled.known import UNKNOWN, Known
 from funcpipe.core.stage import SCOPE, Stage
-from funcpipe.core.torch_names import WatchingMode
+from funcpipe.core.torch_names import WatchingMode, without_modes
 from funcpipe.runtime.drawing import draws_nothing, may_draw
+from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.rng import Keys, borrowed, locate, twin_of
 
 
@@ -67,7 +69,8 @@ class Watch(WatchingMode):
         out = func(*args, **kwargs)
         self._known.note(func, args, kwargs, out)
         if getattr(func, "namespace", "") != "prim":  # questions about a tensor, asked when the answer is not at hand
-            self.steps.append(f"{func} {_words(args)} {_words(kwargs)}")
+            numbers = f" {_digest(args[0])}" if func is torch.ops.aten.lift_fresh.default else ""
+            self.steps.append(f"{func} {_words(args)} {_words(kwargs)}{numbers}")
         if draws(func, args, kwargs, out):
             layer, _, _ = locate(self.places)
             part = SCOPE.get()
@@ -85,6 +88,15 @@ def _words(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name}={_words(item)}" for name, item in value.items())  # pyright: ignore
     return repr(value)
+
+
+def _digest(constant: Tensor) -> str:
+    """The numbers of a tensor that was made outside of torch, as text; a short one."""
+    with without_modes(), torch.no_grad():
+        if is_plain(constant) and constant.device.type == "cpu":
+            numbers = constant.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return blake2b(numbers, digest_size=8).hexdigest()
+    return ""
 
 
 class Keyring:

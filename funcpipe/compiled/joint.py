@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from funcpipe.compiled.draws import DrawOp, Watch, draws
+from funcpipe.compiled.python_values import GlobalDraws, PythonValues
 from funcpipe.compiled.tidy import tidy
 from funcpipe.core.errors import TraceError
+from funcpipe.core.gradient_graph import nodes_of
 from funcpipe.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
 from funcpipe.core.tracing import tracing
 from funcpipe.core.tree import Spec, flatten, unflatten
@@ -20,6 +23,7 @@ from funcpipe.runtime.bound import StageArgs, StageOut
 from funcpipe.runtime.context import no_autocast, no_autocast_cache
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.rng import Keys
+from funcpipe.runtime.split_backward import numbers_that_wait
 
 
 class Root(NamedTuple):
@@ -70,6 +74,7 @@ class Joint:
         wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
         sums: gradients of the trainable leaves.
         spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
+        early: for the numbers of roots that have no gradient, those of the sums to which I of the eager stage adds.
         once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
@@ -83,6 +88,7 @@ class Joint:
     spec: OutputSpec
     roots: list[Root]
     draws: list[DrawOp]
+    early: Callable[[frozenset[int]], set[int]]
     once: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
@@ -91,8 +97,8 @@ def tensors(*trees: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def trace(bound: EagerBound, args: StageArgs) -> Joint:
-    """Trace a bound stage with its backward, for arguments like these.
+def trace(bound: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
+    """Trace a bound stage with its backward, for arguments like these. ``values`` notes the code that runs.
 
     Raises:
         TraceError: the stage cannot be a program; it says why.
@@ -100,14 +106,14 @@ def trace(bound: EagerBound, args: StageArgs) -> Joint:
     with tracing:
         try:
             with no_autocast_cache():  # a second call would not show the casts of the first
-                return _trace(bound, args)
+                return _trace(bound, args, values)
         except TraceError:
             raise
         except Exception as error:
             raise _why(error) from error
 
 
-def _trace(real: EagerBound, args: StageArgs) -> Joint:
+def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     fixed = tensors(real.leaves, real.state_leaves)
@@ -127,9 +133,14 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
             for tensor in arguments
         ]
     with mode, torch.set_grad_enabled(real.backwards):
-        first = _TracedForward(real, args, fakes)
+        draws = GlobalDraws()
+        with values.executed:
+            first = _TracedForward(real, args, fakes)
+        draws.look()
+        values.look()
         again = _TracedForward(real, args, fakes, first.bound)
-    _refuse_changes(first, again)
+        draws.look()
+    _refuse_changes(first, again, draws.named(values.executed) + values.changes())
     cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
     calls: list[_TracedForward] = []
 
@@ -142,7 +153,9 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
         functional: Any = functionalized(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
 
-    with mode, torch.set_grad_enabled(real.backwards):
+    # To watch the code that runs makes this twice as slow.
+    watched = values.executed if first.has_own_backward(values.executed.names) else nullcontext()
+    with mode, torch.set_grad_enabled(real.backwards), watched:
         try:
             module = graph(joint)
         except NumbersWanted:
@@ -157,7 +170,9 @@ def _trace(real: EagerBound, args: StageArgs) -> Joint:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     outs, wanted, sums = next(node for node in module.graph.nodes if node.op == "output").args[0]
     params, inputs, ends = placeholders[: len(fixed)], placeholders[len(fixed) : len(fakes)], placeholders[len(fakes) :]
-    return Joint(module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws)
+    return Joint(
+        module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws, first.early
+    )
 
 
 class _TracedForward:
@@ -210,6 +225,21 @@ class _TracedForward:
         ends = [end for *_, end in live]
         return [Root(kind, name, leaf, tuple(end.stride())) for kind, name, leaf, end in live], ends
 
+    def has_own_backward(self, names: Collection[str]) -> bool:
+        """Is there a backward of the user's, or a hook: the code that ran, which used these names, says so."""
+        nodes = nodes_of(self.ends)
+        return any(name.startswith("register_") for name in names) or any(
+            isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
+        )
+
+    def early(self, missing: frozenset[int]) -> set[int]:
+        """The numbers of the sums to which I of the eager stage adds, where the roots with these numbers have no gradient."""
+        residual, roots = self.residual, [end for number, end in enumerate(self.ends) if number not in missing]
+        count = len(residual.params)
+        if self.bound.whole:
+            return {*range(count)}
+        return {*range(count)} - numbers_that_wait(roots, residual.inputs, residual.params)
+
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
         residual = self.residual
@@ -260,12 +290,13 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
     return spec, [leaves[number] for number in slots]
 
 
-def _refuse_changes(first: _TracedForward, again: _TracedForward) -> None:
+def _refuse_changes(first: _TracedForward, again: _TracedForward, changes: Sequence[str]) -> None:
     """Raise TraceError if a second call does not do what the first did: its Python state would be frozen."""
-    if first.watch.steps == again.watch.steps and first.spec == again.spec:
+    if first.watch.steps == again.watch.steps and first.spec == again.spec and not changes:
         return
     pairs = zip(first.watch.steps, again.watch.steps, strict=False)
-    detail = next((f": {a} in one call, {b} in the next" for a, b in pairs if a != b), "")
+    differing = [*changes, *(f"{a} in one call, {b} in the next" for a, b in pairs if a != b)]
+    detail = f": {differing[0]}" if differing else ""
     raise TraceError(
         f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random "
         "numbers that are not torch's), which a program would freeze: hand it in by feeds or state"

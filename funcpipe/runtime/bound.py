@@ -144,8 +144,12 @@ class Bound(Protocol):
         """Forget the gradient sums: a step has used them."""
         ...
 
-    def grads(self, *, begun: bool = False) -> list[Tensor | None]:
-        """The gradient sums, one for each leaf of the parameters; with ``begun`` None where no gradient has come."""
+    def grads(self) -> list[Tensor | None]:
+        """The gradient sums, one for each leaf of the parameters."""
+        ...
+
+    def present_grads(self) -> list[Tensor | None]:
+        """The gradient sums as they are now; None also where no gradient has come yet."""
         ...
 
     def unused(self) -> list[int]:

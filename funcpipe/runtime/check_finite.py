@@ -36,7 +36,13 @@ class FiniteBound:
         self.inner, self.shares, self.operations = inner, shares, operations
         self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
         self.given: dict[int, StageArgs] = {}
-        self.grads, self.unused, self.fixed, self.written = inner.grads, inner.unused, inner.fixed, inner.written
+        self.grads, self.present_grads, self.unused, self.fixed, self.written = (
+            inner.grads,
+            inner.present_grads,
+            inner.unused,
+            inner.fixed,
+            inner.written,
+        )
         self.forget, self.rebase, self.spend = inner.forget, inner.rebase, inner.spend
 
     def twin(self) -> FiniteBound:
@@ -105,7 +111,7 @@ class FiniteBound:
         for number, skip in enumerate(cotangents.skips):
             faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
         faults += _leaves(
-            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.grads(begun=True), strict=True)
+            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.present_grads(), strict=True)
         )
         if not faults:
             return

@@ -383,10 +383,16 @@ class EagerBound:
         for twin in self.twins:
             twin.spend()
 
-    def grads(self, *, begun: bool = False) -> list[Tensor | None]:
-        """The sum of each leaf; None where it is not trainable, and with ``begun`` where no gradient has come."""
-        rows = self.sums.begun_sums() if begun else self.sums.all()
-        sums = dict(zip(map(id, self.inputs), rows, strict=True))
+    def grads(self) -> list[Tensor | None]:
+        """The sum of each leaf; None where it is not trainable."""
+        return self._by_leaf(self.sums.all())
+
+    def present_grads(self) -> list[Tensor | None]:
+        """The sum of each leaf as it is now; None also where no gradient has come yet."""
+        return self._by_leaf(self.sums.present())
+
+    def _by_leaf(self, totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        sums = dict(zip(map(id, self.inputs), totals, strict=True))
         return [sums.get(id(alias)) for alias in self.aliases]
 
     def unused(self) -> list[int]:

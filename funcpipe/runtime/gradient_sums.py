@@ -7,6 +7,7 @@ else has its memory; that saves a zero, an addition and a pass over memory for e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class GradientSums:
         """The numbers of those whose sums are sparse."""
         self._zeros: dict[int, int] = {}
         """Of those that began as zeros their versions then."""
+        self._negative: set[int] = set()
+        """Those of them that may be negative zeros still."""
 
     @property
     def begun(self) -> bool:
@@ -46,6 +49,11 @@ class GradientSums:
         if self.lacking:
             self._begin_as_zeros(lambda alias: not is_plain(alias))
 
+    def begin(self) -> list[Any]:
+        """Every sum, to be added to."""
+        self._begin_as_zeros(lambda alias: True)
+        return self.present()
+
     def adopt(self, aliases: Sequence[Tensor]) -> None:
         """After a backward into these aliases: make sums of the first gradients."""
         if self._sparse:
@@ -60,15 +68,19 @@ class GradientSums:
                     self._begin(number, gradient.clone().coalesce())  # its values may be a view of another gradient
                 elif gradient is not None:
                     alone = may_grow(gradient)
-                    self._begin(number, gradient if alone else torch.zeros_like(aliases[number]).add_(gradient))
+                    self._begin(number, gradient if alone else _begun_with(aliases[number], gradient))
 
     def all(self) -> list[Tensor | None]:
         """Every sum; zeros where no gradient has come."""
-        self._begin_as_zeros(lambda alias: True)
-        return self.begun_sums()
+        totals = self.begin()
+        with torch.no_grad():
+            for number in self._negative & {*self.untouched()}:
+                self._zeros[number] = version(totals[number].zero_())
+        self._negative.clear()
+        return totals
 
-    def begun_sums(self) -> list[Tensor | None]:
-        """Every sum; None where no gradient has come."""
+    def present(self) -> list[Tensor | None]:
+        """Every sum that there is; None where no gradient has come."""
         return [alias.grad for alias in self._rows[0]]
 
     def untouched(self) -> list[int]:
@@ -102,8 +114,9 @@ class GradientSums:
     def _begin_as_zeros(self, which: Callable[[Tensor], bool]) -> None:
         with torch.no_grad():
             for number in [number for number in self.lacking if which(self._rows[0][number])]:
-                total = torch.zeros_like(self._rows[0][number])
+                total = _negative_zeros(self._rows[0][number])
                 self._zeros[number] = version(total)
+                self._negative.add(number)
                 self._begin(number, total)
 
     def _begin(self, number: int, total: Tensor) -> None:
@@ -113,6 +126,18 @@ class GradientSums:
     def _share(self, number: int, total: Tensor) -> None:
         for row in self._rows:
             row[number].grad = total
+
+
+def _begun_with(alias: Tensor, gradient: Tensor) -> Tensor:
+    """A sum of one gradient, laid out as its parameter is."""
+    if gradient.layout is not torch.strided:  # what it leaves out is 0
+        return torch.zeros_like(alias).add_(gradient)
+    return _negative_zeros(alias).add_(gradient)
+
+
+def _negative_zeros(alias: Tensor) -> Tensor:
+    """Zeros that change no bit of what is added to them: 0 + -0 is 0, and -0 + -0 is -0."""
+    return torch.full_like(alias, complex(-0.0, -0.0) if alias.is_complex() else -0.0)
 
 
 def may_grow(gradient: Tensor) -> bool:

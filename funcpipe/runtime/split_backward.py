@@ -87,6 +87,16 @@ class EagerWeights(NamedTuple):
         return sum(gradient.nbytes for waiting in self.waiting for gradient in waiting.gradients)
 
 
+def numbers_that_wait(roots: Sequence[Tensor], inputs: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
+    """The numbers of the parameters to which `walk_to_inputs` does not walk."""
+    if not inputs:
+        return {*range(len(params))}
+    nodes = [get_gradient_edge(root).node for root in roots]
+    heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
+    later = {id(weight) for weights in heavy.values() for weight in weights}
+    return {number for number, param in enumerate(params) if id(param) in later}
+
+
 def walk_to_inputs(
     roots: Sequence[Tensor | GradientEdge],
     gradients: Sequence[Tensor],
