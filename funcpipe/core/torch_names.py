@@ -407,6 +407,9 @@ def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
     getattr(layer, "_check_input_dim", lambda _: None)(input)
 
 
+ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
+"""The attribute of a compiled function with the function itself. Without it: its copies are refused."""
+
 FLAT_WEIGHTS = "_flat_weights"
 """Where recurrent layers keep a second list of their weights."""
 

@@ -288,16 +288,16 @@ class Pipe(Anchored):
                 "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
-        snapshot = ModuleSnapshot(model)
-        if self._known is None or not snapshot.same(self._known[0]):
-            self._known = (snapshot, {})
-        by_flags = self._known[1]
-        stages = by_flags.get(snapshot.flags)
+        if self._known is None or not self._known[0].is_current(model):
+            self._known = (ModuleSnapshot(model), {})
+        snapshot, by_flags = self._known
+        flags = snapshot.flags
+        stages = by_flags.get(flags)
         if stages is None:
             stages = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
             while len(by_flags) >= _KEPT:
                 by_flags.pop(next(iter(by_flags)), None)
-            by_flags[snapshot.flags] = stages
+            by_flags[flags] = stages
         return stages
 
     # -- staying where it is -------------------------------------------------------------------------------------------
