@@ -28,12 +28,13 @@ _PLAIN = (int, float, complex, str, bytes, bool, torch.Size, torch.dtype, torch.
 
 _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
-    *(FunctionType, BuiltinFunctionType, ModuleType, logging.Logger, nn.Parameter),
+    *(FunctionType, BuiltinFunctionType, ModuleType, logging.Logger, nn.Parameter, *weakref.ProxyTypes),
 )
 """What has no contents of its own that a copy could miss: a copy of a function is the function."""
 
-_MISSING = object()
-_APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
+_MISSING, _WRITTEN = object(), object()
+_HOLDS_MODULES = frozenset({"_modules", *TABLES})
+_APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *_HOLDS_MODULES})
 """Attributes of modules that are no settings: numbers, and modes, which a run sets itself."""
 
 
@@ -54,6 +55,8 @@ class Change(NamedTuple):
     new: Any
 
     def __str__(self) -> str:
+        if isinstance(self.new, Tensor) and self.old is _WRITTEN:
+            return f"{self.place} was written to"
         absent = [value is _MISSING for value in (self.old, self.new)]
         if any(absent):
             return f"{self.place} was {'set' if absent[0] else 'deleted'}"
@@ -63,19 +66,31 @@ class Change(NamedTuple):
         )
 
 
+class _Child(NamedTuple):
+    """A child of a module; None for one that is None."""
+
+    reference: weakref.ref[nn.Module] | None
+    kind: str
+
+    def now(self) -> nn.Module | None:
+        """The child, None where it has ended."""
+        return None if self.reference is None else self.reference()
+
+
 class _Table(NamedTuple):
     """The contents of one module, object or container.
 
     Attributes:
         place, name, uses: as in `Change`; no name: it is a module.
         contents: a function that gives them as they are now; None where the module has ended.
-        keys, values: what they were.
+        size, keys, values: how many they were, and what.
     """
 
     place: str
     name: str
     uses: AttributeUses
     contents: Callable[[], Mapping[Any, Any] | None]
+    size: int
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
 
@@ -96,7 +111,7 @@ class Attributes:
         self.tables: list[_Table] = []
         self.empty: list[Any] = []  # containers that had no contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
-        self.children: list[tuple[str, weakref.ref[nn.Module], tuple[Any, ...], tuple[Any, ...]]] = []
+        self.children: list[tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]] = []
         self.seen: set[int] = set()
         self.kept: list[Any] = []  # so that no other object gets an id of `seen`
         for path, module in model.named_modules():
@@ -117,16 +132,18 @@ class Attributes:
         self.seen.add(id(module))
         uses, reference = uses_of(type(module)), weakref.ref(module)
         children = children_of(module)
-        references = tuple(_dead if child is None else weakref.ref(child) for child in children.values())
+        references = tuple(
+            _Child(None if child is None else weakref.ref(child), type(child).__name__) for child in children.values()
+        )
         self.children.append((path, reference, tuple(children), references))
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
-            if name not in _APART and name != "_modules" and (self.all_names or name not in uses.written):
+            if name not in _APART and (self.all_names or name not in uses.written):
                 self._walk(value, f"{path}.{name}" if path else name, name, uses)
 
     def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
         """Note what a value has inside."""
-        if value is None or isinstance(value, _OPAQUE) or id(value) in self.seen:
+        if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
             return
         if isinstance(value, (tuple, frozenset)) and all(each is None or isinstance(each, _OPAQUE) for each in value):  # pyright: ignore[reportUnknownVariableType]
             return
@@ -140,18 +157,20 @@ class Attributes:
             self.tensors.append((place, name, uses, value, _writes(value)))
         elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
             self.empty.append((place, name, uses, value))
-        elif not type(value).__module__.startswith("torch."):  # torch's own objects, as those of its compiler
+        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):  # those of the compiler, of deferred norms
             self._table(place, name, uses, partial(_contents, value))
 
     def _table(self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]) -> None:
         now: Mapping[Any, Any] | None = contents()
         if not now:
             return
-        values = tuple(_weakly(value) for value in now.values())
-        self.tables.append(_Table(place, name, uses, contents, tuple(now), values))
+        keys = tuple(key for key in now if name or key not in _HOLDS_MODULES)
+        values = tuple(_weakly(now[key]) for key in keys)
+        self.tables.append(_Table(place, name, uses, contents, len(now), keys, values))
         if name:
             for key, value in now.items():
-                self._walk(value, _inside(place, key), name, uses)
+                if self.all_names or key not in uses.written:
+                    self._walk(value, _inside(place, key), name, uses)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -178,16 +197,16 @@ class Attributes:
             if module is None:
                 continue
             now = children_of(module)
-            if len(now) == len(children) and all(map(is_, [child() for child in children], now.values())):
+            if len(now) == len(children) and all(map(is_, map(_Child.now, children), now.values())):
                 continue
             before = dict(zip(names, children, strict=True))
             for name in dict.fromkeys((*names, *now)):
-                old, new = before.get(name, _missing)(), now.get(name, _MISSING)
-                if old is not new:
+                old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+                if (old.now() if isinstance(old, _Child) else old) is not new:
                     yield Change(f"{path}.{name}" if path else name, name, uses_of(type(module)), old, new)
         for table in self.tables:
             now = table.contents()
-            if now is None or (len(now) == len(table.values) and all(map(is_, now.values(), table.values))):
+            if now is None or (len(now) == table.size and all(map(is_, map(now.get, table.keys), table.values))):
                 continue
             before = dict(zip(table.keys, table.values, strict=True))
             for key in dict.fromkeys((*table.keys, *now)):
@@ -199,13 +218,13 @@ class Attributes:
                 yield Change(place, name, uses, type(container)(), container)
         for place, name, uses, tensor, writes in self.tensors:
             if _writes(tensor) != writes:
-                yield Change(place, name, uses, _MISSING, tensor)
+                yield Change(place, name, uses, _WRITTEN, tensor)
 
     def _counts(self, table: _Table, key: Any, old: Any) -> bool:
         """Is a changed attribute a setting, and not a value that a forward leaves for others to look at."""
         if table.name:
-            return True
-        if key in _APART or key == "_modules" or (not self.all_names and key in table.uses.written):
+            return self.all_names or key not in table.uses.written
+        if key in _APART or (not self.all_names and key in table.uses.written):
             return False
         # Only hooks and callers add attributes that the class does not know.
         return self.all_names or old is not _MISSING or key in table.uses.mentioned
@@ -267,14 +286,8 @@ def _inside(place: str, key: Any) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, _Child):
+        return "None" if value.reference is None else f"a {value.kind}"
     return (
         repr(value) if isinstance(value, (int, float, complex, str, bool, type(None))) else f"a {type(value).__name__}"
     )
-
-
-def _dead() -> None:
-    """The reference of a child that is None."""
-
-
-def _missing() -> Any:
-    return _MISSING

@@ -36,7 +36,7 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
     for number, original in originals.items():
         table = vars(memo[number])
         for name, value in vars(original).items():
-            if table.get(name) is not value or not callable(value) or not _reaches(value, originals, set()):
+            if not callable(value) or not _reaches(table.get(name), originals, set()):
                 continue
             bound = _Rebind(originals, memo).of(value)
             if _reaches(bound, originals, set()):

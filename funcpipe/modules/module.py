@@ -19,6 +19,7 @@ from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 from funcpipe.modules.attributes import Attributes
 from funcpipe.modules.copying import copied, copied_around
+from funcpipe.modules.kept_values import refuse_kept
 from funcpipe.modules.module_carry import carry_apart, check_carry
 from funcpipe.modules.norm_commit import CommitLayers, Running
 from funcpipe.modules.norm_layers import DeferredBatchNorm
@@ -253,6 +254,7 @@ class ModuleFn(PartFn):
         norms: for the path of each layer whose statistics are deferred, its buffers.
         carry: as in `from_module`.
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+        left: numbers that the last run left on its copy for later calls, by their places.
     """
 
     def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = "") -> None:
@@ -266,10 +268,11 @@ class ModuleFn(PartFn):
         self.buffer_shapes = {name: size for name, size in shapes.items() if name in skeleton.buffers}
         self.norms = {path: running for path, running in skeleton.norms.items() if running.mean in names}
         self.looked: set[bool] = set()
+        self.left: dict[str, Any] = {}
         self._idle: list[ModuleCopy] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": []}
+        return {**self.__dict__, "_idle": [], "left": {}}
 
     def copy(self) -> ModuleCopy:
         """A copy to run."""
@@ -307,7 +310,7 @@ class ModuleCopy:
         with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
             self.module = copied_around(owner.skeleton, {})
         self.train = not owner.evaluation  # as the layers were when the stage was made
-        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
+        self.attributes = Attributes(self.module, all_names=True)
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
         norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
@@ -402,16 +405,11 @@ class ModuleCopy:
         for layer in self.recurrent:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
-        if self._unchanged():  # what a forward kept on the module (an attention map) goes with the copy
+        changes = self.attributes.changes()
+        if changes:  # what a forward left on the module (an attention map) goes with the copy
+            refuse_kept(self.owner.left, changes, type(self.module).__name__)
+        else:
             self.owner.give_back(self)
-
-    def _unchanged(self) -> bool:
-        ignored = {"training", FLAT_WEIGHTS}
-        return all(
-            current.keys() == initial.keys()
-            and all(current[key] is initial[key] for key in initial if key not in ignored)
-            for current, initial in self.attributes
-        )
 
 
 def _placeholder(tensor: Tensor) -> Tensor:
