@@ -130,11 +130,6 @@ def function_of(node: Any) -> type:
         raise MissingName(f"torch {torch.__version__} has no _forward_cls, which names a custom function") from None
 
 
-def gradient_shapes(node: Any) -> Sequence[Any]:
-    """Shape and dtype of the gradients that arrive at a node, for estimates of memory. Without it: none."""
-    return getattr(node, "_input_metadata", ())
-
-
 SavedTensor: type[Any] = private(
     "torch._C._autograd.SavedTensor",
     instead=Nothing,
