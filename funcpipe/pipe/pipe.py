@@ -210,9 +210,15 @@ class Pipe(Anchored):
 
         Raises:
             BatchError: inputs that cannot be cut.
+            PlanError: under ``torch.export``: export the layers.
             PlacementError: layers were moved to another device.
             StageError: a layer failed; also an instance of what it raised.
         """
+        if torch.compiler.is_exporting():
+            raise PlanError(
+                "torch.export traces one graph, and a Pipe is a run on lanes: export the layers themselves, "
+                "torch.export.export(nn.Sequential(*pipe), ...), whose parameters are the same"
+            )
         if torch.compiler.is_compiling():  # a pipeline is no graph: torch.compile leaves it as it is
             return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)

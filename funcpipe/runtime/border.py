@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import raise_all
+from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.tree import (
     Spec,
     Tree,
@@ -63,6 +63,11 @@ def dense(tensor: Tensor) -> Tensor:
     and kernels round differently by layout and alignment: made dense always, both are the same.
     """
     if tensor.layout is not _strided:
+        if tensor.is_nested:
+            raise PlanError(
+                "a stage hands on a nested tensor (torch.nested), which borders do not take: hand on its padded values "
+                "and lengths, and make it nested in the stage that needs it"
+            )
         return tensor.to_dense()
     if tensor.storage_offset() == 0 and (tensor.is_contiguous() or fills(tensor)):
         return tensor
