@@ -36,7 +36,8 @@ def from_module(
 ) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
-    The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
+    The stage owns a copy of the module without its numbers; the module itself is never touched. A run refuses the stage
+    once attributes, layers or hooks of the module have changed, for the copy does not see that. Batch norm layers
     become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
     stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
     was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.

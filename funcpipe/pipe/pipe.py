@@ -71,7 +71,8 @@ class Pipe(Anchored):
 
     Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model that draws. Running
     statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
-    Layers may be frozen, changed, replaced and hooked between calls: what they are is looked at in every call.
+    Layers may be frozen, changed, replaced and hooked between calls: every call compares their attributes, nested ones
+    too, and makes the stages again where they differ.
 
     A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
     Inside of a stage of another run, a Pipe is the plain Sequential.
