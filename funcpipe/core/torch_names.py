@@ -366,8 +366,8 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module,
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attribute(_module, "_modules", lost=_TABLES)
 """A module's children by name; ``named_children`` leaves out one that stands twice, and those that are None."""
 
-TABLES = frozenset({"_parameters", "_buffers"})
-"""The attributes of a module with its tensors."""
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+"""The attributes of a module with its tensors and children."""
 
 _HOOKS = {
     "forward hooks": ("_forward_hooks", "_forward_pre_hooks"),

@@ -1,4 +1,4 @@
-"""The attributes of modules at one time, so that later changes are seen: `Attributes`.
+"""The attributes of modules at one time, so that later changes are seen: `ModuleAttributes`.
 
 Stages compute with copies of modules, so what is changed on the originals does not reach them.
 """
@@ -33,8 +33,7 @@ _OPAQUE = (
 """What has no contents of its own that a copy could miss: a copy of a function is the function."""
 
 _MISSING, _WRITTEN = object(), object()
-_HOLDS_MODULES = frozenset({"_modules", *TABLES})
-_APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *_HOLDS_MODULES})
+_APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
 """Attributes of modules that are no settings: numbers, and modes, which a run sets itself."""
 
 
@@ -77,7 +76,7 @@ class _Child(NamedTuple):
         return None if self.reference is None else self.reference()
 
 
-class _Table(NamedTuple):
+class _Noted(NamedTuple):
     """The contents of one module, object or container.
 
     Attributes:
@@ -95,7 +94,7 @@ class _Table(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Attributes:
+class ModuleAttributes:
     """What the attributes of a model are when this is made, at any depth.
 
     Plain values are compared by equality, objects by identity and by their own attributes, tensors by how often they were
@@ -108,7 +107,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
         self.who, self.all_names = type(model).__name__, all_names
-        self.tables: list[_Table] = []
+        self.tables: list[_Noted] = []
         self.empty: list[Any] = []  # containers that had no contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
         self.children: list[tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]] = []
@@ -118,11 +117,11 @@ class Attributes:
             self._module(path, module)
         self.seen, self.kept = set(), []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleAttributes:
         return self
 
     def __reduce__(self) -> Any:
-        return Attributes, (nn.Module(),)  # another process has no original
+        return ModuleAttributes, (nn.Module(),)  # another process has no original
 
     # -- noting ----------------------------------------------------------------------------------------------------
 
@@ -164,9 +163,9 @@ class Attributes:
         now: Mapping[Any, Any] | None = contents()
         if not now:
             return
-        keys = tuple(key for key in now if name or key not in _HOLDS_MODULES)
+        keys = tuple(key for key in now if name or key not in TABLES)
         values = tuple(_weakly(now[key]) for key in keys)
-        self.tables.append(_Table(place, name, uses, contents, len(now), keys, values))
+        self.tables.append(_Noted(place, name, uses, contents, len(now), keys, values))
         if name:
             for key, value in now.items():
                 if self.all_names or key not in uses.written:
@@ -220,7 +219,7 @@ class Attributes:
             if _writes(tensor) != writes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
-    def _counts(self, table: _Table, key: Any, old: Any) -> bool:
+    def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
         """Is a changed attribute a setting, and not a value that a forward leaves for others to look at."""
         if table.name:
             return self.all_names or key not in table.uses.written

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.words import similar
-from funcpipe.modules.attributes import Attributes
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
 from funcpipe.modules.module import named_tensors
@@ -150,13 +150,13 @@ def cut(
     crossing = cutter.crossing()
     edges = [_edge(*value) for value in crossing]
     tensors = named_tensors(model)
-    origin = Attributes(model)
+    origin = ModuleAttributes(model)
     parts = [_part(cutter, stage, edges, tensors, origin) for stage in range(cutter.last + 1)]
     return parts, edges
 
 
 def _part(
-    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor], origin: Attributes
+    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor], origin: ModuleAttributes
 ) -> tuple[Stage, Any, Any]:
     captured = cutter.captured
     last = stage == cutter.last

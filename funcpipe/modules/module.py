@@ -17,7 +17,7 @@ from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
-from funcpipe.modules.attributes import Attributes
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.copying import copied, copied_around
 from funcpipe.modules.kept_values import refuse_kept
 from funcpipe.modules.module_carry import carry_apart, check_carry
@@ -66,7 +66,7 @@ def from_module(
         raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
     refuse_lazy(module)
     check_carry(module, carry, feeds)
-    options: dict[str, Any] = {"deferred": deferred, "carry": carry, "origin": Attributes(module)}
+    options: dict[str, Any] = {"deferred": deferred, "carry": carry, "origin": ModuleAttributes(module)}
     return stage_of(module, skips_of(module), name=name, feeds=feeds, **options)
 
 
@@ -79,7 +79,7 @@ def stage_of(
     deferred: bool = True,
     spread: bool = True,
     carry: str = "",
-    origin: Attributes | None = None,
+    origin: ModuleAttributes | None = None,
 ) -> tuple[Stage, Params, State]:
     """`from_module` with known skips; without ``spread`` a tuple is one argument."""
     skeleton = Skeleton(module, origin)
@@ -182,7 +182,7 @@ class Skeleton:
         origin: the attributes of the model that the copy is of; None: nobody asks whether they change.
     """
 
-    def __init__(self, module: nn.Module, origin: Attributes | None) -> None:
+    def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
         self.origin = origin
         tensors = all_tensors(module)
         self.canonical = first_names(tensors)
@@ -211,9 +211,9 @@ class PartFn(Bindable):
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_shapes: Mapping[str, tuple[int, ...]]
     evaluation: bool
-    origin: Attributes | None
+    origin: ModuleAttributes | None
 
-    def origins(self) -> list[Attributes]:
+    def origins(self) -> list[ModuleAttributes]:
         """What the attributes of the model were."""
         return [] if self.origin is None else [self.origin]
 
@@ -311,7 +311,7 @@ class ModuleCopy:
         with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
             self.module = copied_around(owner.skeleton, {})
         self.train = not owner.evaluation  # as the layers were when the stage was made
-        self.attributes = Attributes(self.module, all_names=True)
+        self.attributes = ModuleAttributes(self.module, all_names=True)
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
         norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]

@@ -12,7 +12,7 @@ from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import children_of, hooks_of
 from funcpipe.core.tree import Tree
-from funcpipe.modules.attributes import Attributes
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.balance import checked_sizes
 from funcpipe.modules.copying import copied
 from funcpipe.modules.module import Params, State, refuse_lazy, stage_of
@@ -118,7 +118,7 @@ def cut_sequential(
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         parts[0].register_buffer(name, buffer)
     declared = [skips_of(part) for part in parts]
-    attributes = Attributes(module) if origin else None
+    attributes = ModuleAttributes(module) if origin else None
     stages: list[tuple[Stage, Params, State]] = []
     for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
         later = {name for other in declared[number + 1 :] for name in other.pop}

@@ -15,7 +15,7 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.torch_names import buffers_of, parameters_of
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
-from funcpipe.modules.attributes import Attributes
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.norm_commit import CommitLayers
 from funcpipe.modules.sequential import cut_sequential
 from funcpipe.modules.ties import groups
@@ -144,7 +144,7 @@ class ModuleSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.attributes = Attributes(model, all_names=True)
+        self.attributes = ModuleAttributes(model, all_names=True)
         self.paths, self.modules = _named_layers(model)
         self.tensors = _pattern(self.modules)
 
