@@ -512,7 +512,7 @@ def tables_of_modules() -> None:
     twice.add_module("none", None)
     assert {"0": linear, "1": linear, "none": None} == names.children_of(twice)
     tables = [vars(linear)[name] for name in names.TABLES]
-    assert sorted(tables, key=len) == [{}, names.parameters_of(linear)]
+    assert sorted(tables, key=len) == [{}, {}, names.parameters_of(linear)]
 
 
 @probe("hooks_of", "drop_hooks")
