@@ -46,10 +46,33 @@ def fault_of(leaf: Any) -> str:
         )
     if not hides_tensors((leaf,)):
         return ""
+    if built := built_in_the_stage(leaf):
+        return built
     return (
         f"is a {kind.__name__}, which hides tensors: they would not be cut, moved or differentiated. Use a dict, a "
         f"tuple or a dataclass, or say how it is taken apart: optree.register_pytree_node({kind.__name__}, flatten, "
         "unflatten, namespace='funcpipe')"
+    )
+
+
+def built_in_the_stage(value: Any) -> str:
+    """Why an object with functions that close over tensors (a mask, by its rule) cannot stand in a tree; "": it has none."""
+    functions = [inner for inner in _held(value) if isinstance(inner, FunctionType)]
+    functions += [
+        inner
+        for held in _held(value)
+        if type(held) in _CONTAINERS
+        for inner in _held(held)
+        if isinstance(inner, FunctionType)
+    ]
+    if not any(hides_tensors((function,)) for function in functions):
+        return ""
+    name = type(value).__name__
+    return (
+        f"is a {name} with a function that closes over tensors: they would not be cut, moved or differentiated. "
+        f"Give these tensors in the batch, and make the {name} of them in the stage that uses it; or say how it is taken "
+        f"apart, these tensors among its children: optree.register_pytree_node({name}, flatten, unflatten, "
+        "namespace='funcpipe')"
     )
 
 
@@ -89,6 +112,10 @@ def _held(value: Any) -> list[Any]:
     kind = type(value)
     if kind is FunctionType:  # not its globals
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if (
+        kind is dict and "__builtins__" in value
+    ):  # the globals of a module, which code kept without its function refers to
+        return []
     referents = gc.get_referents(value)
     if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere
         referents += [*value.parameters(), *value.buffers()]

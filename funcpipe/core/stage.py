@@ -43,6 +43,14 @@ class BoundFn(Protocol):
         ...
 
 
+class Origin(Protocol):
+    """A model of whose copies stages are made."""
+
+    def refuse_changes(self) -> None:
+        """Raise PlanError where its attributes have changed since, which the copies do not see."""
+        ...
+
+
 class Bindable(ABC):
     """A stage function that wants to know its parameters for a whole run (module stages, compositions)."""
 
@@ -69,6 +77,10 @@ class Bindable(ABC):
     def parts(self) -> Iterable[Stage]:
         """The stages that a composition calls."""
         return ()
+
+    def origins(self) -> Iterable[Origin]:
+        """The models of whose copies it is made."""
+        return [origin for part in self.parts() for origin in part.origins()]
 
 
 class _Plain(partial[Any]):
@@ -192,6 +204,7 @@ class Stage:
         missing += ["state=..."] if self.state and state is None else []
         if missing:
             raise PlanError(f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing))
+        refuse_changed_models([self])
         declared = {name: skips[name] for name in self.pop}, {name: feeds[name] for name in self.feeds}
         return self.fn(params, x, **self.extras(*declared, state, train, carry))
 
@@ -219,6 +232,10 @@ class Stage:
     def layers(self) -> set[str]:
         """The paths of the layers of a module stage; a function has none."""
         return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
+
+    def origins(self) -> Iterable[Origin]:
+        """The models of whose copies it is made."""
+        return self.fn.origins() if isinstance(self.fn, Bindable) else ()
 
     def simple(self) -> list[Stage]:
         """The stages that this one is made of, itself if it is no composition."""
@@ -384,6 +401,12 @@ def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
             f"{name} takes stages, {usage}; among them came: {', '.join(kinds)}; make them with fp.stage(fn), "
             "fp.from_module(module), or fp.split(model, n).stages"
         )
+
+
+def refuse_changed_models(stages: Iterable[Stage]) -> None:
+    """Refuse stages made of models whose attributes have changed since. Raises PlanError."""
+    for origin in {id(origin): origin for stage in stages for origin in stage.origins()}.values():
+        origin.refuse_changes()
 
 
 def names_of(stages: Iterable[Stage]) -> list[str]:

@@ -130,11 +130,6 @@ def function_of(node: Any) -> type:
         raise MissingName(f"torch {torch.__version__} has no _forward_cls, which names a custom function") from None
 
 
-def gradient_shapes(node: Any) -> Sequence[Any]:
-    """Shape and dtype of the gradients that arrive at a node, for estimates of memory. Without it: none."""
-    return getattr(node, "_input_metadata", ())
-
-
 SavedTensor: type[Any] = private(
     "torch._C._autograd.SavedTensor",
     instead=Nothing,
@@ -384,8 +379,8 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(_module,
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attribute(_module, "_modules", lost=_TABLES)
 """A module's children by name; ``named_children`` leaves out one that stands twice, and those that are None."""
 
-TABLES = frozenset({"_parameters", "_buffers"})
-"""The attributes of a module with its tensors."""
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+"""The attributes of a module with its tensors and children."""
 
 _HOOKS = {
     "forward hooks": ("_forward_hooks", "_forward_pre_hooks"),
@@ -419,6 +414,9 @@ def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
     """Refuse an input of a wrong number of dimensions in the layer's words. Without it: torch's function does later."""
     getattr(layer, "_check_input_dim", lambda _: None)(input)
 
+
+ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
+"""The attribute of a compiled function with the function itself. Without it: its copies are refused."""
 
 FLAT_WEIGHTS = "_flat_weights"
 """Where recurrent layers keep a second list of their weights."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from funcpipe.core.containers import Attribute, flatten_fns_of, unflatten_fn_of
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.hidden import ATOMS, fault_of, hides_tensors, only_plain
+from funcpipe.core.hidden import ATOMS, built_in_the_stage, fault_of, hides_tensors, only_plain
 from funcpipe.core.torch_names import FakeTensor, FunctionalTensor, lazy_clone, transforms
 
 Tree: TypeAlias = Any
@@ -275,6 +275,8 @@ def _fault_of_node(node: Any) -> str:
     spec = optree.tree_structure(node, is_leaf=_below(), none_is_leaf=True, namespace=_NAMESPACE)
     if not hides_tensors((gc.get_referents(spec), vars(node) if _is_tuple_with_attributes(node) else ())):
         return ""
+    if built := built_in_the_stage(node):
+        return built
     return (
         f"is a {type(node).__name__}, which hides tensors outside of its children (as a key, an attribute, or in what "
         "its class is registered with): they would not be cut, moved or differentiated. Make them children, or say "

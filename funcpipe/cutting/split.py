@@ -55,6 +55,9 @@ def split(
 ) -> Split:
     """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
 
+    Stages compute with copies of the model's modules: a run refuses them once attributes, layers or hooks of the model have
+    changed.
+
     Three ways, by what is given. An ``nn.Sequential`` is cut between its layers (those of nested ones too). Any model
     with ``example=`` is traced by ``torch.export`` and cut anywhere: values that far stages need become skips, and the
     stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of

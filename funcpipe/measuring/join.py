@@ -10,7 +10,7 @@ from funcpipe.core.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.core.stage import Stage
 from funcpipe.lower.program import lower
-from funcpipe.measuring.measured import Bytes, Measured, merged
+from funcpipe.measuring.measured import NOTHING_WAITS, Bytes, Measured, WeightResidual, merged
 
 Contents: TypeAlias = Mapping[Any, int]
 """The storages of a value, with their sizes. Values that share memory share keys."""
@@ -43,9 +43,26 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
         backward = max(backward, inner + _besides(alive, border) + incoming + layer.backward)
     kept = merged(layer.kept for layer in row)
     backward -= inner + _besides(kept, border)
-    weights = sum(layer.weights for layer in row)
-    return Measured(
-        inner, kept, row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0), weights
+    sizes = row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0)
+    return Measured(inner, kept, *sizes, _weights(row), any(layer.has_input for layer in row))
+
+
+def _weights(row: Sequence[Measured]) -> WeightResidual:
+    """What neighbouring layers keep between I and W.
+
+    The graph is kept from the last operation that waits down to the input, so layers before it are kept as they are.
+    Without an input that has a gradient W is the whole backward.
+    """
+    waiting = [number for number, layer in enumerate(row) if layer.weights.gradients]
+    if not waiting:
+        return NOTHING_WAITS
+    if not row[waiting[0]].has_input:
+        return WeightResidual(sum(layer.inner for layer in row), merged(layer.kept for layer in row), row[-1].gradient)
+    *before, last = row[: waiting[-1] + 1]
+    return WeightResidual(
+        sum(layer.inner for layer in before) + last.weights.inner,
+        merged((*(layer.kept for layer in before), last.weights.kept)),
+        sum(layer.weights.gradients for layer in (*before, last)),
     )
 
 
@@ -134,7 +151,7 @@ def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
         case Role.SKIP_GRAD:
             return {(value.role, value.name, value.peer): sum(row.stash[value.name].values())}
         case Role.WEIGHT_RESIDUAL:
-            return {(value.role, value.stage): row.weights}
+            return {**row.weights.kept, (value.role, value.stage): row.weights.inner + row.weights.gradients}
         case _:
             return {}
 

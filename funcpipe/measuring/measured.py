@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.stage import Out, normalise, side_loss
 from funcpipe.core.torch_names import FakeTensorMode, storage_number
@@ -29,8 +31,8 @@ from funcpipe.core.tree import (
 )
 from funcpipe.measuring.live import Live
 from funcpipe.measuring.row import Layer, blame
-from funcpipe.measuring.weights import Edge, edge_of, for_weights
 from funcpipe.runtime.context import no_autocast_cache
+from funcpipe.runtime.split_backward import walk_to_inputs
 
 Bytes = dict[int, int]
 """Sizes of the values between layers, by their numbers."""
@@ -39,6 +41,29 @@ Bytes = dict[int, int]
 def merged(rows: Iterable[Bytes]) -> Bytes:
     """The values of all rows, each once."""
     return {value: size for row in rows for value, size in row.items()}
+
+
+class WeightResidual(NamedTuple):
+    """What an eager layer keeps between I and W, in bytes.
+
+    Attributes:
+        inner: what the graph keeps of what the layer makes.
+        kept: what the graph keeps of what the layer gets.
+        gradients: the gradients that wait.
+    """
+
+    inner: int
+    kept: Bytes
+    gradients: int
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.inner + sum(self.kept.values()) + self.gradients
+
+
+NOTHING_WAITS = WeightResidual(0, {}, 0)
+"""I is the whole backward."""
 
 
 class Measured(NamedTuple):
@@ -52,7 +77,8 @@ class Measured(NamedTuple):
         forward: the most that is alive in its forward, of what it makes.
         backward: the most that is alive in its backward besides what was before (what is kept, the gradient of the
             output, sums of gradients).
-        weights: kept for the gradients of the weights alone, when those of the input are done.
+        weights: kept between I and W.
+        has_input: does something that it gets have a gradient; else W is the whole backward.
     """
 
     inner: int
@@ -64,7 +90,8 @@ class Measured(NamedTuple):
     gradient: int
     forward: int
     backward: int
-    weights: int
+    weights: WeightResidual
+    has_input: bool
 
     def held(self) -> Bytes:
         """The values that its residual holds, besides the inner ones: kept, or at its borders."""
@@ -120,6 +147,8 @@ class Pass:
         self.numbers = itertools.count()
         self.skips: dict[str, _PlacedTree] = {}
         self.arrived: list[Any] = []
+        self.handle = torch.empty(0)
+        """The leaf in whose place gradients of inputs arrive, of the last forward."""
 
     def run(
         self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
@@ -164,17 +193,23 @@ class Pass:
             inner = self.live.now - sum(
                 size for value, size in kept.items() if value in handed_on and value not in received
             )
-            weights = for_weights([edge for edge, _ in roots], _Source, [*params, *leaves(state)])
-            if not any(place.grad for tree in (x, *pops.values()) for place in tree.places()):
-                weights = inner + sum(kept.values())  # W is the whole backward
             backward = self._backward(roots)
-        roots.clear()
+            roots.clear()
+            weights, has_input = (
+                NOTHING_WAITS,
+                any(place.grad for tree in (x, *pops.values()) for place in tree.places()),
+            )
+            if self.train and not stage.carry:  # of slices I is the whole backward
+                again = partial(self._forward, stage, fn, x, pops, feeds, state)
+                weights = self._weights(params, received, has_input, again)
         fn.release()
         gradient = sum(prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad)
         self.skips |= stash
         stashed = {name: tree.bytes() for name, tree in stash.items()}
         popped = {name: tree.bytes() for name, tree in pops.items()}
-        measured = Measured(inner, kept, x.bytes(), y.bytes(), stashed, popped, gradient, forward, backward, weights)
+        measured = Measured(
+            inner, kept, x.bytes(), y.bytes(), stashed, popped, gradient, forward, backward, weights, has_input
+        )
         return measured, y
 
     def _forward(
@@ -185,10 +220,12 @@ class Pass:
         pops: dict[str, _PlacedTree],
         feeds: dict[str, _PlacedTree],
         state: Tree,
-    ) -> tuple[dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[Edge, _TensorSpec]], int]:
+    ) -> tuple[
+        dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[GradientEdge, _TensorSpec]], int
+    ]:
         """Call the layer; returns the numbers of the values that it gets and hands on, and the roots of its graph."""
         storages: dict[int, Tensor] = {}
-        handle = torch.empty(0, device=self.device, requires_grad=True)
+        handle = self.handle = torch.empty(0, device=self.device, requires_grad=True)
         arguments = unflatten(x.spec, self._tensors(x, handle, storages))
         skips = {name: unflatten(tree.spec, self._tensors(tree, handle, storages)) for name, tree in pops.items()}
         fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
@@ -201,12 +238,12 @@ class Pass:
         stash = {name: self._held(tree, keys) for name, tree in out.stash.items()}
         side = side_loss(out)
         ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
-        roots = [(edge_of(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
+        roots = [(get_gradient_edge(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
         sizes = merged(tree.bytes() for tree in (x, y, *pops.values(), *stash.values()))
         by_value = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
         return by_value, y, stash, roots, forward
 
-    def _backward(self, roots: list[tuple[Edge, _TensorSpec]]) -> int:
+    def _backward(self, roots: list[tuple[GradientEdge, _TensorSpec]]) -> int:
         """Run the backward; the most that was alive besides what is kept."""
         if not roots:
             return 0
@@ -219,6 +256,31 @@ class Pass:
             torch.autograd.backward([edge for edge, _ in roots], grads)
         self.arrived.clear()
         return self.live.peak - start
+
+    def _weights(
+        self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
+    ) -> WeightResidual:
+        """Run a forward and the I of its backward, as a run does, and look what is alive then."""
+        before = self.live.now
+        storages, _, _, roots, _ = forward()
+        edges = [edge for edge, _ in roots]
+        gradients = [
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+        ]
+        del roots
+        trained = [leaf for leaf in params if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not edges or not trained:
+            return NOTHING_WAITS
+        with torch.autograd.set_multithreading_enabled(False):
+            waiting = walk_to_inputs(edges, gradients, [self.handle] if has_input else [], trained)
+        self.arrived.clear()
+        del edges, gradients
+        if not waiting:
+            return NOTHING_WAITS
+        arrived = [gradient.untyped_storage() for walk in waiting for gradient in walk.gradients]
+        waits = sum({storage_number(storage): storage.nbytes() for storage in arrived}.values())
+        kept = {value: size for value, (key, size) in storages.items() if value in received and self.live.holds(key)}
+        return WeightResidual(self.live.now - before - waits, kept, waits)
 
     # -- values between layers -----------------------------------------------------------------------------------------
 

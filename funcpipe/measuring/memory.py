@@ -66,7 +66,7 @@ class LayerMemory:
             output=sum(merged((measured.outputs, *measured.stash.values())).values()),
             forward=measured.forward,
             backward=measured.backward,
-            weight_residual=measured.weights,
+            weight_residual=measured.weights.nbytes,
             measured=measured,
         )
 

@@ -62,8 +62,8 @@ def profile(
     into their input do so in memory of their own.
 
     B is the whole backward, I and W are its halves as the stage runs them; together they may take longer. Where an
-    eager stage has nothing that waits for W, I is B. The residuals of a compiled stage are what its programs keep; an
-    eager one keeps all of it until W, with the gradients that wait.
+    eager stage has nothing that waits for W, I is B. The residuals of a compiled stage are what its programs keep; those
+    of an eager one are what `memory` tells.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_weight[1], cost.residual
@@ -148,7 +148,9 @@ def profile(
                 "trainable": trainable,
             }
             held = memory(layers, example, train=train, device=device, **args)
-            kept = [found.kept(layer.activations) for found, layer in zip(times, held, strict=True)]
+            kept = [
+                found.kept(layer.activations, layer.weight_residual) for found, layer in zip(times, held, strict=True)
+            ]
             residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
     forward, whole, inputs, weights, *_ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
@@ -160,7 +162,7 @@ class _Times(NamedTuple):
     Attributes:
         forward, whole, inputs, weights: seconds of F, B, I and W.
         program: bytes between F and its backward; None: what autograd keeps.
-        left: bytes between I and W; without programs, on top of what F keeps; None: nothing waits for W.
+        left: bytes between I and W as programs keep them; None: nothing waits for W.
     """
 
     forward: float
@@ -170,11 +172,11 @@ class _Times(NamedTuple):
     program: int | None = None
     left: int | None = None
 
-    def kept(self, activations: int) -> tuple[int, int]:
+    def kept(self, activations: int, weight_residual: int) -> tuple[int, int]:
         """Bytes between F and its backward, and between I and W, where autograd would keep so many."""
         if self.program is not None:
             return self.program, self.left or 0
-        return activations, 0 if self.left is None else activations + self.left
+        return activations, 0 if self.left is None else weight_residual
 
 
 def _middle(times: Sequence[_Times]) -> _Times:

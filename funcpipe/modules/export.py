@@ -26,7 +26,8 @@ from funcpipe.core.tree import Spec, flatten, is_differentiable, paths, unflatte
 from funcpipe.core.words import similar
 from funcpipe.modules import custom_functions
 from funcpipe.modules.configs import without_cache
-from funcpipe.modules.module import all_tensors, copied, first_names
+from funcpipe.modules.copying import copied
+from funcpipe.modules.module import all_tensors, first_names
 from funcpipe.modules.nodes import dependents_of, layer_of, norms_of, writes_of
 from funcpipe.modules.norm_commit import Running
 from funcpipe.modules.norm_layers import DeferredBatchNorm, refuse_processes

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.words import similar
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.bonds import bonds
 from funcpipe.modules.export import Captured, is_marker
 from funcpipe.modules.module import named_tensors
@@ -149,12 +150,13 @@ def cut(
     crossing = cutter.crossing()
     edges = [_edge(*value) for value in crossing]
     tensors = named_tensors(model)
-    parts = [_part(cutter, stage, edges, tensors) for stage in range(cutter.last + 1)]
+    origin = ModuleAttributes(model)
+    parts = [_part(cutter, stage, edges, tensors, origin) for stage in range(cutter.last + 1)]
     return parts, edges
 
 
 def _part(
-    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor]
+    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor], origin: ModuleAttributes
 ) -> tuple[Stage, Any, Any]:
     captured = cutter.captured
     last = stage == cutter.last
@@ -186,6 +188,7 @@ def _part(
         consts={name: captured.consts[name] for kind, name in takes if kind == "const"},
         evaluation=captured.evaluation,
         device=next((tensor.device for tensor in tensors.values()), torch.device("cpu")),
+        origin=origin,
     )
     return fn.part(
         tensors,

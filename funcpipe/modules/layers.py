@@ -10,6 +10,7 @@ from torch import nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.balance import checked_sizes
 from funcpipe.modules.configs import configs, without_cache, without_capture_hooks
 from funcpipe.modules.layers_find import TRACED, Layers, find_layers
@@ -65,7 +66,7 @@ def cut_layers(
         )
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
     caches = SliceCaches(model, len(stack)) if slices else None
-    skeleton = Skeleton(model)
+    skeleton = Skeleton(model, ModuleAttributes(model))
     without_cache(skeleton.module, model)
     without_capture_hooks(skeleton.module)
     tensors = named_tensors(model)

@@ -30,6 +30,7 @@ from funcpipe.core.tree import (
     map_tensors,
     under_transform,
 )
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.layers_find import TRACED, Layers, within
 from funcpipe.modules.layers_look import SideOutputs, asked
 from funcpipe.modules.layers_slices import SliceCaches
@@ -126,7 +127,7 @@ class LayersCopy(ModuleCopy):
         self.unhooked: list[str] = []  # blocks of other stages whose hooks do not run here
         self._reset()
         self._put_stubs()
-        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
+        self.attributes = ModuleAttributes(self.module, all_names=True)
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:

@@ -7,7 +7,6 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
-from copy import deepcopy
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -18,6 +17,9 @@ from funcpipe.core.stage import Bindable, Stage, checked_names, normalise
 from funcpipe.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
+from funcpipe.modules.attributes import ModuleAttributes
+from funcpipe.modules.copying import copied, copied_around
+from funcpipe.modules.kept_values import refuse_kept
 from funcpipe.modules.module_carry import carry_apart, check_carry
 from funcpipe.modules.norm_commit import CommitLayers, Running
 from funcpipe.modules.norm_layers import DeferredBatchNorm
@@ -34,7 +36,8 @@ def from_module(
 ) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
-    The stage owns a copy of the module without its numbers; the module itself is never touched. Batch norm layers
+    The stage owns a copy of the module without its numbers; the module itself is never touched. A run refuses the stage
+    once attributes, layers or hooks of the module have changed, for the copy does not see that. Batch norm layers
     become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
     stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
     was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.
@@ -63,7 +66,8 @@ def from_module(
         raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
     refuse_lazy(module)
     check_carry(module, carry, feeds)
-    return stage_of(module, skips_of(module), name=name, feeds=feeds, deferred=deferred, carry=carry)
+    options: dict[str, Any] = {"deferred": deferred, "carry": carry, "origin": ModuleAttributes(module)}
+    return stage_of(module, skips_of(module), name=name, feeds=feeds, **options)
 
 
 def stage_of(
@@ -75,9 +79,10 @@ def stage_of(
     deferred: bool = True,
     spread: bool = True,
     carry: str = "",
+    origin: ModuleAttributes | None = None,
 ) -> tuple[Stage, Params, State]:
     """`from_module` with known skips; without ``spread`` a tuple is one argument."""
-    skeleton = Skeleton(module)
+    skeleton = Skeleton(module, origin)
     fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread, carry=carry)
     return fn.part(
         named_tensors(module),
@@ -163,18 +168,6 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
-def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
-    """A copy of a module's structure around its own tensors, each through ``change``. Raises PlanError."""
-    try:
-        return deepcopy(module, {id(tensor): change(tensor) for tensor in all_tensors(module).values()})
-    except Exception as error:
-        raise PlanError(
-            f"the module cannot be copied ({error}); stages have a copy of its structure, so tensors that a forward "
-            "computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use "
-            "torch.nn.utils.parametrizations.weight_norm)"
-        ) from error
-
-
 class Skeleton:
     """A copy of a module without its numbers, with deferred norms; it is never run, so stages share it.
 
@@ -186,9 +179,11 @@ class Skeleton:
         norms: for the path of each layer whose statistics are deferred, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
         evaluation: do all layers.
+        origin: the attributes of the model that the copy is of; None: nobody asks whether they change.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
+        self.origin = origin
         tensors = all_tensors(module)
         self.canonical = first_names(tensors)
         self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
@@ -209,12 +204,18 @@ class PartFn(Bindable):
         who: whose tensors these are, for messages.
         param_shapes, buffer_shapes: of the part's tensors, by the model's names.
         evaluation: does it stay in evaluation mode.
+        origin: the attributes of the model, to see whether they change; None: nobody asks.
     """
 
     who: str
     param_shapes: Mapping[str, tuple[int, ...]]
     buffer_shapes: Mapping[str, tuple[int, ...]]
     evaluation: bool
+    origin: ModuleAttributes | None
+
+    def origins(self) -> list[ModuleAttributes]:
+        """What the attributes of the model were."""
+        return [] if self.origin is None else [self.origin]
 
     def part(self, tensors: Mapping[str, Tensor], name: str, **declared: Any) -> tuple[Stage, Params, State]:
         """The stage of this function, with its share of a model's tensors; buffers are copied."""
@@ -254,10 +255,12 @@ class ModuleFn(PartFn):
         norms: for the path of each layer whose statistics are deferred, its buffers.
         carry: as in `from_module`.
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+        left: numbers that the last run left on its copy for later calls, by their places.
     """
 
     def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = "") -> None:
         self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
+        self.origin = skeleton.origin
         self.who = type(self.skeleton).__name__
         self.skips, self.held, self.spread, self.carry = skips, names, spread, carry
         canonical = {skeleton.canonical[alias] for alias in names}
@@ -266,10 +269,11 @@ class ModuleFn(PartFn):
         self.buffer_shapes = {name: size for name, size in shapes.items() if name in skeleton.buffers}
         self.norms = {path: running for path, running in skeleton.norms.items() if running.mean in names}
         self.looked: set[bool] = set()
+        self.left: dict[str, Any] = {}
         self._idle: list[ModuleCopy] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": []}
+        return {**self.__dict__, "_idle": [], "left": {}}
 
     def copy(self) -> ModuleCopy:
         """A copy to run."""
@@ -305,9 +309,9 @@ class ModuleCopy:
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
         with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
-            self.module = deepcopy(owner.skeleton)
+            self.module = copied_around(owner.skeleton, {})
         self.train = not owner.evaluation  # as the layers were when the stage was made
-        self.attributes = [(vars(layer), dict(vars(layer))) for layer in self.module.modules()]
+        self.attributes = ModuleAttributes(self.module, all_names=True)
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
         norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
@@ -405,16 +409,11 @@ class ModuleCopy:
         for layer in self.recurrent:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
-        if self._unchanged():  # what a forward kept on the module (an attention map) goes with the copy
+        changes = self.attributes.changes()
+        if changes:  # what a forward left on the module (an attention map) goes with the copy
+            refuse_kept(self.owner.left, changes, type(self.module).__name__)
+        elif all([*table] == names for table, names in self.tables):
             self.owner.give_back(self)
-
-    def _unchanged(self) -> bool:
-        ignored = {"training", FLAT_WEIGHTS}
-        return all([*table] == names for table, names in self.tables) and all(
-            current.keys() == initial.keys()
-            and all(current[key] is initial[key] for key in initial if key not in ignored)
-            for current, initial in self.attributes
-        )
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

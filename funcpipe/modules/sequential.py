@@ -12,8 +12,10 @@ from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
 from funcpipe.core.torch_names import children_of, hooks_of
 from funcpipe.core.tree import Tree
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.balance import checked_sizes
-from funcpipe.modules.module import Params, State, copied, refuse_lazy, stage_of
+from funcpipe.modules.copying import copied
+from funcpipe.modules.module import Params, State, refuse_lazy, stage_of
 from funcpipe.modules.norm_layers import DeferredBatchNorm
 from funcpipe.modules.skippable import Skips, skips_of
 
@@ -76,7 +78,7 @@ def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Mod
 
 
 def cut_sequential(
-    module: nn.Module, sizes: Sequence[int], *, flat: bool = False, deferred: bool = True
+    module: nn.Module, sizes: Sequence[int], *, flat: bool = False, deferred: bool = True, origin: bool = True
 ) -> tuple[tuple[Stage, Params, State], ...]:
     """Cut a Sequential into stages of neighbouring layers.
 
@@ -95,6 +97,7 @@ def cut_sequential(
         sizes: the number of layers of each stage, all positive; they add up to the number of `units_of` the module.
         flat: count the layers of Sequentials inside too.
         deferred: as in `from_module`.
+        origin: runs refuse the stages once attributes of the module have changed.
 
     Returns:
         For each stage: the stage, named by its layers, its parameters and its state.
@@ -115,6 +118,7 @@ def cut_sequential(
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         parts[0].register_buffer(name, buffer)
     declared = [skips_of(part) for part in parts]
+    attributes = ModuleAttributes(module) if origin else None
     stages: list[tuple[Stage, Params, State]] = []
     for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
         later = {name for other in declared[number + 1 :] for name in other.pop}
@@ -122,7 +126,7 @@ def cut_sequential(
         crossing = Skips(stash, skips.pop, {}, skips.inside)
         first, last = rows[number][0].path, rows[number][-1].path
         name = first if first == last else f"{first}-{last}"
-        stages.append(stage_of(part, crossing, name=name, deferred=deferred, spread=False))
+        stages.append(stage_of(part, crossing, name=name, deferred=deferred, spread=False, origin=attributes))
     return tuple(stages)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.plan import Ties
-from funcpipe.core.stage import Bindable, BoundFn, Shared, Stage, normalise
+from funcpipe.core.stage import Bindable, BoundFn, Origin, Shared, Stage, normalise
 from funcpipe.core.tree import Tree
 from funcpipe.core.words import similar
 
@@ -132,6 +132,10 @@ class _Travelling(Bindable):
     def layers(self) -> set[str]:
         """Those of the stage inside."""
         return self.stage.layers()
+
+    def origins(self) -> Iterable[Origin]:
+        """Those of the stage inside."""
+        return self.stage.origins()
 
     def bind(self, params: Any, state: Any) -> BoundFn:
         """Bind the stage inside; where a parameter is yet to come, anew for each call."""

@@ -16,6 +16,7 @@ from funcpipe.core.errors import PlanError
 from funcpipe.core.stage import Out
 from funcpipe.core.torch_names import OpOverload, schema
 from funcpipe.core.tree import Tree, flatten
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.batchnorm import batch_norm_at, wide
 from funcpipe.modules.module import PartFn
 from funcpipe.modules.nodes import layer_of, regions_of
@@ -172,6 +173,7 @@ class GraphFn(PartFn):
     consts: Mapping[str, Tensor]
     evaluation: bool
     device: torch.device
+    origin: ModuleAttributes | None
     evaluates: bool = False
     _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
 

@@ -71,7 +71,8 @@ class Pipe(Anchored):
 
     Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model that draws. Running
     statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
-    Layers may be frozen, changed, replaced and hooked between calls: what they are is looked at in every call.
+    Layers may be frozen, changed, replaced and hooked between calls: every call compares their attributes, nested ones
+    too, and makes the stages again where they differ.
 
     A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
     Inside of a stage of another run, a Pipe is the plain Sequential.
@@ -210,9 +211,15 @@ class Pipe(Anchored):
 
         Raises:
             BatchError: inputs that cannot be cut.
+            PlanError: under ``torch.export``: export the layers.
             PlacementError: layers were moved to another device.
             StageError: a layer failed; also an instance of what it raised.
         """
+        if torch.compiler.is_exporting():
+            raise PlanError(
+                "torch.export traces one graph, and a Pipe is a run on lanes: export the layers themselves, "
+                "torch.export.export(nn.Sequential(*pipe), ...), whose parameters are the same"
+            )
         if torch.compiler.is_compiling():  # a pipeline is no graph: torch.compile leaves it as it is
             return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)
@@ -288,16 +295,16 @@ class Pipe(Anchored):
                 "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
-        snapshot = ModuleSnapshot(model)
-        if self._known is None or not snapshot.same(self._known[0]):
-            self._known = (snapshot, {})
-        by_flags = self._known[1]
-        stages = by_flags.get(snapshot.flags)
+        if self._known is None or not self._known[0].is_current(model):
+            self._known = (ModuleSnapshot(model), {})
+        snapshot, by_flags = self._known
+        flags = snapshot.flags
+        stages = by_flags.get(flags)
         if stages is None:
             stages = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
             while len(by_flags) >= _KEPT:
                 by_flags.pop(next(iter(by_flags)), None)
-            by_flags[snapshot.flags] = stages
+            by_flags[flags] = stages
         return stages
 
     # -- staying where it is -------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, TypeAlias
@@ -13,9 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from funcpipe.core.errors import PlacementError, raise_all
 from funcpipe.core.plan import Plan
-from funcpipe.core.torch_names import TABLES, buffers_of, parameters_of, version
+from funcpipe.core.torch_names import buffers_of, parameters_of
 from funcpipe.core.tree import Tree
 from funcpipe.lower.plan import make_plan
+from funcpipe.modules.attributes import ModuleAttributes
 from funcpipe.modules.norm_commit import CommitLayers
 from funcpipe.modules.sequential import cut_sequential
 from funcpipe.modules.ties import groups
@@ -44,7 +44,7 @@ class Stages:
     def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
-        parts = cut_sequential(model, layout.balance, deferred=deferred)
+        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)  # calls look themselves
         homes: dict[str, TensorHome] = {
             f"{path}.{name}" if path else name: (layer, name)
             for path, layer in model.named_modules(remove_duplicate=False)
@@ -140,43 +140,31 @@ def _read(home: TensorHome) -> Tensor:
 class ModuleSnapshot:
     """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, shared tensors.
 
-    Attributes that are containers are looked at one level deep, tensors by how often they were written to. Training
-    flags are apart: they change often and back, so stages are kept for several of them.
+    Training flags are apart: they change often and back, so stages are kept for several of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self.held: list[Any] = []
-        for module in modules:
-            for name, value in vars(module).items():
-                if name in _APART or value is None:
-                    continue
-                kind = type(value)
-                if kind is OrderedDict or kind is dict:  # most are tables of hooks, and empty
-                    if value:
-                        self.held += (name, *value.keys(), *value.values())
-                elif kind is list or kind is tuple or kind is set:
-                    self.held += (name, *value)
-                elif isinstance(value, Tensor):
-                    self.held += (name, value, 0 if value.is_inference() else version(value))
-                else:
-                    self.held += (name, value)
-        self.tensors = _pattern(modules)
-        self.flags = tuple(module.training for module in modules)
+        self.attributes = ModuleAttributes(model, all_names=True)
+        self.paths, self.modules = _named_layers(model)
+        self.tensors = _pattern(self.modules)
 
-    def same(self, other: ModuleSnapshot) -> bool:
-        """Whether nothing but training flags differs."""
-        if self.tensors != other.tensors or len(self.held) != len(other.held):
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """The training flags of all modules, as they are now."""
+        return tuple([module.training for module in self.modules])
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether nothing but training flags differs in a model now."""
+        paths, modules = _named_layers(model)
+        if paths != self.paths or not all(map(is_, modules, self.modules)):
             return False
-        return all(map(is_, self.held, other.held)) or all(map(_equal, self.held, other.held))
+        return not self.attributes.has_changed() and self.tensors == _pattern(modules)
 
 
-_APART = {"training", *TABLES}
-_PLAIN = (int, float, str, bool, complex, torch.Size, torch.dtype, torch.device)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b)
+def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """All modules inside a model, and their paths."""
+    named = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module is not model]
+    return [path for path, _ in named], [module for _, module in named]
 
 
 def _pattern(modules: Iterable[nn.Module]) -> list[Any]:

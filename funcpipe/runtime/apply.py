@@ -7,7 +7,7 @@ from typing import Any
 
 from funcpipe.core.compose import chain
 from funcpipe.core.errors import raise_all
-from funcpipe.core.stage import BoundFn, Out, Stage, names_of, refuse_others
+from funcpipe.core.stage import BoundFn, Out, Stage, names_of, refuse_changed_models, refuse_others
 from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.rng import KeyedDraws, Keys
@@ -50,6 +50,7 @@ def apply(
     parts: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
     refuse_others("apply", parts, "apply([first, second], params, inputs)")
     routes(parts)
+    refuse_changed_models(parts)
     faults = [
         f"{name} has {len(trees)} trees for {len(parts)} stages"
         for name, trees in (("params", params), ("state", state))

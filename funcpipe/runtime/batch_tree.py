@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from funcpipe.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
 from funcpipe.runtime.border import LEAF, Border, given, mark_shared
@@ -23,11 +24,13 @@ class BatchTree:
     def __init__(self, name: str, tree: Tree, *, sliced: bool = False) -> None:
         self.name, self.sliced = name, sliced
         self.ready = tree if isinstance(tree, Microbatches) else None
+        self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
+        if self.faults:
+            tree = None  # its tensors have rows that are not those of sequences
         self.tree = tree = _marks_at_leaves(tree)
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
-        self.faults: list[str] = []
         self.rows: dict[int, int] = {}
         """By leaf number."""
         self.lengths: dict[int, int] = {}
@@ -42,7 +45,8 @@ class BatchTree:
         for index, piece in enumerate(self.ready or ()):
             leaves, spec = flatten(piece)
             self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
-            pieces.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()])
+            self.faults += [f"{name}[{index}] has {_NESTED}" for leaf in leaves if _is_nested(leaf)]
+            pieces.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_nested(leaf) and leaf.dim()])
         self.ready_rows: list[int | None] = [leaves[0].shape[0] if leaves else None for leaves in pieces]
         """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
         self.rows_agree = _agree(pieces, lambda leaf: leaf.shape[0])
@@ -57,6 +61,9 @@ class BatchTree:
 
     def _axis(self, index: int, leaf: Any) -> int | None:
         """The axis along which a leaf is cut; None: it is shared."""
+        if _is_nested(leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf):
+            self.faults.append(f"{self.places[index]} is {_NESTED}")
+            return None
         if isinstance(leaf, Replicate):
             self.leaves[index] = leaf.value
             return None
@@ -71,6 +78,13 @@ class BatchTree:
                     f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share "
                     f"it: fp.Replicate({place})"
                 )
+            return None
+        if leaf.layout is not torch.strided:
+            place = self.places[index]
+            self.faults.append(
+                f"{place} is a sparse tensor ({leaf.layout}), which is not cut along its rows: cut it yourself "
+                f"(fp.Microbatches), share it (fp.Replicate({place})), or make it dense ({place}.to_dense())"
+            )
             return None
         if leaf.dim() == 0:
             place = self.places[index]
@@ -179,6 +193,33 @@ def _each(rows: int, place: str) -> str:
         f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself "
         f"(fp.Microbatches), or share it: fp.Replicate({place})"
     )
+
+
+_NESTED = (
+    "a nested tensor (torch.nested), which stages do not hand on: give its padded values and lengths "
+    "(nested.to_padded_tensor(0.0), lengths), and make it nested in the stage that needs it"
+)
+
+
+def _is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_nested
+
+
+def _packed(tree: Tree, place: str) -> list[str]:
+    """Faults: packed sequences, whose rows are steps of all sequences."""
+    if isinstance(tree, (Replicate, Axis)):
+        return _packed(tree.value, place)
+    if isinstance(tree, PackedSequence):
+        return [
+            f"{place} is a PackedSequence, whose rows are steps of all sequences: give padded sequences and their "
+            "lengths, and pack them in the stage; or pack each microbatch yourself: fp.Microbatches([pack_sequence(...), "
+            "...])"
+        ]
+    if type(tree) is dict:
+        return [fault for key, inner in tree.items() for fault in _packed(inner, f"{place}[{key!r}]")]
+    if type(tree) in (list, tuple):
+        return [fault for number, inner in enumerate(tree) for fault in _packed(inner, f"{place}[{number}]")]
+    return []
 
 
 def _is_collection(leaf: Any) -> bool:

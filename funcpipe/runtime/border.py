@@ -100,13 +100,14 @@ def dense(tensor: Tensor) -> Tensor:
     A slice or an expanded tensor would be compacted by a copy to another device but not by a hand-over on the same one,
     and kernels round differently by layout and alignment: made dense always, both are the same.
     """
-    if tensor.layout is not _strided:
-        return tensor.to_dense()
     if tensor.is_nested:
         raise PlanError(
-            "a stage returned a nested tensor, which cannot be handed on; pad it: torch.nested.to_padded_tensor(y, 0.0). "
-            "nn.TransformerEncoder makes one in evaluation where it gets a padding mask: give it enable_nested_tensor=False"
+            "a stage hands on a nested tensor (torch.nested), which borders do not take: hand on its padded values and "
+            "lengths, and make it nested in the stage that needs it. nn.TransformerEncoder makes one in evaluation where it "
+            "gets a padding mask: give it enable_nested_tensor=False"
         )
+    if tensor.layout is not _strided:
+        return tensor.to_dense()
     if tensor.storage_offset() == 0 and (tensor.is_contiguous() or fills(tensor)):
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.stage import Stage
+from funcpipe.core.torch_names import TABLES
 from funcpipe.runtime.reached import Reached
 
 
@@ -64,7 +65,7 @@ def hidden_in(module: nn.Module | None) -> dict[int, str]:
 
     for path, layer in module.named_modules() if module is not None else ():
         for key, value in vars(layer).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in TABLES:
                 visit(f"{path}.{key}".lstrip("."), value, 4)
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan, forgotten_state
-from funcpipe.core.stage import Stage, names_of
+from funcpipe.core.stage import Stage, names_of, refuse_changed_models
 from funcpipe.core.tree import Tree, flatten
 from funcpipe.lower.plan import program_for
 from funcpipe.runtime import microbatch
@@ -164,6 +164,7 @@ def preparing(
     part = part or whole(plan)
     refuse_unstepped(name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages)
     here = part.stages
+    refuse_changed_models([plan.stages[stage] for stage in here])
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan, here)
     states = _states(options.state, plan, here)

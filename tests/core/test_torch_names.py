@@ -227,11 +227,14 @@ def whose_backward() -> None:
         names.function_of(torch.ones(2, requires_grad=True).exp().grad_fn)
 
 
-@probe("gradient_shapes")
-def shapes_of_gradients() -> None:
-    """the memory that W needs after I is estimated without gradients."""
-    (one,) = names.gradient_shapes(torch.ones(2, 3, requires_grad=True).exp().grad_fn)
-    assert ((2, 3), torch.float32) == (tuple(one.shape), one.dtype)
+@probe("ORIGINAL_CALLABLE")
+def what_a_compiled_function_was_made_of() -> None:
+    """layers whose forward was compiled by itself, and is now of their copies, are refused."""
+
+    def double(x):
+        return x * 2
+
+    assert vars(torch.compile(double, backend="eager"))[names.ORIGINAL_CALLABLE] is double
 
 
 @probe("saved_names")
@@ -552,7 +555,7 @@ def tables_of_modules() -> None:
     twice.add_module("none", None)
     assert {"0": linear, "1": linear, "none": None} == names.children_of(twice)
     tables = [vars(linear)[name] for name in names.TABLES]
-    assert sorted(tables, key=len) == [{}, names.parameters_of(linear)]
+    assert sorted(tables, key=len) == [{}, {}, names.parameters_of(linear)]
 
 
 @probe("hooks_of", "drop_hooks")
@@ -711,7 +714,6 @@ def test_one_that_cannot_be_done_without_says_so_when_it_is_used(use):
 
 def test_the_slow_ways_give_the_same():
     """What takes the place of a name, where a run on another torch (below) does not come by."""
-    assert () == names.gradient_shapes(object())
     assert () == names.saved_names(object)
 
 

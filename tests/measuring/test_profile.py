@@ -147,9 +147,9 @@ def test_cost_of_layers_goes_on():
     assert 0 < min(cost.backward_input[3], cost.backward_weight[3])
     rows = memory(model, x)
     assert tuple(layer.activations for layer in rows) == cost.residual
-    # All of it stays until W, with what arrives there: at the first layer 4 x 3 x 8 numbers, at the last 4 x 3 x 9.
-    own = tuple(layer.activations for layer in rows)
-    assert (own[0] + 384, 0, own[3] + 432) == (*cost.weight_residual[:1], *cost.weight_residual[2:])
+    # The tokens and what arrives there (4 x 3 x 8 numbers); its input and what arrives (4 x 3 x 9): inputs too, as alone.
+    assert (96 + 384, 384 + 384, 0, 384 + 432) == cost.weight_residual
+    assert tuple(layer.weight_residual for layer in rows) == cost.weight_residual
     assert fp.simulate(fp.schedules.one_f_one_b(4, 8), cost).makespan > 0
     stages = profile(fp.split(model, balance=[3, 1]), x, repeats=1)
     assert tuple(layer.activations for layer in rows.group([3, 1])) == stages.residual

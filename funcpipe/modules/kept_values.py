@@ -1,0 +1,68 @@
+"""Values that a forward keeps in attributes for later calls, which each run makes anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.core.errors import PlanError
+from funcpipe.modules.attributes import Change
+from funcpipe.modules.written_buffers import has_numbers
+
+
+def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> None:
+    """Refuse values that a run left on a copy and that the module itself would still use in its next call.
+
+    A run begins with the attributes that the module had. A mask or a table comes out the same in each run, so nothing is
+    lost. A value of parameters or inputs does not, nor does what is counted on: then the module itself, which keeps them,
+    computes something else. Whole numbers, and what the forward only writes, are nobody's inputs.
+
+    Args:
+        left: the numbers that the run before left, by place; gets those of this one.
+        changes: what this run changed on its copy.
+        who: the class of the module.
+
+    Raises:
+        PlanError: a number was there before the run, or the run before left another one.
+    """
+    for change in changes:
+        if change.name not in change.uses.kept:
+            continue
+        for place, new in _numbers(change.place, change.new):
+            if _differ(change.old, new) or _differ(left.get(place), new):
+                raise PlanError(
+                    f"the forward of {who} keeps {place!r} in an attribute from call to call, and a run begins again "
+                    "with what the module had when the stage was made, so it computes otherwise than the module. "
+                    "Compute the value before the stage is made and register it as a buffer, or compute it in each "
+                    "call; a value that batches change is a statistic: a function stage returns it in Out(stats=...) "
+                    "and folds it in commit=..."
+                )
+            left[place] = new
+
+
+def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and floats in a value, with their places."""
+    if isinstance(value, Tensor):
+        if has_numbers(value) and value.layout is torch.strided:
+            yield place, value.detach()
+    elif isinstance(value, float):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _numbers(f"{place}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            yield from _numbers(f"{place}[{number}]", inner)
+
+
+def _differ(old: Any, new: Any) -> bool:
+    """Are these different numbers of one kind; a table of another size is another table."""
+    if isinstance(old, float) and isinstance(new, float):
+        return old != new
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return False
+    alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+    return alike and not torch.equal(old, new)

@@ -1,0 +1,390 @@
+"""Stages compute with copies of modules: what users change on the originals, or patch into them, is followed or refused."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funcpipe as fp
+
+
+class Settings:
+    def __init__(self):
+        self.scale, self.inner = 1.0, {"a": [1.0]}
+
+
+class Scaled(nn.Module):
+    default = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.temperature, self.cfg, self.table, self.bias = 1.0, Settings(), {"p": 1.0}, torch.zeros(4)
+        self.act = nn.Identity()
+        self.shift = functools.partial(torch.add, other=0.0)
+
+    def forward(self, x):
+        scale = self.cfg.scale * self.cfg.inner["a"][0] * self.table["p"] * self.default
+        return self.act(self.shift(self.linear(x)) * scale / self.temperature + self.bias)
+
+
+def new_entry(model):
+    model[0].table["p"] = 3.0
+
+
+def deep_entry(model):
+    model[0].cfg.inner["a"][0] = 3.0
+
+
+def other_layer(model):
+    model[0].act = nn.Tanh()
+
+
+def other_layer_of_the_sequential(model):
+    model[1] = nn.ReLU()
+
+
+def tensor_in_place(model):
+    model[0].bias.add_(1.0)
+
+
+CHANGES = {
+    "0.temperature was 1.0, is 0.1": lambda model: setattr(model[0], "temperature", 0.1),
+    "0.cfg.scale was 1.0, is 3.0": lambda model: setattr(model[0].cfg, "scale", 3.0),
+    "0.cfg is another Settings": lambda model: setattr(model[0], "cfg", Settings()),
+    "0.table.p was 1.0, is 3.0": new_entry,
+    "0.cfg.inner.a[0] was 1.0, is 3.0": deep_entry,
+    "0.default was set": lambda model: setattr(model[0], "default", 3.0),
+    "0.bias was written to": tensor_in_place,
+    "0.act was a Identity, is a Tanh": other_layer,
+    "0.shift.keywords.other was 0.0, is 1.0": lambda model: model[0].shift.keywords.update(other=1.0),
+    "1.p was 0.5, is 0.0": lambda model: setattr(model[1], "p", 0.0),
+    "1 was a Dropout, is a ReLU": other_layer_of_the_sequential,
+    "_forward_hooks": lambda model: model[0].linear.register_forward_hook(lambda layer, x, y: y * 2),
+}
+
+
+def new_model():
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), nn.Dropout(0.5), nn.Linear(4, 4))
+
+
+def stages_of(how, model):
+    if how == "from_module":
+        stage, params, _ = fp.from_module(model)
+        return [stage], (params,)
+    split = fp.split(model, 2, example=torch.randn(8, 4)) if how == "traced" else fp.split(model, 2)
+    stages = split.stages
+    if how == "composed":
+        return [fp.compose(*stages)], (split.params,)
+    return [fp.compile_stage(stage, fallback=True) for stage in stages] if how == "compiled" else stages, split.params
+
+
+@pytest.mark.parametrize("how", ["from_module", "split", "traced", "composed", "compiled"])
+@pytest.mark.parametrize("words", CHANGES)
+def test_changes_an_attribute_after_stages_were_made(how, words):
+    model = new_model()
+    stages, params = stages_of(how, model)
+    schedule = fp.schedules.one_f_one_b(len(stages), 2)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    fp.run(plan, params, batch, seed=0)
+    CHANGES[words](model)
+    with pytest.raises(fp.PlanError, match="make the stages again") as caught:
+        fp.run(plan, params, batch, seed=0)
+    assert words in str(caught.value)
+    with pytest.raises(fp.PlanError, match="make the stages again"):
+        fp.run_sequential(plan, params, batch, seed=0)
+    with pytest.raises(fp.PlanError, match="make the stages again"):
+        fp.vjp(fp.make_plan(stages, schedule, outputs=True, devices="cpu"), params, batch[0], seed=0)
+    with pytest.raises(fp.PlanError, match="make the stages again"):
+        fp.apply(stages, params, batch[0], seed=0)
+    with pytest.raises(fp.PlanError, match="make the stages again"):
+        stages[0](params[0], batch[0])
+
+
+def test_sets_an_attribute_back():
+    model = new_model()
+    stages, params = stages_of("split", model)
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    before = fp.run(plan, params, torch.ones(4, 4)).outputs
+    model[0].temperature = 0.1
+    model[0].temperature = 1
+    with pytest.raises(fp.PlanError, match="temperature was 1.0, is 1"):  # of another type
+        fp.run(plan, params, torch.ones(4, 4))
+    model[0].temperature = 1.0
+    assert torch.equal(fp.run(plan, params, torch.ones(4, 4)).outputs, before)
+
+
+def test_what_changes_no_stage_is_nobodys_affair():
+    """Modes, numbers in parameters, hooks that were taken off, what a forward or a hook leaves, and the model's end."""
+    model = new_model()
+    stages, params = stages_of("split", model)
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    x = torch.ones(4, 4)
+    before = fp.run(plan, params, x).outputs
+    params = [{name: leaf.detach().clone() for name, leaf in tree.items()} for tree in params]
+    model.eval()
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    model[2].weight = nn.Parameter(torch.zeros(4, 4))
+    handle = model[0].register_forward_hook(lambda layer, x, y: setattr(layer, "activation", y))
+    model(x)
+    handle.remove()
+    assert torch.equal(fp.run(plan, params, x).outputs, before)
+    del model
+    assert torch.equal(fp.run(plan, params, x).outputs, before)
+
+
+def test_a_stage_keeps_no_model_alive():
+    import gc
+    import weakref
+
+    model = new_model()
+    stages, _ = stages_of("split", model)
+    alive = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert stages
+    assert not [module for module in alive if module() is not None]
+
+
+@pytest.mark.parametrize("words", [words for words in CHANGES if not words.startswith("1") and "another" not in words])
+def test_a_pipe_follows(words):
+    model = new_model()
+    model[1].p = 0.0
+    pipe = fp.Pipe(model, chunks=2, balance=[1, 2], devices=["cpu", "cpu"])
+    x = torch.randn(4, 4)
+    torch.manual_seed(1)
+    before = pipe(x)
+    CHANGES[words](model)
+    torch.manual_seed(1)
+    after = pipe(x)
+    torch.testing.assert_close(after, model(x))
+    assert not torch.equal(before, after)
+    known = pipe._known
+    pipe(x)
+    assert pipe._known is known  # looked at, not made again
+
+
+# -- functions of the module itself, put on it -------------------------------------------------------------------------
+
+
+def compiled(layer):
+    layer.forward = torch.compile(layer.forward, backend="eager")
+
+
+def closure(layer):
+    original = layer.forward
+    layer.forward = lambda x: original(x) + x
+
+
+def nested_closure(layer):
+    @functools.wraps(layer.forward)
+    def patched(x, *, inner=layer.forward, twice=lambda y: y * layer.factor):
+        return twice(inner(x))
+
+    layer.factor = 2.0
+    layer.forward = patched
+
+
+def of_a_partial(layer):
+    layer.forward = functools.partial(lambda layer, x: F.linear(x, layer.weight), layer)
+
+
+def bound_method(layer):
+    layer.forward = layer.forward
+
+
+def closure_compiled(layer):
+    closure(layer)
+    compiled(layer)
+
+
+PATCHES = [compiled, closure, nested_closure, of_a_partial, bound_method, closure_compiled]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler, for a layer that is called alone
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("way", ["split", "from_module", "pipe"])
+def test_patches_a_method_of_a_layer(patch, way):
+    """Stages use the weights that they are given, not those of the layer that the function was made of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    patch(model[1])
+    other = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    x = torch.ones(2, 4)
+    if way == "pipe":
+        pipe = fp.Pipe(model, chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
+        pipe(x)
+        model.load_state_dict(other)
+        torch.testing.assert_close(pipe(x), model(x))
+        return
+    if way == "split":
+        split = fp.split(model, 2)
+        stages, params = split.stages, split.load_state_dict(other).params
+    else:
+        stage, _, _ = fp.from_module(model)
+        stages, params = [stage], (other,)
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True)
+    outputs = fp.run(plan, params, x).outputs
+    model.load_state_dict(other)
+    torch.testing.assert_close(outputs, model(x).detach())
+    trains = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
+    grads = fp.run(trains, params, (x, x)).grads
+    F.mse_loss(model(x), x).backward()
+    torch.testing.assert_close(grads[-1]["1.weight"], model[1].weight.grad)
+
+
+def test_compiles_the_forward_of_a_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain = copy.deepcopy(model)
+    compiled(model[1])
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 1), loss=F.mse_loss, devices="cpu")
+    x = torch.randn(8, 4)
+    result = fp.run(plan, split.params, (x, x), state=split.state)
+    plain(x)
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+    torch.testing.assert_close(result.state[1]["1.running_mean"], plain[1].running_mean)
+
+
+def test_an_attribute_that_cannot_be_made_of_the_copy_is_refused():
+    class Calls:
+        def __init__(self, layer):
+            self.call = lambda x: layer(x)
+
+        def __call__(self, x):
+            return self.call(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].forward = Calls(model[0])
+    with pytest.raises(fp.PlanError, match="'forward' .* calls the module"):
+        fp.from_module(model)
+
+
+# -- what a forward keeps in attributes --------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept, self.entries, self.rows, self.calls = None, {}, [], 0
+        self.average, self.temperature = torch.zeros(4), 1.0
+
+
+class Weights(Keeps):
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.linear.weight.detach().clone()
+        return self.linear(x) + x @ self.kept
+
+
+class WeightsInDict(Keeps):
+    def forward(self, x):
+        if "weight" not in self.entries:
+            self.entries["weight"] = self.linear.weight.detach().clone()
+        return self.linear(x) + x @ self.entries["weight"]
+
+
+class WeightsByHelper(Keeps):
+    def reference(self):
+        if getattr(self, "frozen", None) is None:
+            self.frozen = self.linear.weight.detach().clone()
+        return self.frozen
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.reference()
+
+
+class FirstInput(Keeps):
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = x.detach().mean(0)
+        return self.linear(x - self.kept)
+
+
+class Anneals(Keeps):
+    def forward(self, x):
+        self.temperature *= 0.9
+        return self.linear(x) / self.temperature
+
+
+class Average(Keeps):
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.average)
+
+
+class AverageInPlace(Keeps):
+    def forward(self, x):
+        self.average.mul_(0.9).add_(x.detach().mean(0))
+        return self.linear(x - self.average)
+
+
+class Mask(Keeps):
+    def forward(self, x):
+        if self.kept is None or self.kept.shape[0] < x.shape[1]:
+            self.kept = torch.ones(x.shape[1], x.shape[1]).tril()
+        return self.linear(x) @ self.kept
+
+
+class MaskInDict(Keeps):
+    def forward(self, x):
+        key = x.shape[1]
+        if key not in self.entries:
+            self.entries[x.shape[1]] = torch.ones(key, key).tril()
+        return self.linear(x) @ self.entries[key]
+
+
+class Counts(Keeps):
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+class Shows(Keeps):
+    def forward(self, x):
+        self.kept = self.linear(x)
+        self.attention = self.kept.softmax(-1)
+        self.entries["norm"] = self.attention.norm().item()
+        self.rows.append(self.attention)
+        return self.kept * self.attention
+
+
+def trained(kind, runs=3):
+    torch.manual_seed(0)
+    model = kind()
+    plain = copy.deepcopy(model)
+    stage, params, _ = fp.from_module(model)
+    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    optimizer, reference = torch.optim.SGD(fp.leaves(params), 0.5), torch.optim.SGD(plain.parameters(), 0.5)
+    for _ in range(runs):
+        x = torch.randn(8, 4)
+        result = fp.run(plan, (params,), (x, x))
+        fp.step(optimizer, (params,), result)
+        reference.zero_grad()
+        loss = sum(F.mse_loss(plain(part), part) for part in x.chunk(2)) / 2
+        loss.backward()
+        reference.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+        model(x)  # users look at their model in between
+
+
+@pytest.mark.parametrize(
+    "kind", [Weights, WeightsInDict, WeightsByHelper, FirstInput, Anneals, Average, AverageInPlace]
+)
+def test_keeps_a_value_that_batches_change(kind):
+    """Plain torch goes on with it from step to step, a run begins anew: refused before numbers differ."""
+    with pytest.raises(fp.PlanError, match="in an attribute from call to call|make the stages again"):
+        trained(kind)
+
+
+@pytest.mark.parametrize("kind", [Mask, MaskInDict, Counts, Shows])
+def test_keeps_what_is_the_same_in_each_run(kind):
+    """Masks, tables, counters, and what a forward only shows, train as plain torch does."""
+    trained(kind)
