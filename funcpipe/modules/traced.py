@@ -304,7 +304,8 @@ class CommitGraph:
             made: Any = new[name]
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
                 raise PlanError(
-                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer is a tensor{_form(old)}; let it return such a tensor"
+                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer is a tensor"
+                    f"{_form(old)}; let it return such a tensor"
                 )
         return new
 
