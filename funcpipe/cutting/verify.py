@@ -38,6 +38,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     Raises:
         PlanError: with every value that differs.
     """
+    module = shell(model) if train else shell(model).eval()
     canonical = first_names(all_tensors(model))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if canonical[name] == name}
     params = {name: param.detach().requires_grad_(param.requires_grad) for name, param in model.named_parameters()}
@@ -46,8 +47,6 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
     axes = [guard.rows for guard in traced[0].signature.guards] if traced else row_axes(inputs)
     for number, x in enumerate((inputs,) if once else (inputs, other_inputs(inputs, axes))):
         before = {name: buffer.clone() for name, buffer in buffers.items()}
-        # A copy for each call: torch.func.functional_call leaves some tied parameters of a module used twice apart.
-        module = shell(model) if train else shell(model).eval()
         try:
             expected = _eager(module, params, buffers, x, split.loss)
         except Exception as error:
@@ -227,7 +226,22 @@ def _copied(state: Any) -> tuple[Any, ...]:
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
     args, kwargs = as_call(map_tensors(Tensor.clone, x))
     with seeded(x):
-        return torch.func.functional_call(module, tensors, args, kwargs)
+        return torch.func.functional_call(module, _by_attribute(module, tensors), args, kwargs, tie_weights=False)
+
+
+def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by the name of each attribute that has one, each attribute once.
+
+    ``functional_call`` sets an attribute of a module that occurs twice twice, and puts back what it has set first.
+    """
+    first = first_names(all_tensors(module))
+    names = [
+        f"{path}.{local}".lstrip(".")
+        for path, layer in module.named_modules()
+        for table in (layer.named_parameters, layer.named_buffers)
+        for local, _ in table(recurse=False, remove_duplicate=False)
+    ]
+    return {name: tensors[first[name]] for name in names if first[name] in tensors}
 
 
 @contextmanager

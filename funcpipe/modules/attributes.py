@@ -37,6 +37,10 @@ _APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
 """Attributes of modules that are no settings: numbers, and modes, which a run sets itself."""
 
 
+_FILLED_IN = frozenset({"problem_type"})
+"""What transformers writes into a configuration in the first call with labels, which a user may make at any time."""
+
+
 class Change(NamedTuple):
     """One attribute that has changed.
 
@@ -222,7 +226,7 @@ class ModuleAttributes:
     def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
         """Is a changed attribute a setting, and not a value that a forward leaves for others to look at."""
         if table.name:
-            return self.all_names or key not in table.uses.written
+            return self.all_names or not (key in table.uses.written or (key in _FILLED_IN and old is None))
         if key in _APART or (not self.all_names and key in table.uses.written):
             return False
         # Only hooks and callers add attributes that the class does not know.

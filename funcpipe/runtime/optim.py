@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from funcpipe.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe.core.exchange import Exchange, alone, numbers
 from funcpipe.core.result import Result
-from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, structure
+from funcpipe.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, named_leaves, structure
 from funcpipe.runtime.leaf_gradients import LeafGradient, Ties, apart, by_leaf, distinct, misfits, taken_by
 from funcpipe.runtime.norms import norm_of
 from funcpipe.runtime.sparse_gradients import add_gradient
@@ -85,6 +85,7 @@ def _step(
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
     if structure(params) != structure(grads):
+        named_leaves(params)  # raises where params are no tree of tensors, which says more
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", apart(params, grads))
         )

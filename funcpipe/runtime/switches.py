@@ -89,7 +89,7 @@ def switches() -> Sequence[Switch]:
             "torch.autograd.set_detect_anomaly",
             torch,
             "set_anomaly_enabled",
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            _anomaly_mode,
             torch.set_anomaly_enabled,
         ),
         Switch(
@@ -165,6 +165,8 @@ class SwitchWatch:
         if now == values or (now is not None and now[: len(values)] == values):
             return  # torch.compile sets what it finds, to be sure
         if not self._alone:
+            if switch.setter == "set_anomaly_enabled" and now is not None and not (now[1] and (*values, True)[1]):
+                return  # without a check for NaN it changes messages alone; torch.cond does so in a backward
             self._refuse(
                 f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
                 "lanes run on other threads; use executor='serial', or call it around the run"
@@ -300,12 +302,14 @@ class _Hooks:
         self._lock = threading.Lock()
         self._watches = 0
         self._places: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        self._anomaly = (False, True)
 
     def put(self) -> None:
         """Another thread watches."""
         with self._lock:
             self._watches += 1
             if self._watches == 1:
+                self._anomaly = _anomaly_mode()
                 self._places = self._places or _all_places()
                 for owner, _, hooks in self._places:
                     _set(owner, hooks)
@@ -317,6 +321,12 @@ class _Hooks:
             if not self._watches:
                 for owner, originals, _ in self._places:
                     _set(owner, originals)
+                if _anomaly_mode() != self._anomaly:  # threads that enter and leave it by turns leave it on
+                    torch.set_anomaly_enabled(*self._anomaly)
+
+
+def _anomaly_mode() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 def _set(owner: Any, attributes: dict[str, Any]) -> None:

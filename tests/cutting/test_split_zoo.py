@@ -36,6 +36,19 @@ def own_loss(output: Any) -> torch.Tensor:
     return output.loss
 
 
+class ByRows:
+    """A loss whose microbatches count by their rows, padded or not."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(self, y: Any, target: Any) -> Any:
+        return self.loss(y, target)
+
+    def weigh(self, inputs: Any, target: Any) -> None:
+        return None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "ties"), CASES)
 def test_loss_and_gradients_equal_the_model(name, way, ties):
@@ -49,7 +62,13 @@ def test_loss_and_gradients_equal_the_model(name, way, ties):
     for count in (2, 3, 4):
         model, made = cut(name, way, count, ties=ties)
         for family in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
-            plan = fp.make_plan(made.stages, family(count, len(PARTS)), loss=made.loss, ties=made.ties, devices="cpu")
+            plan = fp.make_plan(
+                made.stages,
+                family(count, len(PARTS)),
+                loss=ByRows(made.loss) if name in PADDED else made.loss,
+                ties=made.ties,
+                devices="cpu",
+            )
             result = fp.run(plan, made.params, (given, None), state=made.state)
             torch.testing.assert_close(result.loss.double(), loss.double(), rtol=1e-10, atol=1e-10)
             found = made.merge(result.grads, made.state)
@@ -73,7 +92,11 @@ def test_dropout_does_not_depend_on_the_cuts(name, way):
     for count in (2, 3, 4):
         _, made = cut(name, way, count, dropout=0.2)
         plan = fp.make_plan(
-            made.stages, fp.schedules.one_f_one_b(count, 2), loss=made.loss, ties=made.ties, devices="cpu"
+            made.stages,
+            fp.schedules.one_f_one_b(count, 2),
+            loss=ByRows(made.loss) if name in PADDED else made.loss,
+            ties=made.ties,
+            devices="cpu",
         )
         result = fp.run(plan, made.params, (given, None), state=made.state, seed=5)
         merged = made.merge(result.grads, made.state)
