@@ -11,7 +11,7 @@ import enum
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from pathlib import PurePath
@@ -49,6 +49,9 @@ _ABSENT: Any = object()
 class Executed:
     """While on, notes the Python code that this thread runs, of the user's and of layers of torch's.
 
+    Code of installed packages counts only where the stage or the loss is from them (``roots``): others count and log for
+    themselves, in callbacks of the garbage collector, say.
+
     Attributes:
         codes: of the user's functions.
         namespaces: their globals, by id, with the names that they use.
@@ -56,7 +59,8 @@ class Executed:
         draws: does Python's own module for random numbers run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Collection[str]) -> None:
+        self._roots = roots
         self.codes: set[CodeType] = set()
         self.namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.names: set[str] = set()
@@ -78,7 +82,7 @@ class Executed:
         self._seen.add(code)
         module = frame.f_globals.get("__name__") or ""
         self.draws |= module == "random"
-        if _is_foreign(module, code):
+        if _is_foreign(module, code) or (_is_installed(code) and module.partition(".")[0] not in self._roots):
             if module.startswith(_LAYERS):
                 self.names.update(code.co_names)
             return
@@ -98,6 +102,20 @@ def _is_foreign(module: str, code: CodeType | None = None) -> bool:
     return root in _FOREIGN or (code is not None and code.co_filename.startswith("<frozen"))
 
 
+def _is_installed(code: CodeType) -> bool:
+    return "site-packages" in code.co_filename or "dist-packages" in code.co_filename
+
+
+def _roots_of(stage: Stage, loss: Any) -> set[str]:
+    """The packages that a stage's functions and layers, and a loss, are from."""
+    found: list[Any] = [loss, type(loss), getattr(loss, "func", None)]
+    for part in stage.simple():
+        skeleton = getattr(part.fn, "skeleton", None)
+        found += [part.fn, type(part.fn), getattr(part.fn, "func", None)]
+        found += [kind for layer in skeleton.modules() for kind in type(layer).__mro__] if skeleton is not None else []
+    return {(getattr(each, "__module__", None) or "").partition(".")[0] for each in found}
+
+
 class PythonValues:
     """The values that are reached from a stage's functions and a loss by the code that was seen to run.
 
@@ -108,7 +126,7 @@ class PythonValues:
     """
 
     def __init__(self, stage: Stage, loss: Any) -> None:
-        self.stage, self.loss, self.executed = stage, loss, Executed()
+        self.stage, self.loss, self.executed = stage, loss, Executed(_roots_of(stage, loss))
         self.ignored: set[str] = set()
         self.found: dict[str, Hashable] = {}
         self.generators: dict[str, str] = {}
