@@ -110,8 +110,8 @@ class CompiledBound(EagerBound):
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
-        if stash or len(y.leaves) > 1:
-            mark_memory_handed_on_twice([y, *stash.values()])
+        if len(y.leaves) > 1:
+            mark_memory_handed_on_twice(y)
         if self.guessed and programs.means and report.loss is not None and report.loss.weight is None:
             refuse_left_out(_means(programs.means, args))
         if program.gives is None:

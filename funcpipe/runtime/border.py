@@ -33,8 +33,8 @@ class Border:
     Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`.
     A border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
     ``versions`` has for leaves without a graph how often they had been written to when their stage returned them: a stage
-    that hands on memory which it keeps may write there again. ``shared`` has the leaves whose memory their stage handed on
-    more than once: whoever writes into one in place would change the others, too, if there were no border.
+    that hands on memory which it keeps may write there again. ``shared`` has the leaves that share memory: whoever
+    writes into one in place would change the others, too, if there were no border.
     """
 
     __slots__ = ("flags", "leaves", "shared", "spec", "versions", "words")
@@ -64,24 +64,21 @@ class Border:
         return border
 
 
-def mark_memory_handed_on_twice(borders: Sequence[Border]) -> None:
-    """Mark the leaves of a stage's output and skips that share memory."""
-    places: dict[int, list[tuple[Border, int]]] = {}
-    for border in borders:
-        for index, leaf in enumerate(border.leaves):
-            if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
-                places.setdefault(storage_number(leaf.untyped_storage()), []).append((border, index))
-    for found in places.values():
-        for border, index in found if len(found) > 1 else ():
-            border.shared = (*border.shared, index)
+def mark_memory_handed_on_twice(border: Border) -> None:
+    """Mark the leaves of a border that share memory. A skip is a value of its own, whatever else has its memory."""
+    places: dict[int, list[int]] = {}
+    for index, leaf in enumerate(border.leaves):
+        if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
+            places.setdefault(storage_number(leaf.untyped_storage()), []).append(index)
+    border.shared = [index for found in places.values() if len(found) > 1 for index in found]
 
 
 def refuse_shared_writes(border: Border, opened: Sequence[Any]) -> None:
     """Refuse in-place writes into leaves, as a stage got them, whose memory was handed on more than once."""
     if any(version(opened[index]) for index in border.shared):
         raise PlanError(
-            "the stage writes in place into a value whose memory the stage before handed on more than once, so numbers would "
-            "depend on the place of the cut: without it the others would change, too. Write into a copy (x = x.clone(), "
+            "the stage writes in place into a value whose memory the stage before handed on twice, so numbers would depend on "
+            "the place of the cut: without it the other one would change, too. Write into a copy (x = x.clone(), "
             "inplace=False), or hand on copies"
         )
 

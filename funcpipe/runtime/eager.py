@@ -229,8 +229,8 @@ class EagerBound:
         elif self.stage.stash:
             self._check_stash({})
         y, graph = close_border(returned, "y", stays=self.loss is not None)
-        if self.loss is None and (stash or len(y.leaves) > 1):
-            mark_memory_handed_on_twice([y, *stash.values()])
+        if self.loss is None and len(y.leaves) > 1:
+            mark_memory_handed_on_twice(y)
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not is_empty(stats):
