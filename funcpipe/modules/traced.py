@@ -259,7 +259,7 @@ def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) ->
 
     For ``split(commit={name: fn})``.
 
-    >>> mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
+    >>> fp.models.mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
     tensor([2.])
     """
     parts = [value.to(wide(value)) * (count / sum(rows)) for value, count in zip(written, rows, strict=True)]
@@ -271,7 +271,7 @@ def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) 
 
     For ``split(commit={name: fn})``.
 
-    >>> sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
+    >>> fp.models.sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
     tensor([8])
     """
     return old + torch.stack([value - old for value in written]).sum(0).to(old.dtype)
