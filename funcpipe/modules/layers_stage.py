@@ -149,7 +149,7 @@ class LayersCopy(ModuleCopy):
         self.at = 0  # the next block that should run
         self.x: Tree = None  # what the stage before returned
         self.earlier: Tree = None  # what blocks before that returned: the same without numbers
-        self.travelling: list[tuple[str, Tree]] = []  # of calls of entries, in order: which, and what it returned
+        self.travelling: list[tuple[str, Tree]] = []  # (path, output) of each call of an entry, in order
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """The stage's output on one microbatch, and the skip for later stages."""
