@@ -899,7 +899,7 @@ def replicated(rank, size, kind, rows):
         {"late": counted, "weighed": weighing}.get(kind, loss_with_aux),
     )
     schedule = fp.schedules.interleaved(4, 4, num_devices=2)
-    weight = (lambda t: float((t[:, 0] > 0).sum())) if kind == "weighed" else None
+    weight = rows_that_count if kind == "weighed" else None
     if kind == "late":  # it knows no weights for side losses
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
@@ -958,6 +958,11 @@ def without_side(stage):
         return stage.fn(p, x, skips=skips, feeds=feeds, state=state)._replace(loss=())
 
     return fp.stage(second, pop=["far"], feeds=["scale"], commit=stage.commit)
+
+
+def rows_that_count(target):
+    """The weight of a microbatch under `weighing`."""
+    return float((target[:, 0] > 0).sum())
 
 
 def weighing(y, target):
@@ -1455,8 +1460,9 @@ def sharded(rank, size, kind, rows):
         schedule = fp.schedules.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")], [(0, "odd"), (3, "odd")]] if kind == "tied" else []
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
-    loss = weighing if kind == "late" else loss_with_aux
-    plan = fp.make_plan(stages, schedule, loss=loss, ties=ties, devices="cpu", spare_slots=int(kind == "block"))
+    loss, weight = (weighing, rows_that_count) if kind == "late" else (loss_with_aux, None)
+    spare = int(kind == "block")
+    plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu", spare_slots=spare)
     params[2]["single"] = torch.tensor(1.0, dtype=torch.float64)  # has no axis to be cut along
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
