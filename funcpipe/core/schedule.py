@@ -321,7 +321,7 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
 
 
 def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Without what is counted and serves nothing; the rest counted anew."""
+    """An order without the counted actions that serve no other; the remaining ones are numbered again from 0."""
     out: list[Action] = []
     served, times = serving(order), Counter[int]()
     for action in order:

@@ -21,7 +21,7 @@ _DEPTH = 8
 
 
 def _permit(plan: Plan) -> None:
-    """Let values of these classes come from other processes: this one may receive what it never sent itself."""
+    """Allow other processes to send values of these classes. A process may receive a class that it never sent."""
     functions = [fn for stage in plan.stages for fn in (stage.fn, stage.commit)]
     seen: dict[int, Any] = {}
     for fn in (*functions, plan.loss, plan.weight):
