@@ -139,7 +139,7 @@ class SwitchWatch:
         alone: does no other thread run lanes of this run.
     """
 
-    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_grad", "_on", "_outer", "_refusal")
+    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_depth", "_grad", "_on", "_outer", "_refusal")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone, self._refusal = alone, ""
@@ -149,6 +149,7 @@ class SwitchWatch:
         self._grad, self._casts = torch.is_grad_enabled(), autocast_now()
         self._on = {kind: enabled for kind, (enabled, _) in self._casts.items()}
         self._casting = any(self._on.values())
+        self._depth = autocast_depth()
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -156,6 +157,7 @@ class SwitchWatch:
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:  # else `check` has seen to it
             self._restore()
+        _leave_autocast(self._depth)
         _thread.watch = self._outer
         _hooks.take_off()
 
@@ -237,6 +239,19 @@ def set_autocast(casts: Casts) -> None:
     for kind, (enabled, dtype) in casts.items():
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+
+
+def autocast_depth() -> int:
+    """How many contexts of autocast this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _leave_autocast(depth: int) -> None:
+    """Leave the contexts that a stage entered and did not leave: torch keeps casts of parameters until all are left."""
+    while autocast_depth() > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 class _SetterHook:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcpipe as fp
-from funcpipe.runtime.switches import SwitchWatch, autocast_now, switches
+from funcpipe.runtime.switches import SwitchWatch, autocast_depth, autocast_now, switches
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -30,7 +30,7 @@ def params():
 def settings():
     """All of torch's switches that can be read, and what this thread has on."""
     found = {(each.name, each.setter): each.read() for each in switches() if each.read is not None}
-    return found, torch.is_grad_enabled(), autocast_now(), forward_ad._current_level
+    return found, torch.is_grad_enabled(), autocast_now(), autocast_depth(), forward_ad._current_level
 
 
 @pytest.fixture(autouse=True)
