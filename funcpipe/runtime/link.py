@@ -31,7 +31,7 @@ from funcpipe.runtime.store import AskedStore, hello
 from funcpipe.runtime.worker import Worker, end_all
 
 _FOREVER = timedelta(days=365)
-_NAMING = 4.0
+_NAMING = 1.5
 """Seconds more than others that a wait gets whose job has the timeout itself, and says then who did not come."""
 _WHY = 0.5
 """Seconds for which a rank that has lost another waits to be told why: others may leave for that before all are told."""
