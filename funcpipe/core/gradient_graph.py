@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.torch_names import run_backward
@@ -24,6 +25,36 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             seen.add(node)
             yield node
             todo += [successor for successor, _ in node.next_functions]
+
+
+def leaves_behind(roots: Sequence[Tensor], visited: set[Any]) -> tuple[list[Tensor], bool]:
+    """The leaves behind some tensors, and does the reentrant checkpoint stand in between.
+
+    Nodes that were ``visited`` are left out, and it gets the rest.
+    """
+    leaves: list[Tensor] = []
+    todo: list[Any] = []
+    reentrant = False
+    for root in roots:
+        if root.grad_fn is None:
+            leaves.append(root)
+        elif root.grad_fn not in visited:
+            visited.add(root.grad_fn)
+            todo.append(root.grad_fn)
+    while todo:
+        node = todo.pop()
+        successors = node.next_functions
+        if not successors:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves.append(leaf)
+        for successor, _ in successors:
+            if successor is not None and successor not in visited:
+                visited.add(successor)
+                todo.append(successor)
+        if isinstance(node, BackwardCFunction) and type(node).__name__ == "CheckpointFunctionBackward":
+            reentrant = True
+    return leaves, reentrant
 
 
 def walk_back(

@@ -116,6 +116,7 @@ class StageFacts:
 
     Attributes:
         draws: in which modes (training or not) it drew random numbers.
+        reentrant: in which modes its graph had a reentrant checkpoint.
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
         inputs: weak references to the inputs of the microbatch whose graph was looked at last.
@@ -124,6 +125,7 @@ class StageFacts:
     """
 
     draws: set[bool] = field(default_factory=set)
+    reentrant: set[bool] = field(default_factory=set)
     kept: set[bool] = field(default_factory=set)
     foreign: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)

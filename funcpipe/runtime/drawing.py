@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -39,6 +39,9 @@ _DRAW_NOTHING = {"aten::_fused_sdp_choice", "aten::_scaled_dot_product_flash_att
 
 _CHANCES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
+
+
+T = TypeVar("T")
 
 
 class CatchDraws:
@@ -202,12 +205,11 @@ class MeanOverTargets(NamedTuple):
     ignored: int
 
 
-@contextmanager
-def noting_means() -> Generator[list[MeanOverTargets]]:
-    """Inside, and inside of a catcher of draws, this thread notes the means over targets that are computed."""
+def noting_means(computes: Callable[[], T]) -> tuple[T, list[MeanOverTargets]]:
+    """What a call gives, inside of a catcher of draws, and the means over targets that it computes on this thread."""
     before, _thread.means = _thread.means, []
     try:
-        yield _thread.means
+        return computes(), _thread.means
     finally:
         _thread.means = before
 

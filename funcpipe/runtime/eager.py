@@ -7,7 +7,7 @@ is safe; nothing of the caller's is touched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from operator import is_
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.gradient_graph import nodes_of, walk_back
+from funcpipe.core.gradient_graph import leaves_behind, walk_back
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
@@ -77,8 +77,9 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
-        self.looked_once = False
-        self.looked = self.reentrant = False  # at the first graph; does the stage use the reentrant checkpoint
+        # The second graph has all that the first one had, and what the stage kept of the first microbatch.
+        self.skips_first = self.looked_once = train in stage.seen.kept and shares is not None and len(shares.parts) > 1
+        self.looked, self.reentrant = False, train in stage.seen.reentrant  # does it use the reentrant checkpoint
         # What waits for W is the same for all microbatches and slices, else sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
@@ -91,6 +92,7 @@ class EagerBound:
         self.versions = versions(self.leaves)
         self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
+        self.alias_ids = frozenset(map(id, self.inputs))
         self.sums = GradientSums(self.inputs)
         self.recomputations = Recomputations(index)
         self.twins: list[EagerBound] = []
@@ -122,6 +124,7 @@ class EagerBound:
         others = {id(alias): alias.detach().requires_grad_() for alias in self.inputs}
         twin.aliases = [others.get(id(alias), alias) for alias in self.aliases]
         twin.inputs = [*others.values()]
+        twin.alias_ids = frozenset(map(id, twin.inputs))
         self.sums.share(twin.inputs)
         twin._bind()
         self.twins.append(twin)
@@ -164,34 +167,40 @@ class EagerBound:
         return out
 
     def _look(self, args: StageArgs, residual: EagerResidual) -> None:
-        """Look at the first two graphs of each run: nothing foreign is in them, nothing of the params was replaced.
+        """Look at a graph: nothing foreign is in it, nothing of the params was replaced, no gradient came already.
 
-        The second one shows what a stage kept of the first microbatch.
+        The first run of a stage looks at the first two graphs, and later ones at the second.
         """
-        refuse_rebinding(self.params, self.spec, self.aliases)
         if not self.sums.begun:
             refuse_backward(alias.grad for alias in self.inputs)
+        if self.skips_first:
+            self.skips_first = False
+            return
+        refuse_rebinding(self.params, self.spec, self.aliases)
+        borders = [residual.x, *(leaves for _, leaves in residual.skips)]
+        inputs = [leaf for border in borders for leaf in border.values()]
+        known = self.alias_ids.union(map(id, inputs))
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
-        borders = (residual.x, *(leaves_of_skip for _, leaves_of_skip in residual.skips))
-        of_the_run = {*map(id, self.aliases), *(id(leaf) for border in borders for leaf in border.values())}
         visited: set[Any] = set()
-        nodes = list(nodes_of(roots, visited))
-        foreign = _leaves_of(nodes, roots, of_the_run)
+        leaves, self.reentrant = leaves_behind(roots, visited)
+        if self.reentrant:
+            self.stage.seen.reentrant.add(self.train)
+        foreign = [leaf for leaf in leaves if id(leaf) not in known]
         if foreign:
             refuse_foreign(self.stage, self.fn, foreign)
-        if residual.loss is not None:
-            around = list(nodes_of([residual.loss.sum], visited))
-            refuse_in_loss(_leaves_of(around, [residual.loss.sum], of_the_run), self.leaves)
-        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        self.stage.seen.inputs = [weakref.ref(leaf) for border in borders for leaf in border.values()]
+        if residual.loss is not None and residual.loss.sum.requires_grad:
+            leaves, _ = leaves_behind([residual.loss.sum], visited)
+            in_loss = [leaf for leaf in leaves if id(leaf) not in known]
+            if in_loss:
+                refuse_in_loss(in_loss, self.leaves)
+        self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
         # A leaf that a forward made itself is another one in the next.
         self.looked, self.looked_once = self.looked_once and not foreign, True
 
     def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
         """`evaluate` where a mean counts by its rows: refuses a mean that is seen to be of something else."""
-        with noting_means() as means:
-            out = self.evaluate(args, keep=keep)
+        out, means = noting_means(lambda: self.evaluate(args, keep=keep))
         if out.report.loss is not None and out.report.loss.weight is None:
             refuse_left_out(means)
         return out
@@ -426,10 +435,3 @@ class EagerBound:
         self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []
         self.params = self.state = None
         self.stage.seen.kept.add(self.train)
-
-
-def _leaves_of(nodes: Sequence[Any], roots: Sequence[Tensor], known: Collection[int]) -> list[Tensor]:
-    """The leaves of a graph that are not known (by ids)."""
-    leaves = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
-    leaves += [root for root in roots if root.is_leaf and root.requires_grad]
-    return [leaf for leaf in leaves if id(leaf) not in known]

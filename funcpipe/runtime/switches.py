@@ -137,19 +137,19 @@ class SwitchWatch:
 
     Args:
         alone: does no other thread run lanes of this run.
+
+    Attributes:
+        touched: did a setter run since the last `check`.
     """
 
-    __slots__ = ("_alone", "_casting", "_casts", "_changed", "_depth", "_grad", "_on", "_outer", "_refusal")
+    __slots__ = ("_alone", "_casts", "_changed", "_depth", "_grad", "_outer", "_refusal", "touched")
 
     def __init__(self, *, alone: bool) -> None:
-        self._alone, self._refusal = alone, ""
+        self._alone, self._refusal, self.touched = alone, "", False
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
-        self._grad, self._casts = torch.is_grad_enabled(), autocast_now()
-        self._on = {kind: enabled for kind, (enabled, _) in self._casts.items()}
-        self._casting = any(self._on.values())
-        self._depth = autocast_depth()
+        self._grad, self._casts, self._depth = torch.is_grad_enabled(), autocast_now(), autocast_depth()
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -177,6 +177,7 @@ class SwitchWatch:
             raise PlanError(
                 f"the stage calls {switch.name}, which cannot be put back afterwards; call it around the run"
             )
+        self.touched = True
         self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
 
     def before_forward_mode(self) -> None:
@@ -190,20 +191,13 @@ class SwitchWatch:
 
     def _refuse(self, message: str) -> NoReturn:
         """Raise, and let `check` raise again: a stage may catch the error and go on with other numbers."""
-        self._refusal = message
+        self.touched, self._refusal = True, message
         raise PlanError(message)
 
     def check(self) -> None:
         """An action is done. Raises PlanError where it left a setting changed; the setting is put back."""
-        if (
-            self._changed
-            or self._refusal
-            or torch.is_grad_enabled() is not self._grad
-            or torch.is_autocast_enabled("cpu") is not self._on["cpu"]
-            or (len(_KINDS) > 1 and torch.is_autocast_enabled("cuda") is not self._on["cuda"])
-            or (self._casting and autocast_now() != self._casts)
-        ):
-            left = self._restore()
+        if self.touched or torch.is_grad_enabled() is not self._grad:
+            left, self.touched = self._restore(), False
             if self._refusal:
                 raise PlanError(self._refusal)
             if left:
@@ -299,6 +293,17 @@ def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., A
     return hooked
 
 
+def _hooked_autocast(setter: Callable[..., Any]) -> Callable[..., Any]:
+    """A setter of autocast, which is the thread's own: a stage may change it for as long as one action takes."""
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        if _thread.watch is not None:
+            _thread.watch.touched = True
+        return setter(*args, **kwargs)
+
+    return hooked
+
+
 def _hooked_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
     """What begins forward-mode derivatives."""
 
@@ -357,6 +362,7 @@ def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
     found: list[tuple[Any, str, Callable[[Any], Any]]]
     found = [(each.owner, each.setter, partial(_SetterHook, each)) for each in switches()]
+    found += [(torch, name, _hooked_autocast) for name in vars(torch) if name.startswith("set_autocast_")]
     found += [(owner, name, _hooked_entry) for owner, name in FORWARD_MODE]
     owner, name, getter = switch_of("fp32_precision_setter")
     found.append((owner, name, partial(_hooked_precision, getter)))
