@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -334,3 +334,12 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
         return False
     other = other.to(one.device)
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments of an operation: single ones, or in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in cast("list[Any]", value):
+            yield from tensors_in(item)

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import WatchingMode, storage_number, without_modes
-from funcpipe.core.tree import Tree, map_tensors
-from funcpipe.modules.unknown import Unknown, is_write, tensors_in
+from funcpipe.core.tree import Tree, map_tensors, tensors_in
+from funcpipe.modules.unknown import Unknown, is_write
 
 _BY_NUMBER = ("output_hidden_states", "output_attentions")
 """Flags that take numbers of layers as well as True."""

@@ -8,7 +8,7 @@ of a stage is either right or `Unknown`, and then refused. Nothing here depends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Self, cast
@@ -25,7 +25,7 @@ from funcpipe.core.torch_names import (
     without_modes,
     wrapper_tensor,
 )
-from funcpipe.core.tree import Tree, flatten, map_leaves
+from funcpipe.core.tree import Tree, flatten, map_leaves, tensors_in
 
 _ATEN = torch.ops.aten
 _FILLS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
@@ -199,15 +199,6 @@ def _as_places(indices: Any) -> list[Any]:
         is_mask = isinstance(index, Tensor) and not is_unknown(index) and index.dtype in (torch.bool, torch.uint8)
         out += index.nonzero().unbind(1) if is_mask else [index]
     return out
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments of an operation: single ones, or in lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast("list[Any]", value):
-            yield from tensors_in(item)
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:

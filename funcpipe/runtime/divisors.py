@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError
 from funcpipe.core.result import Loss
 from funcpipe.core.torch_names import WatchingMode
+from funcpipe.core.tree import tensors_in
 from funcpipe.runtime.drawing import MeanOverTargets
 
 _ATEN = torch.ops.aten
@@ -66,9 +67,9 @@ class WatchDivisors(WatchingMode):
             computed = any(args[1] is tensor for tensor in self._computed)
             if computed and args[0].dim() == 0 == args[1].dim():
                 self.found = self.found or "is divided by a number that the loss computes"
-        given = list(_tensors(args))
+        given = list(tensors_in(args))
         constant = func is _ATEN.lift_fresh.default or all(any(t is c for c in self._constants) for t in given)
-        (self._constants if constant else self._computed).extend(_tensors(out))
+        (self._constants if constant else self._computed).extend(tensors_in(out))
         return out
 
     @classmethod
@@ -87,11 +88,3 @@ class WatchDivisors(WatchingMode):
 
 def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast("list[Any]", value):
-            yield from _tensors(item)
