@@ -234,11 +234,11 @@ class _TracedForward:
 
     def early(self, missing: frozenset[int]) -> set[int]:
         """The numbers of the sums to which I of the eager stage adds, where the roots with these numbers have no gradient."""
-        residual, roots = self.residual, [end for number, end in enumerate(self.ends) if number not in missing]
-        count = len(residual.params)
+        inputs, roots = self.bound.inputs, [end for number, end in enumerate(self.ends) if number not in missing]
+        count = len(inputs)
         if self.bound.whole:
             return {*range(count)}
-        return {*range(count)} - numbers_that_wait(roots, residual.inputs, residual.params)
+        return {*range(count)} - numbers_that_wait(roots, self.residual.inputs, inputs)
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""

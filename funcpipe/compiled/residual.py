@@ -46,10 +46,6 @@ class ProgramResidual:
         here = [tensor for number, tensor in enumerate(self.values) if number not in self._away]
         return sum({address(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
-    def kept(self) -> list[Tensor]:
-        """All of them: the program empties the list as it goes."""
-        return [*self.values]
-
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move the tensors to the host, or back, but for memory at the fixed addresses.
 

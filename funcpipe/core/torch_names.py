@@ -105,21 +105,9 @@ run_backward: Callable[..., Any] = private(
 backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",
     instead=lambda: -1,
-    lost="a pop that torch.utils.checkpoint repeats is not told from others",
+    lost="draws in a backward are not refused, and a pop that torch.utils.checkpoint repeats is not told from others",
 )
-"""The number of the backward that calls this thread, or -1; for a message. Without it: -1."""
-
-running_node: Callable[[], Any] = private(
-    "torch._C._current_autograd_node",
-    instead=lambda: None,
-    lost='check="finite" does not say which operation a backward was of',
-)
-"""The node whose backward calls this thread, or None; for a message. Without it: None."""
-
-
-def made_at(node: Any) -> str:
-    """The stack at which a node was made, as ``detect_anomaly`` noted it; for a message. Without it: nothing."""
-    return "".join(node.metadata.get("traceback_", ()))
+"""The number of the backward that calls this thread, or -1. Without it: -1."""
 
 
 def function_of(node: Any) -> type:

@@ -90,10 +90,6 @@ class Residual(Protocol):
         """Bytes of the tensors at the borders that it holds."""
         ...
 
-    def kept(self) -> list[Tensor]:
-        """The tensors that it lets go of while its backward runs, and that another stream may have made."""
-        ...
-
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move it to the host or back, but for memory at fixed addresses. Returns the event after which it is there."""
         ...
@@ -105,10 +101,6 @@ class Bound(Protocol):
     @property
     def phase(self) -> str:
         """Which part of a forward runs, where it is not the stage's own function."""
-        ...
-
-    def twin(self) -> Bound:
-        """The same stage, with the same sums, for forwards on a stream beside the lane's own."""
         ...
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:

@@ -125,11 +125,11 @@ class DeviceStream:
         self.used(tensors)
         return copies, self.over().synchronize
 
-    def from_host(self, leaves: Sequence[Any], free: Any, readers: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Begin to copy what has come to the device, after an event; for streams, which wait for the event returned."""
+    def from_host(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
+        """Begin to copy what has come to the device, after an event; for a stream that waits for the event returned."""
         with self.after(free):
             copies = [self._copied(leaf, self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return self._given(copies, readers)
+        return self._given(copies, reader)
 
     # -- straight away -------------------------------------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class DeviceStream:
         self.used(tensors)
         self.over()
 
-    def receive(self, leaves: Sequence[Any], free: Any, readers: Sequence[Any]) -> tuple[list[Any], Any]:
+    def receive(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
         """Begin to receive what a `TensorLayout` each stands for, as `from_host` does."""
         with self.after(free):
             rooms = [leaf.room(self.device) if isinstance(leaf, TensorLayout) else leaf for leaf in leaves]
             for room in rooms:
                 if isinstance(room, Tensor) and room.numel():
                     self.group.recv([memory(room)], 1 - self.seat, 0).wait()
-        return self._given(rooms, readers)
+        return self._given(rooms, reader)
 
     def swap(self, theirs: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
         """Send each of the others a dense tensor and receive one from each, inside of `after`."""
@@ -165,15 +165,14 @@ class DeviceStream:
         if way == "out":
             self.send([token])
         elif way == "in":
-            self.receive([TensorLayout((1,), (1,), torch.uint8)], None, [self.stream])
+            self.receive([TensorLayout((1,), (1,), torch.uint8)], None, self.stream)
         else:
             with self.after(self.now()):
                 self.swap([token] * self.group.size(), [token.clone() for _ in range(self.group.size())])
         self.over().synchronize()
 
-    def _given(self, leaves: list[Any], readers: Sequence[Any]) -> tuple[list[Any], Any]:
+    def _given(self, leaves: list[Any], reader: Any) -> tuple[list[Any], Any]:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                for reader in readers:
-                    self.backend.record(leaf, reader)
+                self.backend.record(leaf, reader)
         return leaves, self.over()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from copy import copy
 from operator import is_
 from typing import Any
 
@@ -95,7 +94,6 @@ class EagerBound:
         self.alias_ids = frozenset(map(id, self.inputs))
         self.sums = GradientSums(self.inputs)
         self.recomputations = Recomputations(index)
-        self.twins: list[EagerBound] = []
         faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
@@ -113,27 +111,10 @@ class EagerBound:
         self.fn = self.stage.bind(self.params, self.state)
         self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
 
-    def twin(self) -> EagerBound:
-        """The same for the forwards on a stream beside the lane's own: other aliases, and the same sums.
-
-        Autograd adds to a sum on the stream that was current when its alias was first used. With the same aliases on both
-        streams the backward on one would wait for the forward on the other, or that for it.
-        """
-        twin = copy(self)
-        twin.twins = []
-        others = {id(alias): alias.detach().requires_grad_() for alias in self.inputs}
-        twin.aliases = [others.get(id(alias), alias) for alias in self.aliases]
-        twin.inputs = [*others.values()]
-        twin.alias_ids = frozenset(map(id, twin.inputs))
-        self.sums.share(twin.inputs)
-        twin._bind()
-        self.twins.append(twin)
-        return twin
-
     @property
     def phase(self) -> str:
-        """Which part of a forward runs, on either stream, where it is not the stage's own function."""
-        return self._phase or next((twin.phase for twin in self.twins if twin.phase), "")
+        """Which part of a forward runs, where it is not the stage's own function."""
+        return self._phase
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +227,7 @@ class EagerBound:
             report = ForwardReport(kept_statistics(stats), loss and Loss(*map(detached, loss)), detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
-        given = len(args.x.leaves), x_leaves, skip_leaves, self.inputs
+        given = len(args.x.leaves), x_leaves, skip_leaves
         residual = EagerResidual(args.microbatch, graph, graphs, loss, side, *given)
         return StageOut(y, report, residual, stash)
 
@@ -311,7 +292,7 @@ class EagerBound:
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
-        leaves = [*residual.params, *residual.inputs]
+        leaves = [*self.inputs, *residual.inputs]
         if roots and leaves:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
@@ -322,15 +303,13 @@ class EagerBound:
         self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[Cotangents, EagerWeights | None]:
         """To the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the way."""
-        if self.whole or self.reentrant or (residual.replay and residual.inputs) or not residual.params:
+        if self.whole or self.reentrant or (residual.replay and residual.inputs) or not self.inputs:
             return self.backward(residual, y, stash), None
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
         waiting: list[Waiting] = []
         if roots:
-            self._walk(
-                residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, residual.inputs, residual.params))
-            )
-        weights = EagerWeights(waiting, residual.params, residual.replay) if waiting else None
+            self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, residual.inputs, self.inputs)))
+        weights = EagerWeights(waiting, residual.replay) if waiting else None
         return residual.cotangents(), weights
 
     def backward_weight(self, residual: EagerWeights | None, *, more: bool = False) -> None:
@@ -348,7 +327,7 @@ class EagerBound:
                 walk()
         else:
             walk()
-        self.sums.adopt(residual.params)
+        self.sums.adopt()
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -372,9 +351,7 @@ class EagerBound:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is kept from one action to the next, but by twins."""
-        for twin in self.twins:
-            twin.forget()
+        """Nothing is kept from one action to the next."""
 
     def rebase(self, state: Tree | None) -> None:
         """The parameters were stepped since they were bound; the aliases have their memory."""
@@ -383,14 +360,10 @@ class EagerBound:
             raise_all("this is no tree of tensors:", self._take(state))
             self.fn.release()
             self._bind()
-        for twin in self.twins:
-            twin.rebase(state)
 
     def spend(self) -> None:
         """Forget the gradient sums."""
         self.sums.clear()
-        for twin in self.twins:
-            twin.spend()
 
     def grads(self) -> list[Tensor | None]:
         """The sum of each leaf; None where it is not trainable."""
@@ -417,19 +390,14 @@ class EagerBound:
         """Parameter leaves (by number) that the stage wrote into, which it must not."""
         now, counts = flatten(self.params)[0], zip(self.versions, versions(self.leaves), strict=True)
         rows = zip(counts, self.aliases, now, self.memory, self.leaves, strict=False)
-        found = {number for twin in self.twins for number in twin.written()}
-        return sorted(
-            found.union(
-                number
-                for number, ((old, new), alias, leaf, kept, original) in enumerate(rows)
-                if old != new or alias is not leaf or differ(kept, original)
-            )
-        )
+        return [
+            number
+            for number, ((old, new), alias, leaf, kept, original) in enumerate(rows)
+            if old != new or alias is not leaf or differ(kept, original)
+        ]
 
     def release(self) -> None:
         """Forget every tensor; the copy of a module goes back to its stage."""
-        for twin in self.twins:
-            twin.release()
         self.fn.release()
         self.sums.clear()
         self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []

@@ -224,7 +224,7 @@ class EdgeIn(_Edge):
             self.words.clear()
         self._slots, self._taken, self._freed, self._next = slots, set(), {}, 0
         if self.stream is not None:
-            place.beside.append(self.stream.stream)
+            place.copy_streams.append(self.stream.stream)
         self._safely(self._ask)
         take = partial(self._counted, levels, place)
         self._take = take if self._lane_reads() else None
@@ -296,14 +296,14 @@ class EdgeIn(_Edge):
         form, (slot, free), event = self.forms[kind], self._asked.popleft(), None
         if self.direct:
             assert self.stream is not None
-            leaves, event = self.stream.receive(form.leaves, free, place.streams)
+            leaves, event = self.stream.receive(form.leaves, free, place.stream)
         else:
             leaves = [self._room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in form.leaves]
             views = [memory_view(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
             self.cable.read(views)
             self._most = max(self._most, sum(map(len, views)))
             if self.stream is not None:
-                leaves, event = self.stream.from_host(leaves, free, place.streams)
+                leaves, event = self.stream.from_host(leaves, free, place.stream)
         value = Border(leaves, form.spec, form.flags)
         if kind not in self.words:
             self.words[kind] = border_key_or_none(value)

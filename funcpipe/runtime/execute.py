@@ -22,7 +22,6 @@ from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.agreement import END
-from funcpipe.runtime.beside import MAKES, either
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
@@ -164,9 +163,8 @@ class Execution:
         self.seconds = self.began = 0.0
         self.caller = given_by_caller(ready.batch, program)
         here = [ready.where[lane] for lane in ready.part.lanes]
-        joined = {program.calls[code // program.num_pieces].lane for code in program.pairs}
         places = {
-            lane: Place(device, alone=here.count(device) == 1, lane=lane, paired=lane in joined)
+            lane: Place(device, alone=here.count(device) == 1, lane=lane)
             for lane, device in zip(ready.part.lanes, here, strict=True)
         }
         self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}
@@ -214,21 +212,12 @@ class Execution:
         advance = _unstepped if self.stepping is None else self.stepping.step
         also = host, reduce, advance
         steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
-        if len(place.streams) > 1:
-            twins = {stage: bounds[stage].twin() for stage in {call.stage for call in lane.calls if call.kind in MAKES}}
-            steps = [
-                either(place, step, make_step(call, lane, stages[call.stage], twins[call.stage], *also))
-                if call.kind in MAKES
-                else step
-                for call, step in zip(lane.calls, steps, strict=True)
-            ]
         runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
         if self.ready.options.ranges:
             runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
         if self.stepping is not None:
             runner.steps = self.stepping.waiting(lane, runner.steps, box)
         if spread:
-            runner.beside = None  # parts of parameters are gathered, and freed, for one stream
             runner.steps = holding(lane, runner.steps, spread, bounds, box, place)
         return runner
 

@@ -17,7 +17,7 @@ from funcpipe.runtime.plain_tensors import is_plain
 
 
 class GradientSums:
-    """The sum of each alias of a parameter; other aliases of the same parameters share them.
+    """The sum of each alias of a parameter: its ``.grad``.
 
     Attributes:
         lacking: the numbers of those that have none yet.
@@ -25,7 +25,7 @@ class GradientSums:
 
     def __init__(self, aliases: Sequence[Tensor]) -> None:
         self.lacking = [*range(len(aliases))]
-        self._rows: list[Sequence[Tensor]] = [aliases]
+        self._aliases = aliases
         self._sparse: list[int] = []
         """The numbers of those whose sums are sparse."""
         self._zeros: dict[int, int] = {}
@@ -36,13 +36,7 @@ class GradientSums:
     @property
     def begun(self) -> bool:
         """Is there any."""
-        return len(self.lacking) < len(self._rows[0])
-
-    def share(self, aliases: Sequence[Tensor]) -> None:
-        """Let other aliases have them, too."""
-        self._rows.append(aliases)
-        for alias, other in zip(self._rows[0], aliases, strict=True):
-            other.grad = alias.grad
+        return len(self.lacking) < len(self._aliases)
 
     def prepare(self) -> None:
         """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are."""
@@ -54,21 +48,21 @@ class GradientSums:
         self._begin_as_zeros(lambda alias: True)
         return self.present()
 
-    def adopt(self, aliases: Sequence[Tensor]) -> None:
-        """After a backward into these aliases: make sums of the first gradients."""
+    def adopt(self) -> None:
+        """After a backward: make sums of the first gradients."""
         if self._sparse:
-            self._join_rows(aliases)
+            self._join_rows()
         if not self.lacking:
             return
         with torch.no_grad():
             for number in [*self.lacking]:
-                gradient = aliases[number].grad
+                gradient = self._aliases[number].grad
                 if gradient is not None and gradient.is_sparse:
                     self._sparse.append(number)
                     self._begin(number, gradient.clone().coalesce())  # its values may be a view of another gradient
                 elif gradient is not None:
                     alone = may_grow(gradient)
-                    self._begin(number, gradient if alone else _begun_with(aliases[number], gradient))
+                    self._begin(number, gradient if alone else _begun_with(self._aliases[number], gradient))
 
     def all(self) -> list[Tensor | None]:
         """Every sum; zeros where no gradient has come."""
@@ -81,27 +75,26 @@ class GradientSums:
 
     def present(self) -> list[Tensor | None]:
         """Every sum that there is; None where no gradient has come."""
-        return [alias.grad for alias in self._rows[0]]
+        return [alias.grad for alias in self._aliases]
 
     def untouched(self) -> list[int]:
         """The numbers of those to which no backward added."""
         return [
             number
-            for number, alias in enumerate(self._rows[0])
+            for number, alias in enumerate(self._aliases)
             if alias.grad is None or version(alias.grad) == self._zeros.get(number)
         ]
 
     def clear(self) -> None:
         """Forget them."""
-        for row in self._rows:
-            for alias in row:
-                alias.grad = None
-        self._rows = [()]
+        for alias in self._aliases:
+            alias.grad = None
+        self._aliases = ()
 
-    def _join_rows(self, aliases: Sequence[Tensor]) -> None:
+    def _join_rows(self) -> None:
         """Add up rows of sparse sums that came twice; a sum to which something dense was added is a new, dense tensor."""
         for number in [*self._sparse]:
-            total = aliases[number].grad
+            total = self._aliases[number].grad
             assert total is not None
             if not total.is_sparse:
                 self._sparse.remove(number)
@@ -109,23 +102,19 @@ class GradientSums:
                 continue
             else:
                 total = total.coalesce()
-            self._share(number, total)
+            self._aliases[number].grad = total
 
     def _begin_as_zeros(self, which: Callable[[Tensor], bool]) -> None:
         with torch.no_grad():
-            for number in [number for number in self.lacking if which(self._rows[0][number])]:
-                total = _negative_zeros(self._rows[0][number])
+            for number in [number for number in self.lacking if which(self._aliases[number])]:
+                total = _negative_zeros(self._aliases[number])
                 self._zeros[number] = version(total)
                 self._negative.add(number)
                 self._begin(number, total)
 
     def _begin(self, number: int, total: Tensor) -> None:
-        self._share(number, total)
+        self._aliases[number].grad = total
         self.lacking.remove(number)
-
-    def _share(self, number: int, total: Tensor) -> None:
-        for row in self._rows:
-            row[number].grad = total
 
 
 def _begun_with(alias: Tensor, gradient: Tensor) -> Tensor:

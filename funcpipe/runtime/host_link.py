@@ -55,9 +55,8 @@ class HostStream:
         with place.module.stream(stream):
             for copy, tensor in pairs:
                 backend.fill(copy, tensor)
-        for tensor in tensors if self.out else copies:
-            for reader in (stream,) if self.out else place.streams[1:]:
-                backend.record(tensor, reader)
+        for tensor in tensors if self.out else ():
+            backend.record(tensor, stream)
         self._last = place.module.Event()
         self._last.record(stream)
         return copies, self._last
@@ -71,7 +70,7 @@ class HostStream:
         if self._stream is None:
             self._stream = self.place.named("out" if self.out else "back", self.place.device)
             if not self.out:
-                self.place.beside.append(self._stream)
+                self.place.copy_streams.append(self._stream)
         return self._stream
 
     def takes(self, tensor: Tensor) -> bool:

@@ -326,8 +326,8 @@ def _bind(
             bound = _program(part)(part, index, params, state, loss=loss, shares=shares, **options)
         except PlanError as error:
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
-        if checks & {"finite", "finite-op"}:
-            bound = FiniteBound(bound, params, index, shares, operations="finite-op" in checks)
+        if "finite" in checks:
+            bound = FiniteBound(bound, params, index, shares)
         bounds[index] = bound
     return bounds
 

@@ -208,7 +208,7 @@ def refuse_halves(plan: Plan, backward: bool) -> None:
 def checked_words(check: Any) -> set[str]:
     """The words of ``check=``. Raises PlanError."""
     words = {check} if isinstance(check, str) else set(check) if isinstance(check, Iterable) else {repr(check)}
-    unknown = sorted(str(word) for word in words - {"finite", "finite-op", "used"})
+    unknown = sorted(str(word) for word in words - {"finite", "used"})
     if unknown:
-        raise PlanError(f"check is any of 'finite', 'finite-op', 'used'; got {', '.join(unknown)}")
+        raise PlanError(f"check is any of 'finite', 'used'; got {', '.join(unknown)}")
     return words

@@ -24,7 +24,7 @@ GradientLeaves: TypeAlias = dict[int, Tensor]
 
 @dataclass(slots=True, eq=False)
 class EagerResidual:
-    """The graph of one forward: its outputs, its losses, the leaves at its inputs, and those of the parameters."""
+    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
 
     microbatch: int
     y: list[Any]
@@ -34,7 +34,6 @@ class EagerResidual:
     x_count: int
     x: GradientLeaves
     skips: list[tuple[int, GradientLeaves]]
-    params: Sequence[Tensor]
     replay: AbstractContextManager[Any] | None = None
     """Inside of it the backward draws what the forward drew; None: it draws nothing."""
     _moved: int | None = None
@@ -76,10 +75,6 @@ class EagerResidual:
     def cotangents(self) -> Cotangents:
         """What a backward has left at its inputs."""
         return Cotangents(_gradients_of(self.x_count, self.x), [_gradients_of(*skip) for skip in self.skips])
-
-    def kept(self) -> list[Tensor]:
-        """None: autograd frees what it saved on the stream on which that was made."""
-        return []
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.

@@ -72,8 +72,8 @@ def run(
         threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by
             lanes. Some of torch's kernels divide sums among them, so that other numbers of threads give other bits.
         check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
-            look at every value), "finite-op" (also finds the operation, by doing the action again), "used" (a trainable
-            leaf that no backward reached is an error). See also `Result.finite`, which costs nothing during the run.
+            look at every value), "used" (a trainable leaf that no backward reached is an error). See also `Result.finite`,
+            which costs nothing during the run.
         timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did last and waits for,
             with its Python stack. Code that cannot be interrupted is left behind in its thread. Python's one
             ``faulthandler.dump_traceback_later`` is taken for the length of the run.

@@ -7,7 +7,6 @@ from typing import Any
 
 from funcpipe.core.program import Free, LaneProgram, Receive, Run
 from funcpipe.core.schedule import Action
-from funcpipe.runtime.beside import Beside
 from funcpipe.runtime.device_clock import LaneClock
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
@@ -46,14 +45,13 @@ class Runner:
             steps = [_measured(step, program, self.clock, self._marks) for step in steps]
         self.steps = steps
         self.thread = 0
-        self.beside = Beside(program, place, coming) if program.pairs and place.asynchronous else None
 
     def advance(self) -> None:
         """Run the next action and the instructions around it.
 
         An action that reads a value waits for its event; those before it do not.
         """
-        slots, transport, beside = self.slots, self.transport, self.beside
+        slots, transport = self.slots, self.transport
         number = self.done
         self.begun = number + 1
         for instruction in self.parts[number]:
@@ -63,11 +61,7 @@ class Runner:
                 if self.coming:
                     for slot in reads:
                         self.place.wait(self.coming.pop(slot, None))
-                if beside is not None:
-                    beside.begin(number, values)
                 results = self.steps[call](values, instruction)
-                if beside is not None:
-                    beside.end(number)
                 for index, slot in enumerate(writes):
                     slots[slot] = results[index]
                 del values, results  # else a value would outlive its free while this lane waits for a slot
@@ -83,8 +77,6 @@ class Runner:
                         transport.free(slot, source, self.place.event() if self.place.asynchronous else None)
             else:
                 transport.send(instruction, slots[instruction.slot])
-        if beside is not None:
-            beside.leave()
         self.done = number + 1
 
     def spans(self) -> list[tuple[Action, int, int]]:

@@ -73,12 +73,10 @@ class EagerWeights(NamedTuple):
 
     Attributes:
         waiting: its walks.
-        params: the aliases to which they go, and others.
         replay: as in `EagerResidual`.
     """
 
     waiting: Sequence[Waiting]
-    params: Sequence[Tensor]
     replay: AbstractContextManager[Any] | None
 
     @property

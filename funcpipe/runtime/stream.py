@@ -143,13 +143,12 @@ class Ticket(NamedTuple):
 class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
-    A device that stands for several lanes gets a stream for each; one that stands alone computes on the caller's. A lane
-    whose actions overlap (``paired``) has another one beside it.
+    A device of several lanes gets a stream for each lane; a device of one lane computes on the caller's stream.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
 
-    def __init__(self, device: torch.device, *, alone: bool, lane: int = -1, paired: bool = False) -> None:
+    def __init__(self, device: torch.device, *, alone: bool, lane: int = -1) -> None:
         self.device, self.lane = device, lane
         self.asynchronous = self.backend.asynchronous(device)
         self.module: Any = self.backend.module(device) if self.asynchronous else None
@@ -158,13 +157,8 @@ class Place:
         self.stream: Any = self.caller
         if self.asynchronous and not alone:
             self.stream = self.named("lane", device)
-        self.beside: list[Any] = []
-        """Streams that copy into the lane's memory, or compute on it."""
-        self.streams: list[Any] = [self.stream]
-        """All on which the lane computes, its own first. A value that it gets is for any of them."""
-        if self.asynchronous and paired:
-            self.streams.append(self.named("pair", device))
-            self.beside.append(self.streams[1])
+        self.copy_streams: list[Any] = []
+        """Streams that copy from or into the lane's memory."""
 
     def named(self, name: str, device: torch.device, other: int = -1) -> Any:
         """The stream of this name, between the lane and another, on a device."""
@@ -184,34 +178,17 @@ class Place:
             self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
             self.settle()
 
-    def split(self) -> None:
-        """Let the stream beside the lane's wait for what is queued there."""
-        self.streams[1].wait_event(self.event())
-
-    def turn(self, *, beside: bool) -> None:
-        """Let the lane's operations go to the stream beside its own, or to its own again."""
-        if self.stream is not self.streams[beside]:
-            self.stream = self.streams[beside]
-            self.module.set_stream(self.stream)
-
-    def meet(self) -> None:
-        """Let the lane's own stream wait for what is queued beside it."""
-        self.streams[0].wait_stream(self.streams[1])
-
     def join(self) -> None:
         """Let what the caller queues next wait for the lane's work."""
-        self.stream = self.streams[0]  # a run may have failed beside it
-        for stream in self.beside:  # a run that failed has not waited for all of them
+        for stream in self.copy_streams:  # a run that failed has not waited for all of them
             self.stream.wait_stream(stream)
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        """Let the lane's streams wait for all reads of their memory, the caller's too, before that is given out again."""
+        """Let the lane's stream wait for all reads of their memory, the caller's too, before that is given out again."""
         if self.asynchronous and self.stream != self.caller:
             self.stream.wait_stream(self.caller)
-        for stream in self.streams[1:]:
-            stream.wait_stream(self.stream)
 
     def hand(self, leaf: Any) -> Any:
         """A leaf of the lane's made safe for the caller to use and free."""
@@ -330,8 +307,7 @@ class CopyEdge:
         return Ticket(copy, event)
 
     def _record(self, tensor: Tensor) -> None:
-        for stream in self.target.streams:
-            self.target.backend.record(tensor, stream)
+        self.target.backend.record(tensor, self.target.stream)
 
     def _stream(self, place: Place) -> Any:
         """The copy stream of this edge on one of its devices."""

@@ -1,4 +1,4 @@
-"""Lanes on one GPU against a plain accumulation loop. ``python tests/benchmarks/bench_gpu.py [--table memory|pairs]``.
+"""Lanes on one GPU against a plain accumulation loop. ``python tests/benchmarks/bench_gpu.py [--table memory]``.
 
 The workloads of ``bench_peers.py`` cut into two stages, both lanes on ``--device`` (default ``cuda:0``): one training step in
 fp32 (``--bf16``: under autocast), forward, mean squared error, backward, all gradients there; no optimizer. Arms take turns;
@@ -8,7 +8,7 @@ that it keeps count). Each arm's gradients are compared with the loop's first. A
 try the program) says so in its row.
 
 The first table has CUDA graphs on and off. ``memory`` keeps, recomputes or offloads what the forwards of all microbatches
-leave for their backwards, on one lane. ``pairs`` overlaps forwards and backwards on two streams of one lane.
+leave for their backwards, on one lane.
 """
 
 from __future__ import annotations
@@ -79,16 +79,7 @@ def memory(bench: Bench, microbatches: int) -> dict[str, Callable[[], Any]]:
     return {name: bench.arms(schedule, {}, ["serial"])[0] for name, schedule in found.items()}
 
 
-def pairs(bench: Bench, microbatches: int) -> dict[str, Callable[[], Any]]:
-    """Two actions at once on two streams of one lane, and one after the other."""
-    apart = fp.schedules.interleaved(2, microbatches, num_devices=1)
-    out: dict[str, Callable[[], Any]] = {}
-    for name, schedule in (("one after the other", apart), ("paired", fp.schedules.pair(apart))):
-        out[f"eager, {name}"], out[f"eager, {name}, one graph"] = bench.arms(schedule, {}, ["serial", "graphs"])
-    return out
-
-
-TABLES = {"graphs": graphs, "memory": memory, "pairs": pairs}
+TABLES = {"graphs": graphs, "memory": memory}
 
 
 def main() -> None:

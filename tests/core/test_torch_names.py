@@ -185,10 +185,10 @@ def a_backward_without_checks() -> None:
     assert b.grad is None
 
 
-@probe("backward_number", "running_node", "made_at")
+@probe("backward_number")
 def inside_of_a_backward() -> None:
-    """messages about what went wrong in a backward do not say where it was."""
-    seen: list[tuple[int, str, str]] = []
+    """draws in a backward are not refused."""
+    seen: list[int] = []
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -197,20 +197,13 @@ def inside_of_a_backward() -> None:
 
         @staticmethod
         def backward(ctx, grad):
-            node = names.running_node()
-            seen.append((names.backward_number(), node.name(), names.made_at(node)))
+            seen.append(names.backward_number())
             return grad
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.detect_anomaly(check_nan=False):
-            Look.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    Look.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert -1 == names.backward_number()
-    assert names.running_node() is None
-    ((number, name, made),) = seen
+    (number,) = seen
     assert number != -1
-    assert name == "LookBackward"
-    assert "test_torch_names.py" in made
 
 
 @probe("function_of")
@@ -777,7 +770,6 @@ SURVIVED = [
     "torch._C._storage_Use_Count",
     "torch.autograd.Variable._execution_engine.run_backward",
     "torch._C._current_graph_task_id",
-    "torch._C._current_autograd_node",
     "torch._C._autograd.SavedTensor",
     "torch._C._len_torch_function_stack",
     "torch._C._len_torch_dispatch_stack",

@@ -216,8 +216,7 @@ REASONS = {
         {},
         "the host keeps step",
     ),
-    "finite": (linear_plan, {"check": "finite"}, "check= looks"),
-    "finite-op": (linear_plan, {"check": ["used", "finite-op"]}, "check= looks"),
+    "finite": (linear_plan, {"check": ["used", "finite"]}, "check= looks"),
 }
 
 

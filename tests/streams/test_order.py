@@ -242,47 +242,6 @@ def test_moves_go_beside_the_lane(backend, monkeypatch):
     assert len(waits(recorder)) - len(waits(plain)) == loads
 
 
-COMPILED = [
-    fp.schedules.pair(fp.schedules.interleaved(S, S, num_devices=2)),
-    fp.schedules.offload(fp.schedules.pair(fp.schedules.one_f_one_b(S, 6, num_devices=2))),
-    fp.Schedule.parse(
-        """
-        0F0 1F0 0F1 1F1 (1B0 0F2) 1F2 0B0 (1B1 0F3) 1F3 0B1 1B2 0B2 1B3 0B3
-        2F0 3F0 (3B0 2F1) (3F1 2B0) (3B1 2F2) (3F2 2B1) (3B2 2F3) (3F3 2B2) 3B3 2B3
-        """,
-        name="backward first",
-    ),
-    fp.Schedule.parse("(0F0 0F1) 0B0 0B1\n(1F0 1F1) 1B0 1B1", name="of one stage"),
-    fp.Schedule.parse("0F0 1F0 (0F1 1B0) 1F1 (1B1 0F2) 1F2 0B0 0B1 1B2 0B2", name="what another stream made"),
-    fp.Schedule.parse("0F0 1F0 (0F1 1B0) 0O1 1F1 0F2 1B1 0B0 0L1 (0B1 1F2) 1B2 0B2", name="what came back"),
-]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("place", ["two devices", "one device"])
-@pytest.mark.parametrize("schedule", COMPILED, ids=lambda one: one.name)
-def test_what_the_first_frees_is_not_given_to_the_second(schedule, place, compiled, backend):
-    """Programs empty their residuals as they go, autograd frees what came back from the host; and programs compute of
-    parameters alone what both of one stage would read.
-    """
-
-    def net():
-        one = schedule.name == "of one stage"
-        part = fp.stage(lambda p, x: torch.sin(x) @ (torch.softmax(p["w"], 0) if one else p["w"]))
-        count = schedule.num_stages
-        params = tuple({"w": torch.randn(4, 4, generator=torch.Generator().manual_seed(n))} for n in range(count))
-        made = tuple(fp.compile_stage(part) if compiled else part for _ in range(count))
-        return made, params, ((),) * count
-
-    recorder = backend()
-    rows = 2 * schedule.num_microbatches  # equal ones: what one frees is just what the next one takes
-    result = go(recorder, net, schedule, PLACES[place], rows=rows)
-    assert recorder.finish() == []
-    other = backend()
-    assert_same_result(go(other, net, schedule, lambda lane: "cpu", rows=rows), result)
-
-
-PAIRED = (SCHEDULES[6], SCHEDULES[9])
 CASES = {
     **{
         f"{schedule.name}, {place}": lambda r, s=schedule, p=place: go(r, stages, s, PLACES[p])
@@ -291,7 +250,7 @@ CASES = {
     },
     **{
         f"{schedule.name}, {place}": lambda r, s=schedule, p=place: go(r, stages, s, PLACES[p])
-        for schedule in PAIRED
+        for schedule in (SCHEDULES[6], SCHEDULES[9])
         for place in ("two devices", "one device")
     },
     **{
@@ -304,24 +263,6 @@ CASES = {
 }
 ALONE = ("wait: ", "_copy: self._stream(source).wait", "copy: stream.wait_event")
 """Waits that nothing else stands in for: those for a value."""
-
-
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_streams_that_overlap_have_leaves_of_their_own(backend, executor):
-    """Autograd adds to a sum on the stream where its leaf was first used, and makes that wait for the backward."""
-    recorder, used = backend(), {}
-
-    @fp.stage
-    def part(p, x):
-        used.setdefault(id(p["w"]), (p["w"], set()))[1].add(recorder.local.stack[-1].name)
-        return torch.tanh(x @ p["w"])
-
-    def parts():
-        return (part,) * S, tuple({"w": torch.eye(4)} for _ in range(S)), ((),) * S
-
-    go(recorder, parts, fp.schedules.dualpipe_v(S, 2 * S), PLACES["two devices"], executor=executor, rows=2 * S)
-    assert {1} == {len(streams) for _, streams in used.values()}
-    assert 2 * S == len(used)
 
 
 def test_a_measured_run_has_the_times_of_its_devices(backend):
@@ -345,8 +286,7 @@ def test_a_measured_run_has_the_times_of_its_devices(backend):
 def test_every_wait_is_needed(backend):
     """Each wait and each recording is left out in turn, and the proof must fail.
 
-    A wait for a value must be missed every time, unless its stream knew already what it waited for; where actions overlap,
-    what the one waits for may stand in for what the other does. A wait for a slot
+    A wait for a value must be missed every time, unless its stream knew already what it waited for. A wait for a slot
     may be implied by the gradient that came back meanwhile, and what guards memory or joins the caller may have a
     stand-in in one plan; in some plan it must be missed.
     """
@@ -366,7 +306,7 @@ def test_every_wait_is_needed(backend):
                 recorder.finish()
             if recorder.faults:
                 missed[point.site] += 1
-            elif point.site.startswith(ALONE) and not name.startswith(tuple(one.name for one in PAIRED)):
+            elif point.site.startswith(ALONE):
                 spared.append(f"{name}, {number}: {point}")
     assert spared == []
     assert [site for site, count in missed.items() if not count] == []
