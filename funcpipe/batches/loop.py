@@ -28,9 +28,9 @@ from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.core.result import Timeline
 from funcpipe.core.shown import guarded
 from funcpipe.core.tree import Tree
+from funcpipe.runtime.mail import Stop
 from funcpipe.runtime.ranges import named_range
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Stop
 
 
 def _range(row: str, device: torch.device, batch: int) -> AbstractContextManager[object]:

@@ -22,9 +22,9 @@ from funcpipe.batches.workers import Item, Meter, Queue, Workers
 from funcpipe.core.errors import Where, at_batch
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.context import CallerContext
+from funcpipe.runtime.mail import Stop
 from funcpipe.runtime.rng import KeyedDraws, Keys
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.worker import compute_with
 
 

@@ -20,7 +20,7 @@ from funcpipe.batches.streams import Mark, StreamSet
 from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.torch_names import version as written
 from funcpipe.core.tree import Tree, flatten, locations
-from funcpipe.runtime.transport import Inbox, Stop
+from funcpipe.runtime.mail import Inbox, Stop
 from funcpipe.runtime.worker import Worker, end_all
 
 if TYPE_CHECKING:

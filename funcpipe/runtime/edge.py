@@ -26,9 +26,9 @@ from funcpipe.runtime.cable import Cable, memory_view
 from funcpipe.runtime.cache_key import border_key_or_none
 from funcpipe.runtime.connection import LostError, lost_by_device
 from funcpipe.runtime.device_stream import DeviceStream
+from funcpipe.runtime.mail import Inbox, Mailbox, PoolLevel
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place, Ticket
-from funcpipe.runtime.transport import Inbox, Mailbox, PoolLevel
 from funcpipe.runtime.wire_format import TensorLayout, TreeForm, form_key, form_of, pack_form, sendable, unpack_form
 from funcpipe.runtime.worker import Worker
 
@@ -308,7 +308,7 @@ class EdgeIn(_Edge):
         if kind not in self.words:
             self.words[kind] = border_key_or_none(value)
         value.words = self.words[kind]
-        return slot, Ticket(value, event)
+        return slot, (value, event)
 
 
 class Outbox(Mailbox):
@@ -323,7 +323,8 @@ class Outbox(Mailbox):
         """A ticket for a slot there, or (lane, slot) of this process that the other lane fills."""
         if isinstance(key, int):
             assert self.out is not None
-            self.out.send(key, item.value)
+            value, _ = item
+            self.out.send(key, value)
         else:
             assert self.back is not None
             self.back.free(key[1], item)

@@ -1,4 +1,4 @@
-"""One run of a program: a runner for each lane, the ways between them, and what is left at the end."""
+"""One run of a program: the lanes, the channels between them, and what is left at the end."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
 from funcpipe.runtime.finish import Ended, commit, commits, ending, release, statistics_of
 from funcpipe.runtime.host_link import HostLink
+from funcpipe.runtime.lane import Lane
+from funcpipe.runtime.mail import Inbox, Mailbox, PoolLevel
 from funcpipe.runtime.microbatch import given_by_caller, numbered
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, whole
@@ -35,12 +37,10 @@ from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.ranges import ranged
 from funcpipe.runtime.replicas import here
-from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.steps import make_step
 from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
-from funcpipe.runtime.transport import Inbox, Local, Mailbox, PoolLevel
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -86,7 +86,7 @@ class LaneExecutor(ABC):
         """What a run is inside of; inside, its options."""
         return nullcontext(options)
 
-    def begin(self, execution: Execution, lane: Runner) -> None:
+    def begin(self, execution: Execution, lane: Lane) -> None:
         """A lane begins an execution, in its thread."""
         lane.thread = get_ident()
 
@@ -131,7 +131,7 @@ class Execution:
         before: the one that its lanes do first; None: there is none.
         committed: where it is not alone, the states that it leaves, by stage.
         context: what the caller had switched on when it began.
-        lanes: the runners.
+        lanes: those that are here.
         boxes: their mailboxes, by lane.
         outboxes: of lanes that are not here, by (lane that is, lane that is not).
         level_of: how full the pool is that a slot belongs to, by (lane, slot).
@@ -170,56 +170,51 @@ class Execution:
         self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}
         self.outboxes: dict[tuple[int, int], Mailbox] = {}
         self.levels = [PoolLevel() for _ in program.pools]
-        programs = ready.part.programs(program)
-        self.lanes = [
-            self._runner(lane, places[lane.lane], transport)
-            for lane, transport in zip(programs, self._transports(programs, places), strict=True)
-        ]
-
-    def _transports(self, programs: Sequence[LaneProgram], places: Mapping[int, Place]) -> list[Local]:
-        """What carries values to and from each lane that is here."""
-        pools, threaded = self.ready.program.pools, self.executor.threaded
-        ends = {CALLER: None, **places}
-        edges: dict[tuple[int, int], Channel] = {
-            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], threaded=threaded)
-            if pool.lane in places
-            else HandOut()
-            for pool in pools
-            if pool.source in ends and (pool.lane in places or pool.source in places)
-        }
         # What lies at a lane that is not here is counted there.
         self.level_of = {
             (pool.lane, slot): level if pool.lane in places else PoolLevel()
-            for pool, slots, level in zip(pools, slots_of(pools), self.levels, strict=True)
+            for pool, slots, level in zip(program.pools, slots_of(program.pools), self.levels, strict=True)
             for slot in slots
         }
-        transports: list[Local] = []
-        for lane in programs:
-            others = self.executor.outboxes(lane)
-            self.outboxes |= {(lane.lane, other): box for other, box in others.items()}
-            transports.append(Local(lane, {**self.boxes, **others}, edges, self.caller, self.level_of))
-        return transports
+        edges = self._edges(places)
+        self.lanes = [self._lane(lane, places[lane.lane], edges) for lane in ready.part.programs(program)]
 
-    def _runner(self, lane: LaneProgram, place: Place, transport: Local) -> Runner:
-        coming: dict[int, Any] = {}
+    def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
+        """The channels between lanes that are here, from the caller, and to lanes that are not here."""
+        ends = {CALLER: None, **places}
+        return {
+            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], threaded=self.executor.threaded)
+            if pool.lane in places
+            else HandOut()
+            for pool in self.ready.program.pools
+            if pool.source in ends and (pool.lane in places or pool.source in places)
+        }
+
+    def _lane(self, program: LaneProgram, place: Place, edges: Mapping[tuple[int, int], Channel]) -> Lane:
+        others = self.executor.outboxes(program)
+        self.outboxes |= {(program.lane, other): box for other, box in others.items()}
+        lane = Lane(program, place, {**self.boxes, **others}, edges, self.caller, self.level_of)
         host = None
-        if any(call.kind is Kind.O for call in lane.calls):
+        if any(call.kind is Kind.O for call in program.calls):
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
-            host = HostLink(place, coming, fixed)
-        stages, bounds = self.ready.plan.stages, self.ready.bounds
-        spread, box = self.ready.spread, self.boxes[lane.lane]
-        reduce = partial(self.ready.reduce, box=box)
+            host = HostLink(place, lane.coming, fixed)
+        ready, options = self.ready, self.ready.options
+        reduce = partial(ready.reduce, box=lane.mail)
         advance = _unstepped if self.stepping is None else self.stepping.step
-        also = host, reduce, advance
-        steps = [make_step(call, lane, stages[call.stage], bounds[call.stage], *also) for call in lane.calls]
-        runner = Runner(lane, steps, place, transport, coming, timed=self.ready.options.record)
-        if self.ready.options.ranges:
-            runner.steps = [ranged(step, lane, place.device) for step in runner.steps]
+        stages, bounds = ready.plan.stages, ready.bounds
+        lane.steps = [
+            make_step(call, program, stages[call.stage], bounds[call.stage], host, reduce, advance)
+            for call in program.calls
+        ]
+        if options.record:
+            lane.measure()
+        if options.ranges:
+            lane.steps = [ranged(step, program, place.device) for step in lane.steps]
         if self.stepping is not None:
-            runner.steps = self.stepping.waiting(lane, runner.steps, box)
-        if spread:
-            runner.steps = holding(lane, runner.steps, spread, bounds, box, place)
-        return runner
+            lane.steps = self.stepping.waiting(program, lane.steps, lane.mail)
+        if ready.spread:
+            lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
+        return lane
 
     def go(self, start: int = 0, stop: int | None = None) -> None:
         """Do the actions from one position of the plan order to another."""
@@ -235,14 +230,14 @@ class Execution:
             lane.first = lane.done
             lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
 
-    def begin(self, lane: Runner) -> None:
+    def begin(self, lane: Lane) -> None:
         """A lane begins, in its thread; its stages are as the batch before has left them."""
         if self.before is not None:
             for stage in {call.stage for call in lane.program.calls}:
                 self.ready.bounds[stage].rebase(self.before.committed.get(stage))
         self.executor.begin(self, lane)
 
-    def end(self, lane: Runner) -> None:
+    def end(self, lane: Lane) -> None:
         """A lane has come to its end; where others follow, with the states of its stages."""
         if self.number is None:
             return
@@ -268,18 +263,18 @@ class Execution:
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def where(self, lane: Runner) -> Where:
+    def where(self, lane: Lane) -> Where:
         """The coordinates of what the lane is doing."""
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
         return self.ready.at(action.stage, action.microbatch, str(action))
 
-    def position(self, lane: Runner) -> tuple[int, int]:
+    def position(self, lane: Lane) -> tuple[int, int]:
         """The number of the batch, and where in the plan order the lane is."""
         return self.number or 0, position_of(lane, self.ready.program)
 
-    def failure(self, lane: Runner, error: BaseException) -> BaseException:
+    def failure(self, lane: Lane, error: BaseException) -> BaseException:
         """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
         failure = located(error, self.where(lane))
         if self.number is not None:

@@ -9,7 +9,7 @@ import torch
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.program import Role
 from funcpipe.core.schedule import Schedule
-from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.lane import Lane
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def position_of(lane: Runner, program: Lowered) -> int:
+def position_of(lane: Lane, program: Lowered) -> int:
     """Where in the plan order a lane is."""
     left = lane.begun
     for position, number in enumerate(program.lane_order):
@@ -41,7 +41,7 @@ def position_of(lane: Runner, program: Lowered) -> int:
     return -1
 
 
-def too_much(lane: Runner, schedule: Schedule) -> str:
+def too_much(lane: Lane, schedule: Schedule) -> str:
     """What a lane holds, of how much the schedule does at most, and how it would be less."""
     kinds = zip(lane.program.slots, lane.slots, strict=True)
     roles = Role.RESIDUAL, Role.WEIGHT_RESIDUAL

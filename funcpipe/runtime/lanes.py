@@ -30,9 +30,9 @@ from funcpipe.runtime.context import (
 from funcpipe.runtime.drawing import beside_others
 from funcpipe.runtime.execute import Execution, LaneExecutor
 from funcpipe.runtime.failures import raise_located
-from funcpipe.runtime.runner import Runner
+from funcpipe.runtime.lane import Lane
+from funcpipe.runtime.mail import Stop
 from funcpipe.runtime.switches import SwitchWatch
-from funcpipe.runtime.transport import Stop
 from funcpipe.runtime.watchdog import LaneWatch
 from funcpipe.runtime.worker import Worker, compute_with, end_all
 
@@ -201,10 +201,10 @@ class Lanes(LaneExecutor):
     ) -> None:
         """The work of one lane, in one execution after the other."""
         execution = executions[0]
-        runner = execution.lanes[seat]
+        lane = execution.lanes[seat]
         try:
             compute_with(execution.ready.threads)
-            place, (own, seats) = runner.place, self.seat(runner.program.lane)
+            place, (own, seats) = lane.place, self.seat(lane.program.lane)
             pin([own], seats, self._cores)
             place.backend.use(place.device)
             with (
@@ -214,18 +214,18 @@ class Lanes(LaneExecutor):
                 SwitchWatch(alone=self.count == 1) as switches,
             ):
                 for execution in executions:
-                    runner = execution.lanes[seat]
-                    RUNNING.set(partial(execution.where, runner))  # of the copied context, which ends with the job
-                    if not _do(execution, runner, switches, executions, failures):
+                    lane = execution.lanes[seat]
+                    RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
+                    if not _do(execution, lane, switches, executions, failures):
                         break
-                    runner.thread = 0
+                    lane.thread = 0
         except Stop:
             pass
         except BaseException as error:
-            failures.append((execution.position(runner), execution.failure(runner, error)))
+            failures.append((execution.position(lane), execution.failure(lane, error)))
         finally:
-            runner.thread = 0
-            done.put(runner.program.lane)
+            lane.thread = 0
+            done.put(lane.program.lane)
 
 
 def _is_inside(thread: int) -> bool:
@@ -253,7 +253,7 @@ def _take(done: queue.SimpleQueue[int], watch: LaneWatch | None) -> int:
 
 def _do(
     execution: Execution,
-    lane: Runner,
+    lane: Lane,
     switches: SwitchWatch,
     executions: Sequence[Execution],
     failures: list[tuple[tuple[int, int], BaseException]],

@@ -25,6 +25,7 @@ from funcpipe.runtime.check_finite import FiniteBound
 from funcpipe.runtime.compare_numbers import compare_numbers, compare_tied
 from funcpipe.runtime.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
+from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.place import misplaced, place
@@ -53,7 +54,6 @@ from funcpipe.runtime.trainable import (
     tied_members,
     trainable_leaves,
 )
-from funcpipe.runtime.transport import Mailbox
 
 
 @dataclass(frozen=True)

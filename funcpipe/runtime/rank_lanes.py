@@ -28,8 +28,10 @@ from funcpipe.runtime.context import pin
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.edge import Outbox
 from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.lane import Lane
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
 from funcpipe.runtime.link import Link
+from funcpipe.runtime.mail import Mailbox, Stop
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
 from funcpipe.runtime.peer_errors import OUTSIDE, asked, peer_error, table_of, tell
@@ -39,12 +41,10 @@ from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.refusals import refuse_options
 from funcpipe.runtime.replicas import Sharding, Told, unheard
-from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import LIMIT, STALL, below, connections
 from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
-from funcpipe.runtime.transport import Mailbox, Stop
 from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
 
@@ -212,7 +212,7 @@ class Ranks(Lanes):
             end(executions)
             self._executions = ()
 
-    def begin(self, execution: Execution, lane: Runner) -> None:
+    def begin(self, execution: Execution, lane: Lane) -> None:
         """Let the edges of a lane serve what it begins."""
         super().begin(execution, lane)
         if self._link is None:

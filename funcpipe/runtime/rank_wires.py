@@ -10,11 +10,11 @@ from funcpipe.runtime.alarms import Alarm
 from funcpipe.runtime.device_stream import DeviceEnds
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, Outbox
 from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.lane import Lane
 from funcpipe.runtime.link import Link
+from funcpipe.runtime.mail import Inbox
 from funcpipe.runtime.part import PlanPart, lane_program
-from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Inbox
 
 Identities = Mapping[tuple[int, int], str]
 """By (replica, lane) what tells its device from all others that can be joined with it; "": none can."""
@@ -52,7 +52,7 @@ def _add_way(ways: dict[Any, DeviceEnds], key: Any, execution: Execution, lane: 
         ways[key] = DeviceEnds(backend, device, "" not in ends and len({*ends}) == len(ends))
 
 
-def begin(link: Link, execution: Execution, runner: Runner) -> None:
+def begin(link: Link, execution: Execution, runner: Lane) -> None:
     """Let the edges of a lane serve an execution, which it begins."""
     lane = runner.program.lane
     for (end, other), box in execution.outboxes.items():

@@ -148,8 +148,8 @@ class Loop:
         if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
             return value
         ticket = CopyEdge(None, place).send(value)
-        place.wait(ticket.event)
-        return ticket.value
+        place.wait(ticket[1])
+        return ticket[0]
 
     def forward(self, m: int, *, keep: bool) -> Iterator[int]:
         """A microbatch through all stages, each given when it has run."""

@@ -24,11 +24,11 @@ from funcpipe.core.schedule import Action, serving
 from funcpipe.core.tree import Tree, flatten, map_tensors, unflatten
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Bound, ForwardReport
+from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.part import PlanPart
 from funcpipe.runtime.replicas import Sharding, dtensor_of
 from funcpipe.runtime.steps import Step
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Mailbox
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.torch_names import STEPPED, storage_number
 from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
+from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
 from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
 from funcpipe.runtime.replicas import Summed
 from funcpipe.runtime.steps import Step
-from funcpipe.runtime.transport import Mailbox
 from funcpipe.runtime.undo import Undo
 from funcpipe.runtime.unused import UnusedLeaf, unused_leaves
 

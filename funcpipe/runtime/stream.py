@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -133,11 +133,8 @@ def _without_gaps(value: Border) -> Border:
     return value.mapped(lambda leaf: leaf if fills(leaf) else leaf.clone())
 
 
-class Ticket(NamedTuple):
-    """A value on its way to a lane, and the event after which it is there; None: now."""
-
-    value: Border
-    event: Any = None
+Ticket: TypeAlias = tuple[Border, Any]
+"""A value on its way to a lane, and the event after which it is there; None: now."""
 
 
 class Place:
@@ -218,7 +215,13 @@ class Place:
 
 
 class Channel(Protocol):
-    """One directed edge between lanes: events and copy streams within a process, a communicator between processes."""
+    """One directed edge between lanes: events and copy streams within a process, a communicator between processes.
+
+    Attributes:
+        at_once: does `send` hand the value over as it is.
+    """
+
+    at_once: bool
 
     def send(self, value: Border, free: Any = None) -> Ticket:
         """Start to move a value, after ``free``, the event after which its slot is free (None: it is)."""
@@ -228,6 +231,8 @@ class Channel(Protocol):
 class HandOut:
     """The channel to a lane of another process: the value as it is, which its mailbox sends."""
 
+    at_once = False
+
     def send(self, value: Border, free: Any = None) -> Ticket:
         """The value itself.
 
@@ -236,7 +241,7 @@ class HandOut:
         """
         for kept in free or ():
             kept.clear()
-        return Ticket(value)
+        return value, None
 
 
 class CopyEdge:
@@ -244,21 +249,21 @@ class CopyEdge:
 
     def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
         self.source, self.target, self.threaded = source, target, threaded
-        # Looked up once: it is asked for every value.
-        self.at_once = source is not None and not source.asynchronous and not target.asynchronous
+        self._on_host = source is not None and not source.asynchronous and not target.asynchronous
+        self.at_once = self._on_host and not threaded
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
         """Start to copy a value that lies on the source's device, or anywhere if the caller gave it."""
-        if self.at_once:
-            return Ticket(_apart(value) if self.threaded else value)
+        if self._on_host:
+            return _apart(value) if self.threaded else value, None
         source, target = self.source, self.target
         for leaf in value.leaves:
             if isinstance(leaf, Tensor) and not target.backend.lies_on(leaf, target.device):
                 return self._copy(value, free)
         if source is None:
             # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
-            return Ticket(_without_gaps(value) if target.asynchronous else value)
+            return _without_gaps(value) if target.asynchronous else value, None
         return self._hand_over(source, value, free)
 
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
@@ -270,7 +275,7 @@ class CopyEdge:
                 self._record(leaf)
         if free is not None:
             source.wait(free)  # no copy could wait for the slot, so the sender does
-        return Ticket(value, event)
+        return value, event
 
     def _copy(self, value: Border, free: Any) -> Ticket:
         """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
@@ -304,7 +309,7 @@ class CopyEdge:
         if ends:
             event = ends[0].module.Event()
             event.record(self._stream(ends[0]))
-        return Ticket(copy, event)
+        return copy, event
 
     def _record(self, tensor: Tensor) -> None:
         self.target.backend.record(tensor, self.target.stream)

@@ -16,10 +16,10 @@ from typing import Self
 from funcpipe.core.errors import RunTimeout
 from funcpipe.core.program import Receive
 from funcpipe.runtime.execute import Execution
+from funcpipe.runtime.lane import Lane
+from funcpipe.runtime.mail import Stop
 from funcpipe.runtime.replicas import Summed
-from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.sharded import Gathered
-from funcpipe.runtime.transport import Stop
 
 _GRACE = 1.0
 """Seconds that a thread gets to react before its stack is printed, whatever holds it."""
@@ -117,7 +117,7 @@ def begun(executions: Sequence[Execution]) -> list[int]:
     return [lane.begun for execution in executions for lane in execution.lanes]
 
 
-def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Runner]]:
+def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Lane]]:
     """Of every lane that is here the execution that it is in, or was last."""
     rows = [
         [(execution, execution.lanes[seat]) for execution in executions] for seat in range(len(executions[0].lanes))
@@ -125,7 +125,7 @@ def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Runner]]:
     return [max(row, key=_lateness) for row in rows]
 
 
-def _lateness(at: tuple[Execution, Runner]) -> tuple[bool, int]:
+def _lateness(at: tuple[Execution, Lane]) -> tuple[bool, int]:
     """Sorts the executions of a lane: the one that it is in comes last, else the last that has begun, else the first."""
     execution, lane = at
     number = execution.number or 0
@@ -144,7 +144,7 @@ def lane_states(executions: Sequence[Execution]) -> list[tuple[bool, str]]:
     return states
 
 
-def _is_working(execution: Execution, lane: Runner) -> bool:
+def _is_working(execution: Execution, lane: Lane) -> bool:
     turn = execution.executor.threaded or lane.program.lane == execution.turn
     return lane.thread != 0 and turn and lane.done < lane.stop
 
@@ -177,7 +177,7 @@ def describe(executions: Sequence[Execution], seconds: float) -> str:
     return "\n".join([*lines, *stacks])
 
 
-def _state(execution: Execution, lane: Runner, *, working: bool) -> str:
+def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     program = lane.program
     did = lane.done > lane.first
     last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from funcpipe.runtime.transport import Stop
+from funcpipe.runtime.mail import Stop
 
 _waited_for: set[Worker] = set()
 """Workers that Python's end must wait for: a thread that is in torch's code then would abort the process."""

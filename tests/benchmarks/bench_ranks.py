@@ -48,8 +48,8 @@ from torch import Tensor
 import funcpipe as fp
 from funcpipe.runtime import link
 from funcpipe.runtime.edge import EdgeIn, EdgeWay
+from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.stream import Place, Ticket
-from funcpipe.runtime.transport import Mailbox
 
 WARMUP = 3
 FAMILIES = {

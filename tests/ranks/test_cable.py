@@ -21,8 +21,8 @@ from funcpipe.runtime.border import Border
 from funcpipe.runtime.cable import connected, memory_view
 from funcpipe.runtime.connection import LostError
 from funcpipe.runtime.edge import EdgeIn, EdgeOut, EdgeWay
+from funcpipe.runtime.mail import Inbox, PoolLevel, Stop
 from funcpipe.runtime.stream import Place
-from funcpipe.runtime.transport import Inbox, PoolLevel, Stop
 from funcpipe.runtime.worker import end_all
 
 HOSTS = ["127.0.0.1"]

@@ -22,9 +22,9 @@ from funcpipe.core.program import Role
 from funcpipe.core.schedule import Kind, Schedule
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.host_link import HostLink, HostStream
+from funcpipe.runtime.lane import Lane
 from funcpipe.runtime.plain_tensors import address
 from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.runner import Runner
 from funcpipe.runtime.saved_tensors import saved_pieces, take_out
 from funcpipe.runtime.stream import Place
 from funcpipe.schedules.transforms import offload
@@ -225,7 +225,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     seen: dict[tuple[int, int], Seen] = {}
     alive: dict[str, list[str]] = {}
     leaves: list[int] = []
-    real, forward, move = Runner.advance, EagerBound.forward, EagerResidual.move
+    real, forward, move = Lane.advance, EagerBound.forward, EagerResidual.move
 
     def watched(self, args, *, keep):
         with seen.setdefault((self.index, args.microbatch), Seen(others)):
@@ -241,7 +241,7 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
         leaves.extend(leaf.untyped_storage().nbytes() for leaf in self.x.values())
         return event
 
-    monkeypatch.setattr(Runner, "advance", advance)
+    monkeypatch.setattr(Lane, "advance", advance)
     monkeypatch.setattr(EagerBound, "forward", watched)
     monkeypatch.setattr(EagerResidual, "move", looked)
     schedule = offload(fp.schedules.fill_drain(num_stages, 3), ahead=0)
@@ -273,7 +273,7 @@ def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, execut
     """Counted while it runs. An eager I leaves nothing for W; on the CPU a move takes the lane no time by the count."""
     moved = offload(schedule, ahead=ahead)
     most = [0] * moved.num_devices
-    real = Runner.advance
+    real = Lane.advance
 
     def advance(self):
         kind = self.program.action(self.program.runs[self.done]).kind
@@ -281,7 +281,7 @@ def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, execut
         most[self.program.lane] = max(most[self.program.lane], count)
         real(self)
 
-    monkeypatch.setattr(Runner, "advance", advance)
+    monkeypatch.setattr(Lane, "advance", advance)
     both(moved, executor)
     peak = fp.simulate(moved, fp.Cost(offload=0, weight_residual=0)).peak
     assert most == list(peak)
