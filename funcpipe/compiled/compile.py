@@ -41,7 +41,6 @@ class Compiled:
     Attributes:
         backend: what builds the programs.
         fuse: are products added to their sums in one operation.
-        merge: are those of adjacent W added as one.
         recompute: is what is cheap to compute again not kept for the backward; or how much of what is then kept may be.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
@@ -56,12 +55,11 @@ class Compiled:
         *,
         backend: Backend | str,
         fuse: bool,
-        merge: bool,
         recompute: bool | float,
         fallback: bool,
         max_programs: int,
     ) -> None:
-        self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
+        self.backend, self.fuse, self.recompute, self.fallback = backend, fuse, recompute, fallback
         self.max_programs = max_programs
         self.found: dict[tuple[ValuesKey, Hashable], Programs | TraceError] = {}
         self.readers: dict[Hashable, list[PythonValues]] = {}
@@ -170,7 +168,7 @@ class Compiled:
             warnings.warn(text, stacklevel=2)
 
 
-_OPTIONS = ("backend", "fuse", "merge", "recompute", "fallback", "max_programs")
+_OPTIONS = ("backend", "fuse", "recompute", "fallback", "max_programs")
 
 
 def compile_stage(
@@ -178,7 +176,6 @@ def compile_stage(
     *,
     backend: Backend | str = "graph",
     fuse: bool = True,
-    merge: bool = False,
     recompute: bool | float = False,
     fallback: bool = False,
     max_programs: int = 16,
@@ -214,9 +211,6 @@ def compile_stage(
             ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``. Programs that
             draw random numbers are "graph" always.
         fuse: see above.
-        merge: where the plan has several W of the stage next to each other, make one larger product of their weight
-            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small
-            for the device (`delay` brings W together); bits then depend on the schedule.
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
             not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
@@ -233,7 +227,7 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, merge without fuse, recompute is no share,
+        PlanError: this is no stage, there is no such backend, recompute is no share,
             or max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
@@ -246,10 +240,6 @@ def compile_stage(
         raise PlanError(
             f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"
         )
-    if merge and not fuse:
-        raise PlanError(
-            "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
-        )
     if not isinstance(recompute, (bool, float)) or not 0 <= recompute <= 1:
         raise PlanError(
             "recompute is True, False, or how much of what True keeps may be kept, a float from 0.0 to 1.0; got "
@@ -259,9 +249,7 @@ def compile_stage(
         raise PlanError(
             f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
         )
-    compiled = Compiled(
-        backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback, max_programs=max_programs
-    )
+    compiled = Compiled(backend=backend, fuse=fuse, recompute=recompute, fallback=fallback, max_programs=max_programs)
     return replace(stage, program=compiled)
 
 

@@ -62,17 +62,13 @@ class CutBackward(NamedTuple, Generic[Program]):
         whole: B.
         inputs: I, what the gradients of the inputs need.
         weights: W, the rest of what the gradients of the parameters need.
-        operands: V, which is W without its products but with their factors; the products are made later.
         left: the values that I leaves for W.
-        products: the weight gradients that are products of two matrices and serve nothing else, by their numbers.
     """
 
     whole: Program
     inputs: Program
     weights: Program
-    operands: Program
     left: list[fx.Node]
-    products: dict[int, Product]
 
 
 class Cut:
@@ -130,20 +126,15 @@ class Cut:
         late_sums = [None if number in early else node for number, node in enumerate(sums)]
         left = self._inputs([wanted, early_sums], late_sums)[1]
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
-        second = {"P": joint.params, "L": left}
-        weights = _part("W", second, None, late_sums)
+        weights = _part("W", {"P": joint.params, "L": left}, None, late_sums)
         nodes = {*weights.nodes}
-        products = {number: product(node) for number, node in _single(late_sums, nodes, _aten.mm.default)}
+        products = [number for number, _ in _single(late_sums, nodes, _aten.mm.default)]
         fused = [*products, *_columns(late_sums, nodes)] if self.fuse else []
-        factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
-        others = [None if number in products else node for number, node in enumerate(late_sums)]
         return CutBackward(
             _part("B", takes, wanted, sums, fused),
             _part("I", takes, (wanted, left), None if self.fuse else early_sums),
             replace(weights, fused=fused),
-            _part("V", second, factors, others),
             left,
-            products,
         )
 
 

@@ -93,10 +93,10 @@ class FiniteBound:
         self._check_gradients(cotangents, args, y, stash)
         return cotangents, (weight_residual, args, y, stash)
 
-    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
+    def backward_weight(self, residual: Any) -> None:
         """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
         weight_residual, *begun = residual
-        self.inner.backward_weight(weight_residual, more=more)
+        self.inner.backward_weight(weight_residual)
         self._check_gradients(Cotangents([], []), *begun)
 
     def release(self) -> None:

@@ -17,7 +17,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcpipe as fp
 from funcpipe.compiled.bound import CompiledBound
@@ -693,8 +692,6 @@ def test_draws_need_a_seed():
 def test_compile_takes_stages():
     with pytest.raises(fp.PlanError, match="compile_stage takes a stage"):
         fp.compile_stage(nn.Linear(2, 2))
-    with pytest.raises(fp.PlanError, match="leave one out"):
-        fp.compile_stage(fp.stage(lambda p, x: x), merge=True, fuse=False)
     with pytest.raises(fp.PlanError, match="fp.compile_stage"):
         fp.make_programs(fp.stage(lambda p, x: x), (), torch.ones(2))
 
@@ -845,47 +842,6 @@ def test_models_of_transformers(kind):
         plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
         found.append(fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1))
     assert_same_result(*found)
-
-
-# -- weight gradients together -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.parametrize("kind", ["block", "linear", "conv, batch norm"])
-def test_merged_products(kind, rows):
-    """W that stand next to each other add one product; what is no product is added as before."""
-    stages, params, state, batch = pair(kind)
-    batch = (batch[0][:rows], batch[1][:rows])
-    schedule = fp.schedules.delay(fp.schedules.one_f_one_b(3, 4), group=3)
-    found = []
-    for made in (stages, compiled(stages, merge=True)):
-        plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
-        found.append(fp.run(plan, params, batch, state=state, threads_per_lane=1, check=["finite", "used"]))
-    eager, merged = found
-    assert same(eager.loss, merged.loss)
-    for a, b in zip(fp.leaves(eager.grads), fp.leaves(merged.grads), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_products_are_merged_where_the_plan_has_them_adjacent():
-    """Three of four microbatches together: two products; by default one for each."""
-
-    class Products(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += func is torch.ops.aten.addmm_.default
-            return func(*args, **(kwargs or {}))
-
-    stage, params, _ = fp.from_module(nn.Linear(4, 4))
-    batch = torch.randn(8, 4), torch.randn(8, 4)
-    schedule = fp.schedules.delay(fp.schedules.fill_drain(1, 4), group=3)
-    for merge in (False, True):
-        plan = fp.make_plan([fp.compile_stage(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
-        fp.run(plan, (params,), batch)
-        with Products() as products:
-            fp.run(plan, (params,), batch, executor="serial")
-        assert (2 if merge else 4) == products.count
 
 
 # -- warming up ----------------------------------------------------------------------------------------------------------
