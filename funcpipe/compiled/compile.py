@@ -41,7 +41,7 @@ class Compiled:
     Attributes:
         backend: what builds the programs.
         fuse: are products added to their sums in one operation.
-        recompute: is what is cheap to compute again not kept for the backward; or how much of what is then kept may be.
+        recompute: is what is cheap to compute again not kept for the backward.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
         found: the outcome for each of these and the Python values that were read, the longest unused first: its programs, or
@@ -55,7 +55,7 @@ class Compiled:
         *,
         backend: Backend | str,
         fuse: bool,
-        recompute: bool | float,
+        recompute: bool,
         fallback: bool,
         max_programs: int,
     ) -> None:
@@ -124,8 +124,8 @@ class Compiled:
             with tracing:
                 joint = channels_last(joint) if self.backend == "inductor" else joint
                 hoist(joint)
-                if self.recompute is not False:
-                    least_kept(joint, float(self.recompute))
+                if self.recompute:
+                    least_kept(joint)
                 backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
                 programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
@@ -176,7 +176,7 @@ def compile_stage(
     *,
     backend: Backend | str = "graph",
     fuse: bool = True,
-    recompute: bool | float = False,
+    recompute: bool = False,
     fallback: bool = False,
     max_programs: int = 16,
 ) -> Stage:
@@ -213,10 +213,7 @@ def compile_stage(
         fuse: see above.
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
-            not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
-            products and whatever else takes long are computed again, too, first what saves the most bytes for its work. The
-            bits are the same.
-            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
+            not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
             that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
@@ -227,8 +224,8 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, recompute is no share,
-            or max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, there is no such backend, recompute is no bool, or
+            max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(
@@ -240,11 +237,8 @@ def compile_stage(
         raise PlanError(
             f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"
         )
-    if not isinstance(recompute, (bool, float)) or not 0 <= recompute <= 1:
-        raise PlanError(
-            "recompute is True, False, or how much of what True keeps may be kept, a float from 0.0 to 1.0; got "
-            f"{recompute!r}"
-        )
+    if not isinstance(recompute, bool):
+        raise PlanError(f"recompute is True or False; got {recompute!r}")
     if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
         raise PlanError(
             f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"

@@ -38,11 +38,11 @@ def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=F
     ]
 
 
-@pytest.mark.parametrize("recompute", [False, True, 0.0])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ZOO)
 def test_bits_of_the_zoo(kind, recompute):
     """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw. So too where
-    cheap values, or all that can be, are computed again instead of kept."""
+    cheap values are computed again instead of kept."""
     stages, params, state, batch = pair(kind)
     made = compiled(stages, fuse=False, recompute=recompute)
     for schedule in (
@@ -241,63 +241,39 @@ def test_what_is_cheap_is_computed_again():
     assert "R.of(" not in str(found.backward)
 
 
-def test_products_are_computed_again_within_a_budget():
-    """First those that save most for their work; what draws, and where nothing is left, is kept."""
-
-    def deep(p, x):
-        for weight in p:
-            x = torch.tanh(x @ weight)
-        return F.dropout(x, 0.5)
-
-    stage, x = fp.stage(deep, name="deep"), torch.randn(32, 16, requires_grad=True)
-    params = [torch.randn(16, 16) for _ in range(8)]
-
-    def kept(budget):
-        made = fp.make_programs(fp.compile_stage(stage, recompute=budget, fuse=False), params, x)
-        assert "R.of(" not in str(made.backward)
-        return made.residual_bytes
-
-    budgets = (1.0, 0.75, 0.5, 0.3, 0.0)
-    sizes = [kept(budget) for budget in budgets]
-    assert kept(True) == sizes[0]
-    assert all(size <= budget * sizes[0] for size, budget in zip(sizes[:-1], budgets, strict=False))
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] < 0.3 * sizes[0]
-
-
 def test_long_chains_are_computed_again():
     """Longer than Python's stack is deep."""
 
     def long(w, x):
         for _ in range(600):
-            x = torch.sin(x @ w)
+            x = torch.sin(x * w)
         return x
 
     stage, x = fp.stage(long, name="long"), torch.randn(2, 3, requires_grad=True)
-    made = fp.make_programs(fp.compile_stage(stage, recompute=0.0), torch.randn(3, 3), x)
+    made = fp.make_programs(fp.compile_stage(stage, recompute=True), torch.randn(3), x)
     assert made.residual_bytes == 2 * 3 * 4
 
 
-@pytest.mark.parametrize("budget", [2.0, -0.1, 1, "x", None, float("nan")])
-def test_bad_budgets(budget):
-    with pytest.raises(fp.PlanError, match="recompute is True, False, or how much of what True keeps may be kept"):
-        fp.compile_stage(fp.stage(lambda w, x: x @ w), recompute=budget)
+@pytest.mark.parametrize("recompute", [0.5, 2.0, -0.1, 1, "x", None, float("nan")])
+def test_recompute_is_a_bool(recompute):
+    with pytest.raises(fp.PlanError, match="recompute is True or False; got"):
+        fp.compile_stage(fp.stage(lambda w, x: x @ w), recompute=recompute)
 
 
 @pytest.mark.parametrize("kind", ["block", "conv, batch norm", "linear"])
 def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
     stages, params, state, batch = pair(kind)
     kept = []
-    for again in (False, True, 0.5):
+    for again in (False, True):
         made = compiled(stages, fuse=False, recompute=again)
         plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
         fp.run(plan, params, batch, state=state, seed=1, executor="serial")
         kept.append([one.residual_bytes for stage in made for one in stage.program.found.values()])
-    assert all(a >= b >= c for a, b, c in zip(*kept, strict=True))
+    assert all(a >= b for a, b in zip(*kept, strict=True))
     assert sum(kept[1]) < sum(kept[0]) or kind == "linear"
 
 
-@pytest.mark.parametrize("recompute", [False, True, 0.5])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2, fp.schedules.fill_drain]
 )
