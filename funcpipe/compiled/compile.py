@@ -12,7 +12,6 @@ from typing import Any
 from funcpipe.compiled.advice import advice
 from funcpipe.compiled.backend import Backend, cudagraphs
 from funcpipe.compiled.bound import CompiledBound
-from funcpipe.compiled.channels_last import channels_last
 from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.inductor import inductor
 from funcpipe.compiled.joint import trace
@@ -122,7 +121,6 @@ class Compiled:
         try:
             joint = trace(bound, args, values)
             with tracing:
-                joint = channels_last(joint) if self.backend == "inductor" else joint
                 hoist(joint)
                 if self.recompute:
                     least_kept(joint)
@@ -206,10 +204,9 @@ def compile_stage(
         stage: any stage; of a composition, the whole.
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
-            in `warmup`, and on the CPU convolutions have channels last. "cudagraphs": each program is recorded as a CUDA
-            graph, with copies of what it reads and gives (`graphs` does it to whole runs on one device). Or a function
-            ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``. Programs that
-            draw random numbers are "graph" always.
+            in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
+            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
+            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
         fuse: see above.
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
