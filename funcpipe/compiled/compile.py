@@ -186,9 +186,8 @@ def compile_stage(
     Nothing is computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
 
     Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
-    is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
-    and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
-    another order; without it (and with backend "graph") every bit is eager's, in every order of W.
+    is added to its sum in one operation, which rounds once instead of twice; without it (and with backend "graph")
+    every bit is eager's, in every order of W.
 
     Python values that the stage or the loss reads besides its arguments (globals, closures, attributes, containers) are
     part of the signature: when a value changes, the next run traces anew. Tensors that the function closes over,

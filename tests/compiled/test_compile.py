@@ -134,18 +134,20 @@ def test_no_operation_twice():
         for code in (programs.backward, programs.backward_input, programs.backward_weight)
     ]
     assert [4, 4, 0] == steps
-    assert 4 == count(programs.backward_weight, "addmv_(")
-    assert 0 == count(programs.backward_input, "addmv_(") + count(programs.backward_input, "torch.sum(")
-    assert 3 * 4 == programs.backward_weight.operations  # a transpose, a product and a sum of rows into their sums
+    assert 4 == count(programs.backward_weight, "torch.sum(")
+    assert 0 == count(programs.backward_input, "torch.sum(")
+    assert (
+        4 * 4 == programs.backward_weight.operations
+    )  # a transpose, a product into its sum, a sum of rows, its addition
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "fuse", "fused"),
-    [(4, torch.float64, True, True), (512, torch.float32, True, True), (513, torch.float32, True, False)]
-    + [(4, torch.bfloat16, True, False), (4, torch.float64, False, False)],
+    ("rows", "dtype", "fuse"),
+    [(4, torch.float64, True), (512, torch.float32, True), (513, torch.float32, True)]
+    + [(4, torch.bfloat16, True), (4, torch.float64, False)],
 )
-def test_sums_of_rows(rows, dtype, fuse, fused):
-    """Few rows are added to their sum in one operation; of many, and of coarse numbers, torch's sum is closer."""
+def test_sums_of_rows(rows, dtype, fuse):
+    """The gradient of a bias is torch's sum, to the bit, with fused products and without."""
     torch.manual_seed(0)
     stages = [fp.stage(lambda p, x: F.linear(x, p["w"], p["b"])) for _ in range(2)]
     params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
@@ -155,14 +157,15 @@ def test_sums_of_rows(rows, dtype, fuse, fused):
         fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch)
         for one in (stages, made)
     ]
-    for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
+    for one, other in zip(eager.grads, programs.grads, strict=True):
+        assert same(one["b"], other["b"])
+        a, b = one["w"], other["w"]
         assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     for stage in made:
         (found,) = stage.program.found.values()
         halves = found.backward_input, found.backward_weight  # without fuse the bias does not wait for W, as eagerly
         for codes in ((found.backward,), halves if not fuse else halves[1:]):
-            products, sums = [sum(count(code, word) for code in codes) for word in ("addmv_(", "torch.sum(")]
-            assert ((1, 0) if fused else (0, 1)) == (products, sums)
+            assert 1 == sum(count(code, "torch.sum(") for code in codes)
 
 
 def test_torch_s_own_bindings_make_the_same_call():
