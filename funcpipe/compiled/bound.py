@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from funcpipe.compiled.draws import Keyring
@@ -60,8 +59,6 @@ class CompiledBound(EagerBound):
         self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self._met: dict[Hashable, Programs | None] = {}
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
-        self._waiting: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._waiting_for: tuple[Programs, frozenset[int]] | None = None
 
     def _all_bare(self) -> list[Tensor]:
         return [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
@@ -181,32 +178,13 @@ class CompiledBound(EagerBound):
         (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
         return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
 
-    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """W: adds the gradients of the parameters into their sums; with ``merge`` the products of several at once."""
+    def backward_weight(self, residual: Any) -> None:
+        """W: adds the gradients of the parameters into their sums."""
         if residual is None or isinstance(residual, EagerWeights):
-            super().backward_weight(residual, more=more)
+            super().backward_weight(residual)
             return
-        programs, sums = residual.programs, self._totals()
-        half = programs.half(residual.missing)
-        if not self.compiled.merge or not (more or self._waiting):
-            self._run(programs, half.weights, residual.values, sums)
-            return
-        if self._waiting_for != (programs, residual.missing):
-            self._merge()
-            self._waiting_for = programs, residual.missing
-        self._waiting.append(self._run(programs, half.operands, residual.values, sums))
-        if not more:
-            self._merge()
-
-    def _merge(self) -> None:
-        """Add the waiting products to their sums: of all microbatches at once, one larger product for each sum."""
-        if self._waiting_for is not None:
-            programs, missing = self._waiting_for
-            for at, (number, (_, _, turned)) in enumerate(programs.half(missing).products.items()):
-                left = torch.cat([lefts[at] for lefts, _ in self._waiting], 0 if turned else 1)
-                right = torch.cat([rights[at] for _, rights in self._waiting])
-                self._totals()[number].addmm_(left.t() if turned else left, right)
-        self._waiting, self._waiting_for = [], None
+        programs = residual.programs
+        self._run(programs, programs.half(residual.missing).weights, residual.values, self._totals())
 
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""

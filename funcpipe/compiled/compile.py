@@ -12,7 +12,6 @@ from typing import Any
 from funcpipe.compiled.advice import advice
 from funcpipe.compiled.backend import Backend, cudagraphs
 from funcpipe.compiled.bound import CompiledBound
-from funcpipe.compiled.channels_last import channels_last
 from funcpipe.compiled.hoist import hoist
 from funcpipe.compiled.inductor import inductor
 from funcpipe.compiled.joint import trace
@@ -41,8 +40,7 @@ class Compiled:
     Attributes:
         backend: what builds the programs.
         fuse: are products added to their sums in one operation.
-        merge: are those of adjacent W added as one.
-        recompute: is what is cheap to compute again not kept for the backward; or how much of what is then kept may be.
+        recompute: is what is cheap to compute again not kept for the backward.
         fallback: does a stage that cannot be traced run eagerly.
         max_programs: for how many signatures programs are kept.
         found: the outcome for each of these and the Python values that were read, the longest unused first: its programs, or
@@ -56,12 +54,11 @@ class Compiled:
         *,
         backend: Backend | str,
         fuse: bool,
-        merge: bool,
-        recompute: bool | float,
+        recompute: bool,
         fallback: bool,
         max_programs: int,
     ) -> None:
-        self.backend, self.fuse, self.merge, self.recompute, self.fallback = backend, fuse, merge, recompute, fallback
+        self.backend, self.fuse, self.recompute, self.fallback = backend, fuse, recompute, fallback
         self.max_programs = max_programs
         self.found: dict[tuple[ValuesKey, Hashable], Programs | TraceError] = {}
         self.readers: dict[Hashable, list[PythonValues]] = {}
@@ -124,10 +121,9 @@ class Compiled:
         try:
             joint = trace(bound, args, values)
             with tracing:
-                joint = channels_last(joint) if self.backend == "inductor" else joint
                 hoist(joint)
-                if self.recompute is not False:
-                    least_kept(joint, float(self.recompute))
+                if self.recompute:
+                    least_kept(joint)
                 backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
                 programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
@@ -170,7 +166,7 @@ class Compiled:
             warnings.warn(text, stacklevel=2)
 
 
-_OPTIONS = ("backend", "fuse", "merge", "recompute", "fallback", "max_programs")
+_OPTIONS = ("backend", "fuse", "recompute", "fallback", "max_programs")
 
 
 def compile_stage(
@@ -178,8 +174,7 @@ def compile_stage(
     *,
     backend: Backend | str = "graph",
     fuse: bool = True,
-    merge: bool = False,
-    recompute: bool | float = False,
+    recompute: bool = False,
     fallback: bool = False,
     max_programs: int = 16,
 ) -> Stage:
@@ -191,9 +186,8 @@ def compile_stage(
     Nothing is computed twice, W keeps only what it needs, and weight gradients are added into their sums in place.
 
     Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient that is a product
-    is added to its sum in one operation, which rounds once instead of twice, and on the CPU (backend "graph", float32
-    and float64) so is a sum of at most 512 rows, the gradient of a bias, as a product with ones, which adds them in
-    another order; without it (and with backend "graph") every bit is eager's, in every order of W.
+    is added to its sum in one operation, which rounds once instead of twice; without it (and with backend "graph")
+    every bit is eager's, in every order of W.
 
     Python values that the stage or the loss reads besides its arguments (globals, closures, attributes, containers) are
     part of the signature: when a value changes, the next run traces anew. Tensors that the function closes over,
@@ -209,20 +203,13 @@ def compile_stage(
         stage: any stage; of a composition, the whole.
         backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is built by torch's
             compiler, which fuses operations and rounds differently; it takes seconds to minutes, at the first call or
-            in `warmup`, and on the CPU convolutions have channels last. "cudagraphs": each program is recorded as a CUDA
-            graph, with copies of what it reads and gives (`graphs` does it to whole runs on one device). Or a function
-            ``(graph, example inputs) -> function of the inputs``, as for ``torch.compile``. Programs that
-            draw random numbers are "graph" always.
+            in `warmup`. "cudagraphs": each program is recorded as a CUDA graph, with copies of what it reads and gives
+            (`graphs` does it to whole runs on one device). Or a function ``(graph, example inputs) -> function of the
+            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph" always.
         fuse: see above.
-        merge: where the plan has several W of the stage next to each other, make one larger product of their weight
-            gradients. It reads and writes the sum once, which can pay where the product of one microbatch is too small
-            for the device (`delay` brings W together); bits then depend on the schedule.
         recompute: keep as few bytes for the backward as a cut through the forward can have: pointwise operations, norms
             and softmax are computed again where that is less (min-cut rematerialization); products and random draws are
-            not. A float from 0.0 to 1.0 is a budget: that much of what True keeps is kept at most (or as little as can be), and
-            products and whatever else takes long are computed again, too, first what saves the most bytes for its work. The
-            bits are the same.
-            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
+            not. The bits are the same. `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
         fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it cannot.
         max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a few large layers
             that is some MiB, with "cudagraphs" it holds memory of the device. Another one takes the place of what is
@@ -233,8 +220,8 @@ def compile_stage(
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, merge without fuse, recompute is no share,
-            or max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
+        PlanError: this is no stage, there is no such backend, recompute is no bool, or
+            max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
     """
     if not isinstance(stage, Stage):
         raise PlanError(
@@ -246,22 +233,13 @@ def compile_stage(
         raise PlanError(
             f"backend is one of {sorted(_BACKENDS)} or a function (graph, example inputs) -> function; got {backend!r}"
         )
-    if merge and not fuse:
-        raise PlanError(
-            "merge=True adds one product for several W, and fuse=False asks for eager's rounding; leave one out"
-        )
-    if not isinstance(recompute, (bool, float)) or not 0 <= recompute <= 1:
-        raise PlanError(
-            "recompute is True, False, or how much of what True keeps may be kept, a float from 0.0 to 1.0; got "
-            f"{recompute!r}"
-        )
+    if not isinstance(recompute, bool):
+        raise PlanError(f"recompute is True or False; got {recompute!r}")
     if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
         raise PlanError(
             f"max_programs is an int from 1, for how many signatures programs are kept; got {max_programs!r}"
         )
-    compiled = Compiled(
-        backend=backend, fuse=fuse, merge=merge, recompute=recompute, fallback=fallback, max_programs=max_programs
-    )
+    compiled = Compiled(backend=backend, fuse=fuse, recompute=recompute, fallback=fallback, max_programs=max_programs)
     return replace(stage, program=compiled)
 
 

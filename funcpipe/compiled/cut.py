@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ class Part:
         takes: its arguments, and the values that each holds.
         gives: what it returns: a list of values, a list of such lists, a tuple of both; None: nothing.
         sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
-        fused: the numbers of sums to which a product of two matrices, or a sum of rows, is added in one operation.
+        fused: the numbers of sums to which a product of two matrices is added in one operation.
         nodes: its operations, in order.
         reads: the values that it gets from outside, in the order of the graph.
     """
@@ -62,17 +62,13 @@ class CutBackward(NamedTuple, Generic[Program]):
         whole: B.
         inputs: I, what the gradients of the inputs need.
         weights: W, the rest of what the gradients of the parameters need.
-        operands: V, which is W without its products but with their factors; the products are made later.
         left: the values that I leaves for W.
-        products: the weight gradients that are products of two matrices and serve nothing else, by their numbers.
     """
 
     whole: Program
     inputs: Program
     weights: Program
-    operands: Program
     left: list[fx.Node]
-    products: dict[int, Product]
 
 
 class Cut:
@@ -84,7 +80,7 @@ class Cut:
 
     Args:
         joint: the graph.
-        fuse: are products, and sums of a few rows, added to their sums in one operation.
+        fuse: are products added to their sums in one operation.
 
     Attributes:
         kept: what F keeps for the backward.
@@ -130,20 +126,13 @@ class Cut:
         late_sums = [None if number in early else node for number, node in enumerate(sums)]
         left = self._inputs([wanted, early_sums], late_sums)[1]
         takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
-        second = {"P": joint.params, "L": left}
-        weights = _part("W", second, None, late_sums)
-        nodes = {*weights.nodes}
-        products = {number: product(node) for number, node in _single(late_sums, nodes, _aten.mm.default)}
-        fused = [*products, *_columns(late_sums, nodes)] if self.fuse else []
-        factors = [pair.left for pair in products.values()], [pair.right for pair in products.values()]
-        others = [None if number in products else node for number, node in enumerate(late_sums)]
+        weights = _part("W", {"P": joint.params, "L": left}, None, late_sums)
+        fused = _products(late_sums, {*weights.nodes}) if self.fuse else []
         return CutBackward(
             _part("B", takes, wanted, sums, fused),
             _part("I", takes, (wanted, left), None if self.fuse else early_sums),
             replace(weights, fused=fused),
-            _part("V", second, factors, others),
             left,
-            products,
         )
 
 
@@ -166,11 +155,6 @@ def nodes_in(values: Any) -> list[fx.Node]:
     return nodes
 
 
-def is_product(node: fx.Node | None) -> bool:
-    """Is it a product of two matrices."""
-    return node is not None and node.target is _aten.mm.default
-
-
 def product(node: fx.Node) -> Product:
     """The factors of a product."""
     left: Any
@@ -180,31 +164,14 @@ def product(node: fx.Node) -> Product:
     return Product(left.args[0] if turned else left, right, turned)
 
 
-_FEW = 512
-"""Rows that a product with ones may add: torch's sum adds in pairs, and of many rows that is closer."""
-
-
-def _columns(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
-    """The weight gradients that are sums over a few rows and serve nothing but one sum.
-
-    On the CPU only: elsewhere the ones would have to be there before streams that know nothing of each other.
-    """
-    numbers: list[int] = []
-    for number, node in _single(sums, nodes, _aten.sum.dim_IntList):
-        rows: Any = node.args[0]
-        val = rows.meta["val"]
-        plain = node.args[1:] == ([0],) and not node.kwargs and val.dtype in (torch.float32, torch.float64)
-        if plain and val.device.type == "cpu" and val.dim() == 2 and 0 < len(val) <= _FEW:
-            numbers.append(number)
-    return numbers
-
-
-def _single(sums: Sequence[fx.Node | None], nodes: set[fx.Node], target: Any) -> Iterator[tuple[int, fx.Node]]:
-    """The weight gradients that this operation makes and only one sum reads, with their numbers."""
+def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
+    """The numbers of the weight gradients that are products of two matrices and that only one sum reads."""
     times = Counter(sums)
-    for number, node in enumerate(sums):
-        if node in nodes and node.target is target and times[node] == 1 and nodes.isdisjoint(node.users):
-            yield number, node
+    return [
+        number
+        for number, node in enumerate(sums)
+        if node in nodes and node.target is _aten.mm.default and times[node] == 1 and nodes.isdisjoint(node.users)
+    ]
 
 
 def above(roots: Iterable[Any]) -> set[fx.Node]:

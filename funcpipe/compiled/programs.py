@@ -95,8 +95,8 @@ class Programs:
         backward = self._backwards.get(missing)
         if backward is None:
             with tracing:
-                *parts, left, products = self._cut.backward(missing)
-                written = CutBackward(*map(self._code, parts), left=left, products=products)
+                *parts, left = self._cut.backward(missing)
+                written = CutBackward(*map(self._code, parts), left=left)
                 backward = self._backwards.setdefault(missing, written)
         return backward
 

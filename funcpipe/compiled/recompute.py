@@ -3,27 +3,23 @@
 Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations, norms, softmax,
 views) and needs what it is computed of. The least that must be kept is a minimum cut of that network between what
 cannot be computed again and what the backward reads (the idea of torch's own partitioner: min-cut rematerialization,
-functorch). Where less may be kept than that, products and whatever else takes long are computed again, too: first what saves
-the most for its work.
+functorch).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from funcpipe.compiled.cut import above, is_view
 from funcpipe.compiled.joint import Joint, tensors
-from funcpipe.core.torch_names import OpOverload, schema, storage_number
+from funcpipe.core.torch_names import storage_number
 
 _aten = torch.ops.aten
-_NONE = frozenset[fx.Node]()
 
 _CHEAP: set[Any] = {
     _aten._to_copy.default,
@@ -44,19 +40,11 @@ _CHEAP: set[Any] = {
 """Operations besides pointwise ones and views that read and write memory, and do little else."""
 
 
-def recompute(joint: Joint, budget: float = 1.0) -> None:
-    """Rewrite the graph: what the backward reads and F need not keep is computed again, just before it is read.
-
-    Args:
-        joint: what is rewritten.
-        budget: how much of the least that is kept for cheap recomputation may be, from 0 to 1; below 1 more is computed again.
-    """
+def recompute(joint: Joint) -> None:
+    """Rewrite the graph: what the backward reads and F need not keep is computed again, just before it is read."""
     forward = above(joint.outs)
     needed = above([*(node for row in joint.wanted for node in row), *joint.sums]) - forward - {*joint.cotangents}
-    values = forward - {*joint.params}
-    least, again = _again(values, needed, frozenset())
-    if budget < 1.0:
-        again = _within(budget * least, values, needed)
+    again = _again(forward - {*joint.params}, needed)
     copies: dict[fx.Node, fx.Node] = {}
     graph = joint.module.graph
 
@@ -81,36 +69,12 @@ def recompute(joint: Joint, budget: float = 1.0) -> None:
                 node.replace_input_with(source, copied(source, node))
 
 
-def _within(limit: float, values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
-    """What is computed again so that no more is kept than a limit; where that cannot be, so that the least is."""
-    costly = [node for node in values if not _repeats(node, _NONE) and _is_exact(node)]
-    costly.sort(key=lambda node: (-bytes_of(node) / _work(node), node))
-    low, high = 1, len(costly)
-    while low < high:  # the more may be computed again, the less is kept
-        middle = (low + high) // 2
-        kept, _ = _again(values, needed, frozenset(costly[:middle]))
-        low, high = (low, middle) if kept <= limit else (middle + 1, high)
-    return _again(values, needed, frozenset(costly[:low]))[1]
-
-
-def _work(node: fx.Node) -> float:
-    """The work of an operation: what torch counts of its products, and the bytes that it reads and writes."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])  # pyright: ignore
-    modes = [getattr(tensor, "fake_mode", None) for tensor in tensors_of(node)]
-    mode: Any = next((mode for mode in modes if mode is not None), nullcontext())
-    target: Any = node.target
-    with torch.no_grad(), mode, FlopCounterMode(display=False) as counted:
-        target(*args, **kwargs)
-    return counted.get_total_flops() + sum(map(bytes_of, [node, *node.all_input_nodes])) + 1.0
-
-
-def _again(values: set[fx.Node], needed: set[fx.Node], costly: frozenset[fx.Node]) -> tuple[float, set[fx.Node]]:
-    """The least that F keeps, in bytes, and what is computed again: all between the least cut and what the backward reads.
+def _again(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
+    """What is computed again: all between the least cut and what the backward reads.
 
     Args:
         values: of F, besides parameters.
         needed: what the backward computes.
-        costly: what may be computed again besides what is cheap.
     """
     import networkx  # pyright: ignore[reportMissingTypeStubs, reportMissingModuleSource]  # torch needs it, too
 
@@ -119,42 +83,30 @@ def _again(values: set[fx.Node], needed: set[fx.Node], costly: frozenset[fx.Node
     for node in values:
         if node.op == "get_attr":
             continue  # a constant is always there
-        if not _repeats(node, costly):
+        if not _repeats(node):
             network.add_edge("start", (node, 0))
         whole = is_view(node) or not isinstance(node.meta["val"], Tensor)
         # A view is kept as what it is of, and what gives several values as its pieces.
-        network.add_edge(
-            (node, 0), (node, 1), **({} if whole and _repeats(node, costly) else {"capacity": bytes_of(node)})
-        )
+        network.add_edge((node, 0), (node, 1), **({} if whole and _repeats(node) else {"capacity": bytes_of(node)}))
         for user in node.users:
-            if user in values and _repeats(user, costly):
+            if user in values and _repeats(user):
                 network.add_edge((node, 1), (user, 0))
             elif user in needed:
                 network.add_edge((node, 1), "end")
-    size, (kept, _) = networkx.minimum_cut(network, "start", "end")
-    again = {node for node in values if node.op == "call_function" and _repeats(node, costly) and (node, 0) not in kept}
-    return size, again
+    _, (kept, _) = networkx.minimum_cut(network, "start", "end")
+    return {node for node in values if _repeats(node) and (node, 0) not in kept}
 
 
-def _repeats(node: fx.Node, costly: frozenset[fx.Node]) -> bool:
-    """Is the value computed again, at little cost or because it is among the costly ones, with the same bits."""
+def _repeats(node: fx.Node) -> bool:
+    """Is the value computed again at little cost, with the same bits."""
     if node.op != "call_function" or "draw" in node.meta:
         return False
     if node.target is operator.getitem:
-        return is_view(node) or _repeats(node.args[0], costly)  # pyright: ignore[reportArgumentType]
-    if is_view(node) or node.target in _CHEAP or node in costly:
+        return is_view(node) or _repeats(node.args[0])  # pyright: ignore[reportArgumentType]
+    if is_view(node) or node.target in _CHEAP:
         return True
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
-def _is_exact(node: fx.Node) -> bool:
-    """Is it an operation of torch's own that does not draw or write: a second computation gives the same bits."""
-    target: Any = node.target
-    if node.op != "call_function" or "draw" in node.meta or not isinstance(target, OpOverload):
-        return False
-    known = target.namespace == "aten" and not schema(target).is_mutable
-    return known and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

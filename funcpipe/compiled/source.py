@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from funcpipe.compiled.backend import Backend, Kernel, laid_out, lies_as
 from funcpipe.compiled.binding import binding, path_of
-from funcpipe.compiled.cut import Part, gather, is_product, is_view, nodes_in, product
+from funcpipe.compiled.cut import Part, gather, is_view, nodes_in, product
 from funcpipe.compiled.joint import NOT_GIVEN
 from funcpipe.core.errors import TraceError
 from funcpipe.core.torch_names import HigherOrderOperator, OpOverload, schema
@@ -155,7 +155,7 @@ class Code:
     def _hand_over(self, backend: Backend) -> None:
         """One line for all operations but products that are added to a sum."""
         sums = dict(enumerate(self.part.sums or ()))
-        products = {number: sums.pop(number) for number in self.part.fused if is_product(sums[number])}
+        products = {number: sums.pop(number) for number in self.part.fused}
         factors = [list(product(node)[:2]) for node in nodes_in(list(products.values()))]
         needed = dict.fromkeys(nodes_in((self.part.gives, list(sums.values()), factors)))
         outs = [node for node in needed if node not in self._names]
@@ -173,20 +173,12 @@ class Code:
             self._into(number, node)
 
     def _into(self, number: int, node: Any) -> None:
-        """Add a product, or a sum of rows (the product with ones), into its sum in one operation."""
-        if is_product(node):
-            left, right, turned = product(node)
-            if turned and left in self._names and node.args[0] not in self._names:
-                self._line(f"S[{number}].addmm_({self._names[left]}.t(), {self._word(right)})", [left, right])
-            else:
-                self._line(f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes)
-            return
-        rows: Any = node.args[0]
-        val = rows.meta["val"]
-        ones = self._bind("ones", _ones(len(val), val.dtype))
-        turned = next((n for n in rows.users if n.target is torch.ops.aten.t.default and n in self._names), None)
-        word = f"{self._names[rows]}.t()" if turned is None else self._names[turned]
-        self._line(f"S[{number}].addmv_({word}, {ones})", [turned or rows])
+        """Add a product into its sum in one operation."""
+        left, right, turned = product(node)
+        if turned and left in self._names and node.args[0] not in self._names:
+            self._line(f"S[{number}].addmm_({self._names[left]}.t(), {self._word(right)})", [left, right])
+        else:
+            self._line(f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes)
 
     def _add(self, node: fx.Node) -> None:
         """Add a weight gradient to its sums."""
@@ -276,11 +268,6 @@ def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
         return value
     odd[node] = None
     return laid_out(value, traced.stride())
-
-
-@lru_cache(maxsize=64)
-def _ones(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(count, dtype=dtype, device="cpu")
 
 
 def _plain_name(target: Any) -> str:

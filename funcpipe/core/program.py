@@ -293,16 +293,6 @@ class LaneProgram:
         """Its actions, in order."""
         return tuple(instruction for instruction in self.instructions if type(instruction) is Run)
 
-    @cached_property
-    def followed(self) -> dict[int, frozenset[int]]:
-        """For each stage the microbatches whose W is followed at once by another W of the stage."""
-        microbatches_of: dict[int, set[int]] = {}
-        for run, after in pairwise(self.runs):
-            call = self.calls[run.call]
-            if call.kind is Kind.W and run.call == after.call:
-                microbatches_of.setdefault(call.stage, set()).add(run.microbatch)
-        return {stage: frozenset(microbatches) for stage, microbatches in microbatches_of.items()}
-
     def contents(self) -> Iterator[tuple[Instruction, dict[int, int]]]:
         """Each instruction with what lies in the slots when it begins: value numbers by slot. The dict is reused."""
         value_of: dict[int, int] = {}

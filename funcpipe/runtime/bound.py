@@ -117,8 +117,8 @@ class Bound(Protocol):
         """Run I. Returns also the residual for W."""
         ...
 
-    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
-        """Run W: adds weight gradients into their sums; where ``more`` follow at once, the last of these may do so."""
+    def backward_weight(self, residual: Any) -> None:
+        """Run W: adds weight gradients into their sums."""
         ...
 
     def forget(self) -> None:

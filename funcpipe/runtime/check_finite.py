@@ -72,10 +72,10 @@ class FiniteBound:
         self._check_gradients(cotangents, y)
         return cotangents, (weight_residual, y)
 
-    def backward_weight(self, residual: Any, *, more: bool = False) -> None:
+    def backward_weight(self, residual: Any) -> None:
         """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
         weight_residual, y = residual
-        self.inner.backward_weight(weight_residual, more=more)
+        self.inner.backward_weight(weight_residual)
         self._check_gradients(Cotangents([], []), y)
 
     def _check_gradients(self, cotangents: Cotangents, y: Gradients | None) -> None:

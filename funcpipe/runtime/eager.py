@@ -312,7 +312,7 @@ class EagerBound:
         weights = EagerWeights(waiting, residual.replay) if waiting else None
         return residual.cotangents(), weights
 
-    def backward_weight(self, residual: EagerWeights | None, *, more: bool = False) -> None:
+    def backward_weight(self, residual: EagerWeights | None) -> None:
         """To the parameters that wait."""
         if residual is not None:
             self._walk(residual, lambda: [waiting.walk() for waiting in residual.waiting])

@@ -36,10 +36,9 @@ def make_step(
         case Kind.B | Kind.I:
             return _backward(call, wires, bound)
         case Kind.W:
-            followed = program.followed.get(call.stage, frozenset())
 
             def weights(reads: list[Any], run: Run) -> Sequence[Any]:
-                bound.backward_weight(reads[0], more=run.microbatch in followed)
+                bound.backward_weight(reads[0])
                 return ()
 
             return weights

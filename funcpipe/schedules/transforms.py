@@ -82,10 +82,9 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
     """Split every backward into I and W, and run W in groups: when so many of a stage wait, or at the end.
 
-    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules (arXiv 2401.10241), and
-    W of one stage stand next to each other, so that compiled stages can merge them (``compile_stage(merge=True)``). Pairs stay
-    where they are still neighbours, B as I. Up
-    to ``group`` more microbatches of a stage hold what their W needs.
+    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules (arXiv 2401.10241).
+    Pairs remain where they are still neighbours, B as I. Up to ``group`` more microbatches of a stage keep what their W
+    needs.
 
     >>> print(fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=2))
     0F0 0F1 0I0 0F2 0I1 0W0 0W1 0F3 0I2 0I3 0W2 0W3

@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_inductor.py [--repeats 40]
 
 The second half of each model of ``bench_peers.py`` (the whole U-Net, whose halves need each other), on inputs that lie ready, in one thread: all microbatches forward and
-backward in turn. "compiler" is torch's compiler given each program as it is, "inductor" our backend, which gives it
-convolutions with channels last and a shorter GELU, and has it call kernels from C++. Arms take turns; milliseconds of the
+backward in turn. "compiler" is torch's compiler given each program as it is, "inductor" our backend, which has
+it call kernels from C++. Arms take turns; milliseconds of the
 thread's own time, medians, and medians of the ratios round by round.
 """
 

@@ -17,7 +17,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcpipe as fp
 from funcpipe.compiled.bound import CompiledBound
@@ -39,11 +38,11 @@ def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=F
     ]
 
 
-@pytest.mark.parametrize("recompute", [False, True, 0.0])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ZOO)
 def test_bits_of_the_zoo(kind, recompute):
     """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw. So too where
-    cheap values, or all that can be, are computed again instead of kept."""
+    cheap values are computed again instead of kept."""
     stages, params, state, batch = pair(kind)
     made = compiled(stages, fuse=False, recompute=recompute)
     for schedule in (
@@ -135,18 +134,20 @@ def test_no_operation_twice():
         for code in (programs.backward, programs.backward_input, programs.backward_weight)
     ]
     assert [4, 4, 0] == steps
-    assert 4 == count(programs.backward_weight, "addmv_(")
-    assert 0 == count(programs.backward_input, "addmv_(") + count(programs.backward_input, "torch.sum(")
-    assert 3 * 4 == programs.backward_weight.operations  # a transpose, a product and a sum of rows into their sums
+    assert 4 == count(programs.backward_weight, "torch.sum(")
+    assert 0 == count(programs.backward_input, "torch.sum(")
+    assert (
+        4 * 4 == programs.backward_weight.operations
+    )  # a transpose, a product into its sum, a sum of rows, its addition
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "fuse", "fused"),
-    [(4, torch.float64, True, True), (512, torch.float32, True, True), (513, torch.float32, True, False)]
-    + [(4, torch.bfloat16, True, False), (4, torch.float64, False, False)],
+    ("rows", "dtype", "fuse"),
+    [(4, torch.float64, True), (512, torch.float32, True), (513, torch.float32, True)]
+    + [(4, torch.bfloat16, True), (4, torch.float64, False)],
 )
-def test_sums_of_rows(rows, dtype, fuse, fused):
-    """Few rows are added to their sum in one operation; of many, and of coarse numbers, torch's sum is closer."""
+def test_sums_of_rows(rows, dtype, fuse):
+    """The gradient of a bias is torch's sum, to the bit, with fused products and without."""
     torch.manual_seed(0)
     stages = [fp.stage(lambda p, x: F.linear(x, p["w"], p["b"])) for _ in range(2)]
     params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
@@ -156,14 +157,15 @@ def test_sums_of_rows(rows, dtype, fuse, fused):
         fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch)
         for one in (stages, made)
     ]
-    for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
+    for one, other in zip(eager.grads, programs.grads, strict=True):
+        assert same(one["b"], other["b"])
+        a, b = one["w"], other["w"]
         assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     for stage in made:
         (found,) = stage.program.found.values()
         halves = found.backward_input, found.backward_weight  # without fuse the bias does not wait for W, as eagerly
         for codes in ((found.backward,), halves if not fuse else halves[1:]):
-            products, sums = [sum(count(code, word) for code in codes) for word in ("addmv_(", "torch.sum(")]
-            assert ((1, 0) if fused else (0, 1)) == (products, sums)
+            assert 1 == sum(count(code, "torch.sum(") for code in codes)
 
 
 def test_torch_s_own_bindings_make_the_same_call():
@@ -242,63 +244,39 @@ def test_what_is_cheap_is_computed_again():
     assert "R.of(" not in str(found.backward)
 
 
-def test_products_are_computed_again_within_a_budget():
-    """First those that save most for their work; what draws, and where nothing is left, is kept."""
-
-    def deep(p, x):
-        for weight in p:
-            x = torch.tanh(x @ weight)
-        return F.dropout(x, 0.5)
-
-    stage, x = fp.stage(deep, name="deep"), torch.randn(32, 16, requires_grad=True)
-    params = [torch.randn(16, 16) for _ in range(8)]
-
-    def kept(budget):
-        made = fp.make_programs(fp.compile_stage(stage, recompute=budget, fuse=False), params, x)
-        assert "R.of(" not in str(made.backward)
-        return made.residual_bytes
-
-    budgets = (1.0, 0.75, 0.5, 0.3, 0.0)
-    sizes = [kept(budget) for budget in budgets]
-    assert kept(True) == sizes[0]
-    assert all(size <= budget * sizes[0] for size, budget in zip(sizes[:-1], budgets, strict=False))
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] < 0.3 * sizes[0]
-
-
 def test_long_chains_are_computed_again():
     """Longer than Python's stack is deep."""
 
     def long(w, x):
         for _ in range(600):
-            x = torch.sin(x @ w)
+            x = torch.sin(x * w)
         return x
 
     stage, x = fp.stage(long, name="long"), torch.randn(2, 3, requires_grad=True)
-    made = fp.make_programs(fp.compile_stage(stage, recompute=0.0), torch.randn(3, 3), x)
+    made = fp.make_programs(fp.compile_stage(stage, recompute=True), torch.randn(3), x)
     assert made.residual_bytes == 2 * 3 * 4
 
 
-@pytest.mark.parametrize("budget", [2.0, -0.1, 1, "x", None, float("nan")])
-def test_bad_budgets(budget):
-    with pytest.raises(fp.PlanError, match="recompute is True, False, or how much of what True keeps may be kept"):
-        fp.compile_stage(fp.stage(lambda w, x: x @ w), recompute=budget)
+@pytest.mark.parametrize("recompute", [0.5, 2.0, -0.1, 1, "x", None, float("nan")])
+def test_recompute_is_a_bool(recompute):
+    with pytest.raises(fp.PlanError, match="recompute is True or False; got"):
+        fp.compile_stage(fp.stage(lambda w, x: x @ w), recompute=recompute)
 
 
 @pytest.mark.parametrize("kind", ["block", "conv, batch norm", "linear"])
 def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
     stages, params, state, batch = pair(kind)
     kept = []
-    for again in (False, True, 0.5):
+    for again in (False, True):
         made = compiled(stages, fuse=False, recompute=again)
         plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
         fp.run(plan, params, batch, state=state, seed=1, executor="serial")
         kept.append([one.residual_bytes for stage in made for one in stage.program.found.values()])
-    assert all(a >= b >= c for a, b, c in zip(*kept, strict=True))
+    assert all(a >= b for a, b in zip(*kept, strict=True))
     assert sum(kept[1]) < sum(kept[0]) or kind == "linear"
 
 
-@pytest.mark.parametrize("recompute", [False, True, 0.5])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2, fp.schedules.fill_drain]
 )
@@ -693,8 +671,6 @@ def test_draws_need_a_seed():
 def test_compile_takes_stages():
     with pytest.raises(fp.PlanError, match="compile_stage takes a stage"):
         fp.compile_stage(nn.Linear(2, 2))
-    with pytest.raises(fp.PlanError, match="leave one out"):
-        fp.compile_stage(fp.stage(lambda p, x: x), merge=True, fuse=False)
     with pytest.raises(fp.PlanError, match="fp.compile_stage"):
         fp.make_programs(fp.stage(lambda p, x: x), (), torch.ones(2))
 
@@ -845,47 +821,6 @@ def test_models_of_transformers(kind):
         plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
         found.append(fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1))
     assert_same_result(*found)
-
-
-# -- weight gradients together -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.parametrize("kind", ["block", "linear", "conv, batch norm"])
-def test_merged_products(kind, rows):
-    """W that stand next to each other add one product; what is no product is added as before."""
-    stages, params, state, batch = pair(kind)
-    batch = (batch[0][:rows], batch[1][:rows])
-    schedule = fp.schedules.delay(fp.schedules.one_f_one_b(3, 4), group=3)
-    found = []
-    for made in (stages, compiled(stages, merge=True)):
-        plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
-        found.append(fp.run(plan, params, batch, state=state, threads_per_lane=1, check=["finite", "used"]))
-    eager, merged = found
-    assert same(eager.loss, merged.loss)
-    for a, b in zip(fp.leaves(eager.grads), fp.leaves(merged.grads), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_products_are_merged_where_the_plan_has_them_adjacent():
-    """Three of four microbatches together: two products; by default one for each."""
-
-    class Products(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += func is torch.ops.aten.addmm_.default
-            return func(*args, **(kwargs or {}))
-
-    stage, params, _ = fp.from_module(nn.Linear(4, 4))
-    batch = torch.randn(8, 4), torch.randn(8, 4)
-    schedule = fp.schedules.delay(fp.schedules.fill_drain(1, 4), group=3)
-    for merge in (False, True):
-        plan = fp.make_plan([fp.compile_stage(stage, merge=merge)], schedule, loss=F.mse_loss, devices="cpu")
-        fp.run(plan, (params,), batch)
-        with Products() as products:
-            fp.run(plan, (params,), batch, executor="serial")
-        assert (2 if merge else 4) == products.count
 
 
 # -- warming up ----------------------------------------------------------------------------------------------------------

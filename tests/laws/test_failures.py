@@ -81,7 +81,7 @@ def test_every_action_fails_with_its_coordinates(schedule, executor):
 def test_the_weight_half_fails(executor, monkeypatch):
     """What fails in W is said to be W."""
 
-    def fail(self, residual, *, more=False):
+    def fail(self, residual):
         raise Boom("w")
 
     monkeypatch.setattr(EagerBound, "backward_weight", fail)

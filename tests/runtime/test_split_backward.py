@@ -180,12 +180,12 @@ def waited(monkeypatch):
     seen: dict[int, list[set[str]]] = {}
     weights = EagerBound.backward_weight
 
-    def spy(self, residual, *, more=False):
+    def spy(self, residual):
         walks = () if residual is None else residual.waiting
         later = {id(leaf) for walk in walks for leaf in walk.leaves}
         names = zip(sorted(self.params), self.aliases, strict=True)
         seen.setdefault(self.index, []).append({name for name, alias in names if id(alias) in later})
-        weights(self, residual, more=more)
+        weights(self, residual)
 
     monkeypatch.setattr(EagerBound, "backward_weight", spy)
     return seen
@@ -388,7 +388,7 @@ def test_no_product_is_made_twice(monkeypatch):
 def test_nothing_is_left(monkeypatch):
     """Graphs go with the last W, also when a run fails between the halves."""
 
-    def fails(self, residual, *, more=False):
+    def fails(self, residual):
         raise RuntimeError("in W")
 
     both(CHAIN(), [SPLIT], executor="serial")
