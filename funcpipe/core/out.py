@@ -1,4 +1,4 @@
-"""Out: what a stage function returns when it has more to give than its output."""
+"""`Out`: the return value of a stage function that returns more than its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from funcpipe.core.tree import Tree
 
 
 class Out(NamedTuple):
-    """What a stage function returns when it has more to give than its output.
+    """The return value of a stage function that returns more than its output.
 
     >>> halve = fp.stage(stash=["whole"])(lambda params, x: fp.Out(x / 2, stash={"whole": x}))
     >>> halve((), 8.0).y, halve((), 8.0).stash
@@ -47,5 +47,5 @@ def _with_own_stash(cls: type[Out], y: Tree, stash: Mapping[str, Tree] | None = 
     return _new_out(cls, y, {} if stash is None else stash, *rest, **named)
 
 
-# A default is one object for the whole process: a stage that writes ``out.stash["e"] = x`` would change every later Out.
+# A default dict would be shared: a stage that writes ``out.stash["e"] = x`` would change every later Out.
 Out.__new__ = _with_own_stash
