@@ -115,9 +115,7 @@ def _held(value: Any) -> list[Any]:
     kind = type(value)
     if kind is FunctionType:  # not its globals
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if (
-        kind is dict and "__builtins__" in value
-    ):  # a module's globals, reached from code objects without their function
+    if kind is dict and "__builtins__" in value:  # a module's globals, reached by code without its function
         return []
     referents = gc.get_referents(value)
     if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere

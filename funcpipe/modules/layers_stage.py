@@ -175,8 +175,7 @@ class LayersCopy(ModuleCopy):
         return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
 
     def _forward(self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
-        """Return the output of the stage's last block, or of the model; in the first stage also the travelling entries.
-        """
+        """Return the output of the stage's last block, or of the model; in the first stage also travelling entries."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         if self.caches is not None:
