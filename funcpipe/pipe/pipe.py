@@ -82,7 +82,7 @@ class Pipe(Anchored):
             objects.
         chunks: the most microbatches; a batch with fewer rows has fewer.
         checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
-            "except_last" all but the last, "never" none. All give the same bits.
+            "except_last" all but the last, "never" none. All are bit-identical for pure layers.
         deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if it had seen the whole
             batch; False: once per microbatch, as the plain layer would.
         devices: one for each stage, the same may stand many times; one alone is for all. More than there are stages are
