@@ -25,7 +25,7 @@ class Fails(nn.Module):
         return self.helper(self.linear(x))
 
     def helper(self, y):
-        return y @ torch.ones(5, 5)  # the line that the user needs
+        return y @ torch.ones(5, 5)  # the line that the user looks for
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
