@@ -18,13 +18,13 @@ class Out(NamedTuple):
     (4.0, {'whole': 8.0})
 
     Attributes:
-        y: the output, any tree: the next stage's input, or what the loss gets.
+        y: the output, any tree: the input of the next stage or of the loss.
         stash: a tree for each declared name; later stages take it by ``pop``.
         stats: statistics of this microbatch for the stage's ``commit``, any tree.
         loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
             weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
             jvp want it).
-        carry: what the next slice of the microbatch needs of this one and those before, any tree: keys and values.
+        carry: any tree for the next slice of the microbatch, such as keys and values of all slices so far.
     """
 
     y: Tree

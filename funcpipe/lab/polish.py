@@ -1,7 +1,7 @@
 """Make a schedule shorter by moving, joining or parting single actions; it stays legal and within memory.
 
-Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the host,
-if the problem allows it. A drawn R, or an O with its L, is often removed, if memory allows.
+If a move exceeds memory, the residual that waits for longest is computed again or sent to the host, as the problem
+allows. A drawn R, or an O with its L, is often removed, if memory allows.
 """
 
 from __future__ import annotations

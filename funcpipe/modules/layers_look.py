@@ -2,7 +2,8 @@
 
 A stage runs its own blocks only, so values that a model collects over all blocks would be incomplete. If flags ask for
 such values, the stage raises PlanError before anything runs. In the last stage, a dispatch mode follows values that
-blocks hand out beside their output: a list that they append to, an attribute that the model's end sums up.
+blocks hand out beside their output. Examples are a list that blocks append to, and an attribute that the model's end
+sums up.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class SideOutputs(WatchingMode):
         return id(tensor) in self._views or (_memory(tensor) or 0) in self._memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follow the results of an operation, if it is inside of a block or takes a followed tensor."""
+        """Follow the results of an operation that runs in a block or takes a followed tensor."""
         out = func(*args, **(kwargs or {}))
         given = list(tensors_in([*args, *(kwargs or {}).values()]))
         followed = any(map(self.follows, given))

@@ -38,10 +38,10 @@ def from_module(
 
     The stage owns a copy of the module without its numbers; the module itself is never touched. If you change
     attributes, layers or hooks of the module afterwards, `run` raises PlanError, because the copy does not see the
-    change. Batch norm layers become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange
-    with other stages the stage stashes and pops. A layer of the copy trains where the plan trains and the layer was in
-    training mode when the stage was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage
-    stays in evaluation mode.
+    change. Batch norm layers become deferred ones (`batch_norm`). The stage stashes and pops the skips that its
+    `skippable` layers, at any depth, exchange with other stages. A layer of the copy trains where the plan trains, if
+    the layer was in training mode when the stage was made. So a frozen batch norm stays frozen, and after
+    ``module.eval()`` the whole stage stays in evaluation mode.
 
     >>> block, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> sorted(params), sorted(state)[0]

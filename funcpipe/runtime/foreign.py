@@ -47,7 +47,7 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
 
 
 def hidden_in(module: nn.Module | None) -> dict[int, str]:
-    """The tensors that a module keeps in plain attributes, also inside of containers and modules there, by id."""
+    """Map tensors in plain attributes of a module, also in containers and modules there, by id to their names."""
     found: dict[int, str] = {}
 
     def visit(name: str, value: Any, depth: int) -> None:

@@ -56,9 +56,9 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, a gradient has
-            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a
-            closure (LBFGS) or sparse gradients, or an option is not what it should be.
+        PlanError: the result has no gradients, or its run has stepped; params and grads differ in structure; a gradient
+            has another shape, type or device than its parameter; no leaf of the optimizer has a gradient; the optimizer
+            wants a closure (LBFGS) or sparse gradients; or an option is wrong.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
     with exchange.telling("fp.step"):  # otherwise the other ranks would go on, a step ahead of this one

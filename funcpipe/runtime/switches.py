@@ -3,8 +3,8 @@
 Torch has one copy of most switches for the whole process: attention kernels, the default dtype, anomaly detection, the
 level of forward-mode derivatives. While lanes run, hooks replace the functions that change switches, and the originals
 return afterwards. On threads that run no lane a hook calls the original. If several lanes run on threads, the hook
-raises PlanError before the change: stages of other lanes would see it, and two contexts that overlap leave the wrong
-setting. On one thread a stage may change a switch until its action ends.
+raises PlanError before the change. Otherwise stages of other lanes would see it, and two contexts that overlap would
+leave the wrong setting. On one thread a stage may change a switch until its action ends.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_a_rank_that_gives_no_plan_is_told_of_at_once(two):
 
 
 def test_a_failure_in_step_of_one_rank_is_told_to_all(two):
-    """A rank that catches the error and goes on hears next that the loops are in different steps."""
+    """If a rank catches the error and goes on, its next error says that the loops are in different steps."""
     here, there = two.all("process_tasks.step_fails")
     assert there[0][:2] == (1, "ArithmeticError")
     step, kind, rank, text = here[0]

@@ -210,7 +210,7 @@ PATCHES = [compiled, closure, nested_closure, of_a_partial, bound_method, closur
 @pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("way", ["split", "from_module", "pipe"])
 def test_patches_a_method_of_a_layer(patch, way):
-    """Stages use the weights that they get, not those of the patched layer."""
+    """Stages use the weights that they get, not the weights of the patched layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     patch(model[1])
