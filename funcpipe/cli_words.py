@@ -115,7 +115,7 @@ def writable(name: str, suffixes: tuple[str, ...]) -> None:
 
 
 def unwritable(name: str) -> str:
-    """Why a file cannot be written; nothing where it can."""
+    """Say why a file cannot be written; "" if it can."""
     try:
         path = Path(name).resolve()
         if path.is_dir():
@@ -124,7 +124,7 @@ def unwritable(name: str) -> str:
             return f"{name} cannot be written: there is no folder {path.parent if Path(name).is_symlink() else Path(name).parent}"
         if path.exists():
             return "" if os.access(path, os.W_OK) else f"{name} cannot be written: no permission"
-        path.touch()  # only that tells of a read-only disk, and of names that are too long
+        path.touch()  # only a write shows a read-only disk or a name that is too long
         path.unlink()
     except OSError as error:
         return f"{name} cannot be written: {error.strerror}"

@@ -1,4 +1,4 @@
-"""The list of a model's tensors that `save`, `load` and the optimizer's part of both walk."""
+"""List the tensors of a model for `save`, `load` and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe.modules.split import Split
 
 
 class Entry(NamedTuple):
-    """One place of a tensor.
+    """One place where a model or a stage has a tensor.
 
     Attributes:
         name: of the tensor in the file. Tied parameters have one name; the first entry of a name is the one to save.
@@ -30,17 +30,17 @@ class Entry(NamedTuple):
 
 
 def entries(model: Split | Plan, params: Sequence[Tree], state: Sequence[Tree], here: Collection[int]) -> list[Entry]:
-    """Every place of every tensor that a checkpoint of the model contains, in the model's order.
+    """List every place of every tensor that a checkpoint contains, in the model's order.
 
     Raises:
-        CheckpointError: no model has names, the trees are those of another model, or two tensors have one name.
+        CheckpointError: the trees do not fit the model, or two tensors have one name.
     """
     trees = {"params": params, "state": state}
     return _of_split(model, trees, here) if isinstance(model, Split) else _of_plan(model, trees, here)
 
 
 def tied_names(model: Split | Plan) -> dict[str, str]:
-    """For each further name of a tied parameter the name of its entries."""
+    """Map each further name of a tied parameter to the name of its entries."""
     first: dict[Any, str] = {}
     out: dict[str, str] = {}
     for name, home in model.homes.items() if isinstance(model, Split) else ():
@@ -88,7 +88,7 @@ def _of_plan(plan: Plan, trees: Mapping[str, Sequence[Tree]], here: Collection[i
                 name = ".".join(map(str, (kind, owner[0], *keys)))
                 if owners.setdefault(name, owner) != owner:
                     faults.append(f"{kind}[{stage}] has {owners[name][1]!r} and {owner[1]!r}: both would be {name!r}")
-                if owner[0] not in here:  # the process of the first stage saves
+                if owner[0] not in here:  # the process of the tie's first stage saves the tensor
                     out.append(Entry(name, kind, owner[0], None))
                 out.append(Entry(name, kind, stage, leaf))
     raise_all("two tensors would have one name in a checkpoint; rename one of each pair:", faults, CheckpointError)
@@ -96,7 +96,7 @@ def _of_plan(plan: Plan, trees: Mapping[str, Sequence[Tree]], here: Collection[i
 
 
 def per_stage(model: Split | Plan, kind: str, trees: Any) -> Sequence[Tree]:
-    """One tree for each stage; where none were given, those of the model. Raises CheckpointError."""
+    """Return one tree for each stage; without trees, those of the model. Raises CheckpointError for other trees."""
     if not isinstance(model, (Split, Plan)):
         raise CheckpointError(
             f"save and load take what fp.split returns, or a plan; got a {type(model).__name__}; for stages of your own "
@@ -115,7 +115,7 @@ def per_stage(model: Split | Plan, kind: str, trees: Any) -> Sequence[Tree]:
 
 
 def refuse_forgotten_state(model: Split | Plan) -> None:
-    """Raise CheckpointError: training changes the state of a stage, and none was given."""
+    """Raise CheckpointError where training changes the state of a stage. Called where the caller gave no state."""
     origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
     fault = forgotten_state(model.stages, origin)
     if fault:

@@ -37,9 +37,9 @@ class Manifest:
         folder: where the files are, below the path.
         files: size and hash of each.
         model: the file of each tensor of the model, by name.
-        tied: for each further name of a tied parameter the name in ``model``.
+        tied: maps each further name of a tied parameter to its name in ``model``.
         moments: the file of each tensor of the optimizer, by key.
-        optimizer: what the optimizer keeps, see `optimizer.Written`; None: it was not saved.
+        optimizer: the optimizer's state and options, see `optimizer.Written`; None: not saved.
         format: of the manifest.
     """
 
@@ -53,7 +53,7 @@ class Manifest:
     format: str = _FORMAT
 
     def stored(self, names: Iterable[str]) -> list[str]:
-        """The tensors of the model that have these names, each once."""
+        """Return the tensors of the model that have these names, each once."""
         return [*dict.fromkeys(key for name in names if (key := self.tied.get(name, name)) in self.model)]
 
 
@@ -66,7 +66,7 @@ def safetensors() -> tuple[Any, Any]:
 
 
 def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Which tensors cannot be written, a line for each; nothing is written."""
+    """Name the tensors that safetensors cannot write, a line for each. Writes nothing."""
     library = safetensors()[0]
     known: dict[torch.dtype, str] = {}
     faults: list[str] = []
@@ -75,7 +75,7 @@ def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
             try:
                 library.save({"one": torch.zeros(1).to(tensor.dtype)})
                 known[tensor.dtype] = ""
-            except Exception as error:  # what it raises for a type that it lacks differs by version
+            except Exception as error:  # the error for an unknown type differs between versions of safetensors
                 known[tensor.dtype] = f"safetensors has no {tensor.dtype} ({type(error).__name__})"
         if tensor.is_meta:
             faults.append(f"{name!r} is on the meta device and has no numbers; load or initialize it first")
@@ -89,7 +89,7 @@ def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[str, int, str]:
     """Write tensors into a file: its name, size and hash."""
     file = folder / name
-    # Tensors that share memory become several: safetensors refuses them.
+    # safetensors refuses tensors that share memory, so each gets a copy.
     whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     safetensors()[0].save_file(whole, file, metadata={"format": "pt"})
     with open(file, "rb+") as written:
@@ -107,8 +107,8 @@ def digest(file: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk; without it a power cut may leave files that have no name."""
-    if os.name == "posix":  # elsewhere folders cannot be opened
+    """Flush a folder's entries to disk. Without the flush a power cut may lose the names of written files."""
+    if os.name == "posix":  # Windows cannot open folders
         opened = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(opened)
@@ -117,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint, and those above it."""
+    """Make the folder of a checkpoint, and the missing folders above."""
     missing = [folder, *[above for above in folder.parents if not above.exists()]]
     folder.mkdir(parents=True)
     for made in missing:
@@ -125,7 +125,10 @@ def make_folder(folder: Path) -> None:
 
 
 def commit(path: Path, manifest: Manifest) -> None:
-    """Make a checkpoint whose files are on disk the newest one, in one step; then remove the one before."""
+    """Replace the manifest in one step, then remove the folder that it named before.
+
+    The files of the new checkpoint must be on disk.
+    """
     folder = path / manifest.folder
     total = sum(size for file, (size, _) in manifest.files.items() if file.startswith("model"))
     _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": manifest.model})
@@ -133,19 +136,19 @@ def commit(path: Path, manifest: Manifest) -> None:
     sync_folder(folder)
     before = _folder_of(path)
     os.replace(folder / MANIFEST, path / MANIFEST)
-    sync_folder(path)  # the one before goes when the new one is on disk
+    sync_folder(path)  # the older checkpoint is removed only after the new manifest is on disk
     if before not in ("", manifest.folder):
         shutil.rmtree(path / before, ignore_errors=True)
 
 
 def discard(path: Path, folder: str) -> None:
-    """Remove the folder of a checkpoint that did not become the newest one."""
+    """Remove the folder of a checkpoint, unless the manifest names it."""
     if _folder_of(path) != folder:
         shutil.rmtree(path / folder, ignore_errors=True)
 
 
 def _folder_of(path: Path) -> str:
-    """The folder that the manifest names, which is the only one of others that may be removed; "": there is none."""
+    """Return the folder that the manifest names, "" without one. `commit` removes no other folder."""
     try:
         folder = read_manifest(path).folder
     except CheckpointError:
@@ -180,7 +183,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors by name, given the file of each; files are checked before anything is read from them.
+    """Read tensors by name, given the file of each. Every file is checked before the first read.
 
     Raises:
         CheckpointError: a file is missing, or not what was written.

@@ -54,9 +54,9 @@ def load(
 ) -> Loaded:
     """Read the newest whole checkpoint that `save` wrote, with as many stages and processes as you like.
 
-    Parameters get their numbers in place, so an optimizer and a model that hold them see these; so do tensors of the model
-    that no stage uses. State comes as new trees.
-    Those on the meta device come as new ones, and only those of the stages that are here.
+    `load` writes numbers into the parameters in place, so the model and its optimizer see them. Tensors of the model
+    that no stage uses are loaded, too. State comes as new trees. Parameters on the meta device come as new ones, for
+    the stages of this process only.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
@@ -75,11 +75,12 @@ def load(
         optimizer: over these params; gets its state and options back.
         ranks: of several processes, all of which call this.
 
-    Warns where numbers are cast to a type that holds less, and where the optimizer that was saved held more parameters.
+    Warns where numbers are cast to a type with less precision or range, and where the saved optimizer held more
+    parameters.
 
     Raises:
-        CheckpointError: there is none, it is damaged, it is of another model or optimizer, or the model ties parameters
-            that have other numbers each; nothing was changed.
+        CheckpointError: there is no checkpoint; it is damaged; it is of another model or optimizer; or the model ties
+            parameters that differ in the checkpoint. Nothing was changed.
         PeerError: another process could not load.
     """
     with nullcontext() if ranks is None else ranks.telling():
@@ -117,10 +118,10 @@ def load(
 
 
 def _stored(model: Any, found: Sequence[Entry], here: Collection[int], manifest: Manifest) -> dict[str, list[str]]:
-    """For each name the tensors of the checkpoint that have it, or another name of a tied parameter.
+    """Map each name to the checkpoint's tensors of that name, or of another name of the tied parameter.
 
     Raises:
-        CheckpointError: the names are not those of the checkpoint.
+        CheckpointError: the model and the checkpoint have different names.
     """
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in found}
     tied = tied_names(model)
@@ -140,7 +141,7 @@ def _stored(model: Any, found: Sequence[Entry], here: Collection[int], manifest:
 def _check(
     path: Any, found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raise CheckpointError where what was read does not fit."""
+    """Raise CheckpointError where shapes differ, or tied parameters have different numbers."""
     shapes = {entry.name: tuple(entry.leaf.shape) for entry in found}
     faults = [
         f"{key!r} has shape {tuple(tensors[key].shape)} there, and {shapes[name]} here"
@@ -162,7 +163,7 @@ def _check(
 
 
 def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
-    """Say which numbers lose digits or range."""
+    """Warn of parameters whose numbers lose digits or range."""
     casts: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, leaf in {entry.name: entry.leaf for entry in found}.items():
         there = tensors[stored[name][0]].dtype
@@ -177,13 +178,16 @@ def _warn_of_casts(found: Sequence[Entry], stored: Mapping[str, Sequence[str]], 
 
 
 def _holds(here: torch.dtype, there: torch.dtype) -> bool:
-    """Is a dtype another one, or a wider one of its kind."""
+    """Return whether dtype ``here`` represents all numbers of ``there``: the same dtype, or a wider one of its kind."""
     same_kind = (here.is_floating_point, here.is_complex) == (there.is_floating_point, there.is_complex)
     return here == there or (same_kind and here.itemsize > there.itemsize)
 
 
 def _filled(model: Any, found: Sequence[Entry], read: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Fill what has memory of its own in place; for all other leaves, by identity, the new ones."""
+    """Write into leaves in place where they have memory; return new leaves for the others, by identity.
+
+    State and leaves on the meta device get new tensors.
+    """
     made: dict[int, Tensor] = {}
     with torch.no_grad():
         for entry in found:

@@ -1,4 +1,4 @@
-"""What an optimizer keeps, as JSON with tensors beside it, and back."""
+"""Write an optimizer's state and options as JSON with tensors beside it, and restore them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Written = dict[str, Any]
 def optimizer_entries(
     optimizer: torch.optim.Optimizer | None, found: Sequence[Entry]
 ) -> tuple[Written | None, dict[str, Tensor]]:
-    """What an optimizer keeps, and its tensors by their keys in the file.
+    """Return an optimizer's state and options, and the tensors in them by their keys in the file.
 
     Raises:
-        CheckpointError: it holds other tensors than params, or keeps what cannot be written.
+        CheckpointError: the optimizer holds tensors that are not in params, or its state cannot be written.
     """
     if optimizer is None:
         return None, {}
@@ -50,7 +50,7 @@ def optimizer_entries(
 
 
 def names_by_leaf(found: Sequence[Entry]) -> dict[int, str]:
-    """The name of each parameter that is here, by identity."""
+    """Map each parameter of this process, by identity, to its name."""
     out: dict[int, str] = {}
     for name, kind, _, leaf in found:
         if kind == "params" and leaf is not None:
@@ -59,7 +59,7 @@ def names_by_leaf(found: Sequence[Entry]) -> dict[int, str]:
 
 
 def held_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str], remedy: str) -> list[list[str]]:
-    """The names of the parameters of each group. Raises CheckpointError: some are none of params."""
+    """Return the names of each group's parameters. Raises CheckpointError for parameters that are not in params."""
     unknown = [leaf for group in optimizer.param_groups for leaf in group["params"] if id(leaf) not in names]
     if unknown:
         raise CheckpointError(
@@ -70,7 +70,7 @@ def held_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str], remed
 
 
 def together(everyone: Sequence[Written | None]) -> Written | None:
-    """What the optimizers of all ranks keep, as one. Raises RanksError where these differ."""
+    """Join the optimizers of all ranks to one. Raises RanksError where classes, groups or options differ."""
     given = {rank: written for rank, written in enumerate(everyone) if written is not None}
     if not given:
         return None
@@ -95,18 +95,18 @@ def together(everyone: Sequence[Written | None]) -> Written | None:
 
 
 class Restore:
-    """An optimizer and what a checkpoint has for it.
+    """An optimizer and the part of a checkpoint that restores it.
 
     Args:
         optimizer: over some of the params that are loaded.
-        written: what the checkpoint has; None: nothing.
+        written: the checkpoint's optimizer; None: it has no optimizer.
         found: the entries that are loaded.
 
     Attributes:
-        keys: of the tensors that it needs.
+        keys: the keys of the tensors that `restore` needs.
 
     Raises:
-        CheckpointError: the checkpoint is of another optimizer.
+        CheckpointError: the checkpoint has no optimizer, or one that does not fit.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, written: Written | None, found: Sequence[Entry]) -> None:
@@ -140,7 +140,7 @@ class Restore:
         self.left = sorted({*names.values()} & {*group_of} - held)
 
     def warn(self) -> None:
-        """Say which parameters' state no optimizer gets."""
+        """Warn of parameters whose saved state no optimizer gets."""
         if self.left:
             warnings.warn(
                 f"the optimizer holds {sum(map(len, self.names))} parameters, and the checkpoint's held more: "
@@ -151,7 +151,10 @@ class Restore:
     def restore(
         self, leaves: Mapping[str, Tensor], tensors: Mapping[str, Tensor], fitted: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Give the optimizer its state and options back; ``fitted`` makes a tensor as its parameter is."""
+        """Give the optimizer its state and options.
+
+        ``fitted(tensor, leaf)`` gives a tensor the layout of its parameter.
+        """
         live = self.optimizer.state_dict()
         state: dict[int, Any] = {}
         names = [name for own in self.names for name in own]
@@ -169,17 +172,17 @@ class Restore:
 
 
 def listed(names: Collection[str], most: int = 6) -> str:
-    """Some names, and how many others there are."""
+    """Join the first few names, and the number of the others."""
     return ", ".join(map(repr, [*names][:most])) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def _key(name: str) -> str:
-    """A name with which no two keys of the file are alike: the first "/" of a key ends it."""
+    """Escape "/" and "~" in a name. So the first "/" of a key ends the name, and keys stay distinct."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def _encoded(value: Any, key: str, tensors: dict[str, Tensor] | None, faults: list[str]) -> Any:
-    """A value as JSON; its tensors are put beside it, or become numbers where nothing is beside."""
+    """Encode a value as JSON. Tensors go into ``tensors``; where that is None, they become numbers."""
     if isinstance(value, Tensor) and tensors is not None:
         tensors[key] = value
         return {"tensor": key}
@@ -201,14 +204,14 @@ def _encoded(value: Any, key: str, tensors: dict[str, Tensor] | None, faults: li
 
 
 def _decoded(value: Any, tensors: Mapping[str, Tensor], fitted: Callable[[Tensor], Tensor]) -> Any:
-    """The value that was encoded."""
+    """Return the value that `_encoded` encoded."""
     if isinstance(value, list):
         return [_decoded(each, tensors, fitted) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "tensor":
-        return fitted(tensors[inside].clone())  # what was read lies at odd addresses, where sums may round otherwise
+        return fitted(tensors[inside].clone())  # unaligned memory of the file may change rounding
     if kind == "float":
         return float(inside)
     if kind == "numbers":
@@ -219,7 +222,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor], fitted: Callable[[Tensor
 
 
 def _tensor_keys(value: Any) -> list[str]:
-    """The keys of all tensors of an encoded value."""
+    """Return the keys of all tensors in an encoded value."""
     if isinstance(value, dict):
         return [value["tensor"]] if "tensor" in value else _tensor_keys([*value.values()])
     return [key for each in value for key in _tensor_keys(each)] if isinstance(value, list) else []

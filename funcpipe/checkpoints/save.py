@@ -157,7 +157,7 @@ def save(
         model: what `split` returned; or, for stages of your own, the plan (names are stages and keys then, for the same
             stages).
         params: as they are run, one tree per stage.
-        state: likewise; None: as it was split, or none; refused where training changes it.
+        state: likewise. None: the state of the split, or none; where training changes it, CheckpointError.
         optimizer: its state, by the names of the parameters, and its options.
         step: a number of yours, which `load` returns.
         ranks: of several processes, all of which call this; each writes its own stages.
@@ -167,9 +167,9 @@ def save(
         None; with ``wait=False`` a `Saving`.
 
     Raises:
-        CheckpointError: params, state or optimizer are not those of the model, or cannot be written; what was saved to
-            this path with ``wait=False`` is not finished; another pipeline of this job saves to this path; or
-            safetensors is not installed.
+        CheckpointError: params, state or optimizer do not fit the model, or cannot be written; a save to this path with
+            ``wait=False`` is not finished; another pipeline of this job saves to this path; or safetensors is not
+            installed.
         RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint before stays.
         OSError: the files cannot be written.
     """
@@ -231,14 +231,14 @@ def save(
 
 
 class _Said(NamedTuple):
-    """What a process says before anything is written.
+    """The message of a process to all others before anything is written.
 
     Attributes:
         folder: the name of one; the first process's is made.
         unfinished: has it not finished what it saves to this path.
-        claimed: the processes of another pipeline that saves to this path.
+        claimed: the processes of another pipeline that saves to this path, or ().
         forms: shape and type of each tensor that it has, by name.
-        written: what its optimizer keeps.
+        written: the state and options of its optimizer.
     """
 
     folder: str
@@ -260,7 +260,7 @@ def _forms(rows: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
 
 
 def _refuse(path: Any, said: Sequence[_Said], replicas: int) -> None:
-    """Raise CheckpointError where another save has the path, RanksError where the replicas do not save the same."""
+    """Raise CheckpointError where another save has the path, RanksError where replicas differ in what they save."""
     claimed = next((each.claimed for each in said if each.claimed), ())
     if claimed:
         raise CheckpointError(
@@ -300,7 +300,7 @@ def _write(folder: Path, tensors: Mapping[str, dict[str, Tensor]]) -> Files:
 
 
 def _saved(found: Sequence[Entry], *, first: bool) -> dict[str, Tensor]:
-    """What this process writes of the model: each name once, where its first entry is; the rest by the ``first`` rank."""
+    """Return this process's part of the model: each name once, at its first entry. The ``first`` rank adds the rest."""
     owners: dict[str, Entry] = {}
     for entry in found:
         owners.setdefault(entry.name, entry)

@@ -50,9 +50,10 @@ class Cost:
 
     Attributes:
         forward: time of F.
-        backward_input: time of I. None: what W leaves of B, half of B where W is None too, and 1 without B.
-        backward_weight: time of W. None: what I leaves of B, half of B where I is None too, and 1 without B.
-        backward: time of B; None: the sum of I and W. Where all three are given they may differ, as measured ones do.
+        backward_input: time of I. None: B minus W; half of B where W is None, too; 1 where ``backward`` is None.
+        backward_weight: time of W. None: B minus I; half of B where I is None, too; 1 where ``backward`` is None.
+        backward: time of B; None: the sum of I and W. If all three are given, B may differ from that sum, as
+            measurements do.
         remat: time of R; None: that of F.
         forward_link: for how much of the time of F, and of R, the device only waits for other devices (all-to-all of
             experts, sums of tensor parallelism): time in which another action can compute, where two overlap.
@@ -73,9 +74,9 @@ class Cost:
         residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
         weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
             (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
-        slices: the lengths of the slices of a microbatch, in any unit; () for those of the plan, or equal ones.
-        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost` measures them; (): as
-            ``slices`` and ``attention`` say.
+        slices: the lengths of the slices of a microbatch, in any unit; (): the plan's lengths, or equal ones.
+        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost` measures them; ():
+            computed from ``slices`` and ``attention``.
         attention: which share of a stage's time causal attention takes for a whole microbatch, one number from 0 to 1:
             that grows with the square of the length. The slice from x to y of the sequence, as shares of it, takes
             ``(1 - a) (y - x) + a (y² - x²)`` of the time, and ``y - x`` of the memory.
@@ -146,7 +147,7 @@ class Cost:
         ]
 
     def _take_slices(self) -> list[str]:
-        """Keep lengths and times of slices as tuples; returns what is wrong with them, and with attention's share."""
+        """Store lengths and times of slices as tuples. Return the faults in them, and in ``attention``."""
         faults: list[str] = []
         for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
             values: Any = getattr(self, name)
@@ -159,7 +160,7 @@ class Cost:
         return faults
 
     def _long_halves(self) -> list[str]:
-        """What is wrong with a half of B that is longer than B, where the other half is not given."""
+        """Name each half of B that is longer than B and has no other half given."""
         faults: list[str] = []
         for name, other in _HALVES.items():
             whole, half = self.backward, getattr(self, name)
@@ -192,13 +193,13 @@ class Cost:
         return faults
 
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
-        """The shares (of the times, of the memory) that each slice has of its microbatch; they add up to 1.
+        """Return each slice's share of its microbatch's times, and of its memory. The shares add up to 1.
 
         >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
         [(0.65625, 0.75), (0.34375, 0.25)]
 
         Raises:
-            ScheduleError: ``slices`` or ``slice_times`` speaks of another number of them.
+            ScheduleError: ``slices`` or ``slice_times`` has another number of slices.
         """
         lengths = self.slices or (1.0,) * num_slices
         for name, word, values in (("slices", "lengths", lengths), ("slice_times", "times", self.slice_times)):
@@ -236,7 +237,10 @@ class Cost:
         return 0.0
 
     def _time(self, name: str, stage: int) -> float | None:
-        """The number of a field of times, which for a half of B may follow from the others; None: nothing says it."""
+        """Return the time in a field, for a half of B also the time that follows from the other fields.
+
+        None: no field gives it.
+        """
         value: PerStage | None = getattr(self, name)
         if value is not None or name not in _HALVES:
             return None if value is None else _pick(value, stage)
@@ -246,7 +250,7 @@ class Cost:
         return whole / 2 if other is None else max(0.0, whole - _pick(other, stage))
 
     def _half(self, name: str) -> PerStage:
-        """The time of a half of B, given or not, of all stages or of each."""
+        """Return the time of a half of B, given or derived: one number, or one per stage."""
         given: PerStage | None = getattr(self, name)
         if given is not None:
             return given
@@ -307,7 +311,7 @@ class Cost:
         forward, back = "forward_link", "backward_link"
         times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
         changed: dict[str, Any] = {name: less(name, link) for name, link in times.items()}
-        if self.backward_link:  # W, if it follows from B, stays what it was
+        if self.backward_link:  # a W that follows from B keeps its time
             changed["backward_weight"] = self._half("backward_weight")
         return replace(self, **changed, forward_link=0.0, backward_link=0.0)
 

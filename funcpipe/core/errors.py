@@ -139,12 +139,12 @@ class RunTimeout(FuncpipeError, TimeoutError):
 
 
 class PeerError(FuncpipeError, ConnectionError):
-    """Another process of the plan failed, or is lost; the message says what it raised, or what is known.
+    """Another process of the plan failed, or is lost. The message contains its error, or the last known facts.
 
     Attributes:
         rank: of that process, among all that run the plan (with replicas, those of one after those of the other); None:
             nobody knows which.
-        process: its number in the job, as torch.distributed and torchrun's logs have it; None: nobody knows which.
+        process: the number of that process in the job, as in torch.distributed and in torchrun's logs; None: unknown.
         funcpipe: the coordinates of its failure, where it failed inside of a stage.
     """
 
@@ -183,7 +183,7 @@ def located(error: BaseException, where: Where) -> BaseException:
         return error
     new = _twin(error)
     _attach(new, where)
-    error.with_traceback(without_own_frames(error.__traceback__))  # not by assignment, which a frozen dataclass refuses
+    error.with_traceback(without_own_frames(error.__traceback__))  # a frozen dataclass refuses assignments
     new.__cause__ = error
     return new
 
@@ -192,7 +192,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this package; as it is if it has no others.
+    """Return a traceback without the frames of this package. A traceback with no other frames stays as it is.
 
     With ``FUNCPIPE_TRACEBACKS=full`` in the environment every frame stays.
     """

@@ -20,18 +20,18 @@ def entire(tensor: Any) -> Any:
 
 
 def numbers(gradient: Any) -> Any:
-    """The numbers of a gradient; of a sparse one those of its rows, the others being 0."""
+    """Return the numbers of a gradient; for a sparse gradient, of its rows only, because all others are 0."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """``exchange(what it is about, what this process gives)``: what every process of a plan gives, by replica and rank.
+    """``exchange(subject, value)`` returns the values of all processes of a plan, by replica and rank.
 
     Attributes:
-        call: does it.
+        call: the function that exchanges values.
         copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
-        telling: of what is done, gives a context; an error inside is told to the other processes.
+        telling: returns a context for a named step. An error inside the context is sent to the other processes.
     """
 
     call: Callable[[str, Any], list[Any]]
@@ -50,7 +50,7 @@ class Exchange:
         """Are all numbers of these tensors finite, and of those that the others give."""
         finite = [
             bool(entire(numbers(self.here(tensor)).isfinite().all())) for tensor in tensors
-        ]  # all: others ask too
+        ]  # no early end: every process must take part for every tensor
         return all(self(about, all(finite)))
 
 
@@ -66,8 +66,8 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
     """Claim a path for the processes of a pipeline, for as long as their job runs.
 
     Returns:
-        The processes of another pipeline that has claimed it; () where these have it now. Pipelines that share a process
-        follow each other, so the later one takes the path over.
+        The processes of another pipeline that has claimed the path; () if ``members`` have it now. If two pipelines
+        share a process, they run one after the other, so the later pipeline takes the path over.
     """
     import torch.distributed as dist
 

@@ -28,9 +28,9 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
 
 
 def leaves_behind(roots: Sequence[Tensor], visited: set[Any]) -> tuple[list[Tensor], bool]:
-    """The leaves behind some tensors, and does the reentrant checkpoint stand in between.
+    """Collect the leaves behind some tensors, and report whether a reentrant checkpoint is in the graph.
 
-    Nodes that were ``visited`` are left out, and it gets the rest.
+    Skips the nodes in ``visited``, and adds all others to it.
     """
     leaves: list[Tensor] = []
     todo: list[Any] = []

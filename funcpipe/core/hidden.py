@@ -56,7 +56,10 @@ def fault_of(leaf: Any) -> str:
 
 
 def built_in_the_stage(value: Any) -> str:
-    """Why an object with functions that close over tensors (a mask, by its rule) cannot stand in a tree; "": it has none."""
+    """Say why an object whose functions close over tensors (a mask's rule) cannot be in a tree.
+
+    Returns "" for objects without such functions.
+    """
     functions = [inner for inner in _held(value) if isinstance(inner, FunctionType)]
     functions += [
         inner
@@ -112,9 +115,7 @@ def _held(value: Any) -> list[Any]:
     kind = type(value)
     if kind is FunctionType:  # not its globals
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if (
-        kind is dict and "__builtins__" in value
-    ):  # the globals of a module, which code kept without its function refers to
+    if kind is dict and "__builtins__" in value:  # a module's globals, reached by code without its function
         return []
     referents = gc.get_referents(value)
     if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere

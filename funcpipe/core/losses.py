@@ -35,14 +35,14 @@ class Weighing(Protocol):
 
 @dataclass(frozen=True)
 class Counts:
-    """How the losses of microbatches become that of the batch.
+    """How the losses of microbatches combine to the loss of the batch.
 
     Attributes:
         weigh: how much each counts; None: its rows.
         summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
-        known: is it known what a mean is divided by. Means of other losses count by rows, unless a run sees that they
-            leave out targets.
-        alike: where nothing weighs them, each counts as much as another, whatever its rows are.
+        known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run raises BatchError
+            where it sees that the loss leaves out targets.
+        alike: without weights, all microbatches count equally, whatever their rows.
     """
 
     weigh: Weigh | None = None
@@ -90,7 +90,7 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
         return BY_ROWS
     _refuse_other_arguments(loss)
     body = _body(loss)
-    if not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN:  # others may have no hash
+    if not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN:  # it may have no hash
         # What a module of the user's returns is not known; where its reduction says sum, that is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         weighing = isinstance(loss, Weighing)

@@ -89,8 +89,9 @@ class Lowered:
     def first(self, num_microbatches: int) -> Lowered:
         """The program of the first few microbatches: every action of the others left out, the order kept.
 
-        What is counted (U) stays, with its number, also where it serves nothing: replicas with more microbatches have the
-        same. `Schedule.first` drops that. In the pools lies no more than in those of all, so they stay as they are.
+        Counted actions (U) keep their numbers, also where no remaining action needs them: replicas with more
+        microbatches have the same ones. `Schedule.first` drops them. Pools need no more slots than for all
+        microbatches, so their sizes stay.
         """
         before, count = self.num_pieces, num_microbatches * self.num_slices
         limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
@@ -137,7 +138,7 @@ class Lowered:
 
 
 def _renumbered(calls: Sequence[Call], before: int, after: int) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
-    """Calls for fewer pieces, and which of them has the numbers of a stage from ``turn * after``, of what is counted."""
+    """Adapt calls to fewer pieces, and map (stage, turn) of counted actions to its call, numbered from turn * after."""
     out, turns = list(calls), dict[tuple[int, int], int]()
     for call in calls:
         if call.kind in COUNTED:

@@ -1,4 +1,4 @@
-"""Out: what a stage function returns when it has more to give than its output."""
+"""`Out`: the return value of a stage function that returns more than its output."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from funcpipe.core.tree import Tree
 
 
 class Out(NamedTuple):
-    """What a stage function returns when it has more to give than its output.
+    """The return value of a stage function that returns more than its output.
 
     >>> halve = fp.stage(stash=["whole"])(lambda params, x: fp.Out(x / 2, stash={"whole": x}))
     >>> halve((), 8.0).y, halve((), 8.0).stash
     (4.0, {'whole': 8.0})
 
     Attributes:
-        y: the output, any tree: the next stage's input, or what the loss gets.
+        y: the output, any tree: the input of the next stage or of the loss.
         stash: a tree for each declared name; later stages take it by ``pop``.
         stats: statistics of this microbatch for the stage's ``commit``, any tree.
         loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
             weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
             jvp want it).
-        carry: what the next slice of the microbatch needs of this one and those before, any tree: keys and values.
+        carry: any tree for the next slice of the microbatch, such as keys and values of all slices so far.
     """
 
     y: Tree
@@ -47,5 +47,5 @@ def _with_own_stash(cls: type[Out], y: Tree, stash: Mapping[str, Tree] | None = 
     return _new_out(cls, y, {} if stash is None else stash, *rest, **named)
 
 
-# A default is one object for the whole process: a stage that writes ``out.stash["e"] = x`` would change every later Out.
+# A default dict would be shared: a stage that writes ``out.stash["e"] = x`` would change every later Out.
 Out.__new__ = _with_own_stash

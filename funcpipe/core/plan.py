@@ -137,9 +137,9 @@ class Plan:
 
 
 def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
-    """What is wrong where ``state=`` is missing: training changes the state of some stages. "" where it does not.
+    """Explain why ``state=`` cannot be missing: training changes the state of some stages. "" where it does not.
 
-    ``origin`` is what the user calls the object that has the state of the model; "" where nobody has it.
+    ``origin`` is the user's name for the object with the model's state; "" without one.
     """
     changing = [
         label

@@ -115,7 +115,8 @@ class Call(NamedTuple):
         reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on this one.
         writes: wires.
         sends: (wire, lane, pool): who else gets what it writes, in this order.
-        first: of what is counted (U), the number for which microbatch 0 stands: there may be more of it than microbatches.
+        first: for counted actions (U), the number that piece 0 of this call stands for. A stage may have more U than
+            microbatches.
     """
 
     kind: Kind

@@ -179,9 +179,9 @@ class Timeline:
     def cost(self, *, handover: bool = False) -> Cost:
         """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G, U and S are nothing.
-        Slices are counted together as their microbatch; how long each took is in `Cost.slice_times`. Of what overlaps with
-        another action only what never stands alone counts.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G, U and S are
+        nothing. The slices of a microbatch count together; `Cost.slice_times` has the time of each slice. If an action
+        overlaps with another one, its time counts only for stages where the kind never runs alone.
 
         >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
         >>> second = fp.typing.Span(0, 1.5, 4.5, fp.Action.parse("0F1"))
@@ -287,7 +287,7 @@ class RunStats:
         slots: the most values that lay in each pool at a time, in the order of the program's pools; of `ranks` in those
             of this process, once they are read, and 0 in others.
         began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where none was measured.
-        first_microbatch: with replicas, the place of this one's first microbatch among those of all (``Result.losses``).
+        first_microbatch: with replicas, the index of this replica's first microbatch in ``Result.losses``.
     """
 
     executor: str

@@ -90,8 +90,8 @@ Pair = tuple[Action, Action]
 class Schedule:
     """The order of actions on each device.
 
-    Compares, hashes and pickles by its orders and pairs; the name is a label. A schedule may hold anything until `check`
-    (which `make_plan` and `simulate` call) has seen it.
+    Schedules compare, hash and pickle by orders and pairs; the name is a label. The constructor checks nothing: `check`
+    does, which `make_plan` and `simulate` call.
 
     Attributes:
         orders: one tuple of Actions per device, in the order in which the device runs them.
@@ -159,7 +159,7 @@ class Schedule:
         return [at for at, pair in enumerate(pairwise(order)) if pair in self.pairs]
 
     def reordered(self, orders: Sequence[Sequence[Action]], name: str) -> Schedule:
-        """Another order, with those of the pairs that are neighbours in it.
+        """Return a schedule with other orders. Pairs that are still neighbours stay pairs.
 
         >>> schedule = fp.Schedule.parse("(0F1 0B0)")
         >>> print(schedule.reordered([[*schedule.orders[0], fp.Action(fp.Kind.B, 0, 1)]], "longer"))
@@ -193,7 +193,7 @@ class Schedule:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches: one more than the largest index. The number of a U is none."""
+        """Count the microbatches: one more than the largest index. Numbers of U do not count."""
         numbers = (action[2] for order in self.orders for action in order if action[0] not in COUNTED)
         return 1 + max(numbers, default=-1)
 
@@ -261,13 +261,13 @@ class Schedule:
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first few microbatches: every action of the others dropped, the order kept.
 
-        A U that serves nothing then is dropped, too, and the rest is counted anew.
+        U that no remaining action needs are dropped, too, and the others are numbered anew.
 
         >>> print(fp.Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
         0U0 0F0 0F1
 
         Raises:
-            ScheduleError: the number is no whole number from 1.
+            ScheduleError: ``num_microbatches`` is not a whole number from 1.
         """
         if type(num_microbatches) is not int or num_microbatches < 1:
             raise ScheduleError(f"first takes a number of microbatches, from 1; got {num_microbatches!r}")
@@ -321,7 +321,7 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
 
 
 def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    """An order without the counted actions that serve no other; the remaining ones are numbered again from 0."""
+    """Return an order without counted actions that no other action needs; the remaining ones are numbered from 0."""
     out: list[Action] = []
     served, times = serving(order), Counter[int]()
     for action in order:

@@ -50,7 +50,7 @@ def some(words: Iterable[object], gap: str = ", ", most: int = 6) -> str:
 
 
 def named(count: int, word: str) -> str:
-    """A count with its word; "" for none.
+    """Join a count and its word; "" for 0.
 
     >>> named(1, "gradient"), named(2, "batch"), named(0, "gradient")
     ('1 gradient', '2 batches', '')
@@ -59,12 +59,12 @@ def named(count: int, word: str) -> str:
 
 
 def count_text(count: int, word: str) -> str:
-    """A count and its word, singular or plural."""
+    """Join a count and its word, singular or plural."""
     return f"{count} {word if count == 1 else plural(word)}"
 
 
 def plural(word: str) -> str:
-    """The plural of a word."""
+    """Return the plural of a word."""
     return word + ("es" if word.endswith("ch") else "s")
 
 

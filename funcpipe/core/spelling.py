@@ -1,4 +1,4 @@
-"""How actions are written and read: stage, kind, microbatch (and slice); two together in parentheses."""
+"""Read and write actions as text: stage, kind, microbatch, slice. Parentheses join two that overlap."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def words_of(line: str) -> Iterator[tuple[str, ...]]:
 
 
 def is_word(word: str) -> bool:
-    """Is it an action."""
+    """Return whether a word is an action."""
     return ACTION.fullmatch(word) is not None
 
 

@@ -44,10 +44,10 @@ class BoundFn(Protocol):
 
 
 class Origin(Protocol):
-    """A model of whose copies stages are made."""
+    """A model whose copies compute in stages."""
 
     def refuse_changes(self) -> None:
-        """Raise PlanError where its attributes have changed since, which the copies do not see."""
+        """Raise PlanError where the model's attributes have changed since the copy was made."""
         ...
 
 
@@ -79,7 +79,7 @@ class Bindable(ABC):
         return ()
 
     def origins(self) -> Iterable[Origin]:
-        """The models of whose copies it is made."""
+        """Return the models whose copies compute in this stage."""
         return [origin for part in self.parts() for origin in part.origins()]
 
 
@@ -112,16 +112,16 @@ class Shared:
 
 @dataclass(eq=False)
 class StageFacts:
-    """What runs found out about a stage, kept so that they look once; not copied with the stage.
+    """Facts about a stage that runs found, kept so that runs look once. Copies of a stage have none.
 
     Attributes:
         draws: in which modes (training or not) it drew random numbers.
         reentrant: in which modes its graph had a reentrant checkpoint.
         kept: in which modes a whole run left its parameters as they were.
         foreign: weak references to leaves of its graph that are not of the run's making.
-        inputs: weak references to the inputs of the microbatch whose graph was looked at last.
+        inputs: weak references to the inputs of the microbatch whose graph a run checked last.
         late: did the plan's loss behind it give weights that nobody knew before.
-        settled: did a plan find the names that its function takes from around it as they were when it was made.
+        settled: whether a plan found the globals and closures of the function as they were at the stage's creation.
     """
 
     draws: set[bool] = field(default_factory=set)
@@ -236,7 +236,7 @@ class Stage:
         return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
 
     def origins(self) -> Iterable[Origin]:
-        """The models of whose copies it is made."""
+        """Return the models whose copies compute in this stage."""
         return self.fn.origins() if isinstance(self.fn, Bindable) else ()
 
     def simple(self) -> list[Stage]:
@@ -406,7 +406,7 @@ def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
 
 
 def refuse_changed_models(stages: Iterable[Stage]) -> None:
-    """Refuse stages made of models whose attributes have changed since. Raises PlanError."""
+    """Raise PlanError for stages of models whose attributes have changed since the stages were made."""
     for origin in {id(origin): origin for stage in stages for origin in stage.origins()}.values():
         origin.refuse_changes()
 

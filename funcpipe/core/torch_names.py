@@ -226,7 +226,7 @@ _unwrapped: Callable[[Tensor], Tensor] = private("torch._C._functorch.get_unwrap
 
 
 def innermost_tensor(tensor: Tensor) -> Tensor:
-    """The tensor inside of all wrappers of torch.func's transforms. Without it: the tensor itself."""
+    """Return the tensor inside all wrappers of torch.func's transforms. Without the names: the tensor itself."""
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
     return tensor
@@ -272,7 +272,7 @@ def operations_with(tag: torch.Tag) -> Iterator[Any]:
 
 
 def switch_of(word: str) -> tuple[Any, str, Any]:
-    """Where torch looks for the setter of a switch, the setter's name, and the getter. Without it: no such name there."""
+    """Return the owner of a switch's setter, the setter's name, and the getter. Without the name: no getter."""
     names = f"_get_{word}", f"get_{word}", f"_get_{word[8:]}_sdp_enabled", f"_get_{word[:-6]}getter"
     return torch._C, f"_set_{word}", next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
@@ -382,7 +382,7 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
-    """A module's forward hooks, to be taken off; public are the handles of who put them on. Without it: none."""
+    """Return a module's forward hooks, to remove some: public handles are with their creators only. Without it: {}."""
     return vars(module).get("_forward_hooks", {})
 
 

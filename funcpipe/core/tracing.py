@@ -1,4 +1,4 @@
-"""The one lock of all traces: export, fx and the checks around them change state of the whole process for a while."""
+"""The one lock of all traces: export, fx and their checks change state of the whole process."""
 
 from __future__ import annotations
 

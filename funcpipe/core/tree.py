@@ -200,7 +200,7 @@ def take_apart(node: Any) -> tuple[list[Any], Any]:
 
 
 def is_registered(kind: type) -> bool:
-    """Is a class itself registered as a container: by its user, or since a tree of this process had one."""
+    """Return whether a class itself is registered as a container, by a user or because a tree contained one."""
     entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)
     return entry is not None and entry.type is kind
 
@@ -327,7 +327,7 @@ def _endless(tree: Tree) -> str:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Are two tensors equal in shape, type and numbers, wherever they are; NaN is equal to NaN."""
+    """Return whether two tensors have the same shape, type and numbers, on any devices. NaN equals NaN."""
     if one is other:
         return True
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -337,7 +337,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments of an operation: single ones, or in lists."""
+    """Yield the tensors in an argument of an operation: a single one, or those in lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

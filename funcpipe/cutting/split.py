@@ -55,14 +55,14 @@ def split(
 ) -> Split:
     """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its names.
 
-    Stages compute with copies of the model's modules: a run refuses them once attributes, layers or hooks of the model have
-    changed.
+    Stages compute with copies of the model's modules. If you change attributes, layers or hooks of the model
+    afterwards, `run` raises PlanError.
 
     Three ways, by what is given. An ``nn.Sequential`` is cut between its layers (those of nested ones too). Any model
     with ``example=`` is traced by ``torch.export`` and cut anywhere: values that far stages need become skips, and the
     stages are compared with the model on two inputs. Any other is cut without tracing at the entries of its list of
     blocks (transformers' decoders, encoders): each stage runs the model's own forward with the other layers left out.
-    A forward that needs a value of another stage there, besides what the block before returned, raises PlanError.
+    If such a stage needs another value of an earlier stage than the last block's output, `run` raises PlanError.
 
     >>> made = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
     >>> [list(params) for params in made.params]
@@ -78,9 +78,9 @@ def split(
             whichever the sum fits), blocks of a list, or what a trace counts.
         policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a function
             ``(Units, num_stages) -> sizes``.
-        example: an input; asks for a trace. With ``layers=`` nothing is traced, and the stages are only compared with
-            the model on it. A tensor or a tuple goes to forward by position, a mapping by keyword; so do the inputs of
-            the stages.
+        example: an input for a trace. With ``layers=`` nothing is traced: the example only compares the stages with the
+            model. A tensor or a tuple goes to forward by position, a mapping by keyword. The inputs of the stages
+            follow the same rule.
         any_rows: trace for any number of rows (the first dimension of every tensor that has as many as the first one;
             `Axis` marks those of another dimension, `Replicate` what has none, as in the batch of a run); False: the
             stages run with just the rows of the example, which is then one microbatch.
@@ -98,9 +98,9 @@ def split(
             its blocks on, through the cache that the model has for generating. For models of transformers without a
             trace whose blocks attend to all that came before (Llama, GPT-2); stages of functions have a ``carry`` of
             their own. Labels go in moved by one, as ``labels`` and ``shift_labels``.
-        commit: for a trace: what buffers are after a batch, if their forward writes into them what depends on the inputs:
-            ``{name: fn}`` with ``fn(old, written, rows) -> new`` of what each microbatch wrote from the same old state.
-            A counter: ``old + sum(new - old for new in written)``; an average: the mean by rows. Batch norm needs none.
+        commit: for a trace: how to update buffers into which the forward writes values that depend on the inputs.
+            ``{name: fn}`` with ``fn(old, written, rows) -> new``, where each microbatch wrote its value from the same
+            ``old``. For counters `sum_of_changes`, for averages `mean_by_rows`. Batch norm needs no entry.
         progress: True shows on stderr what a traced split does: model, trace, cut, check; or a function that is told a
             `CallProgress`.
 

@@ -230,9 +230,9 @@ def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
 
 
 def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the name of each attribute that has one, each attribute once.
+    """Map the name of each attribute that has a tensor to the tensor, each attribute once.
 
-    ``functional_call`` sets an attribute of a module that occurs twice twice, and puts back what it has set first.
+    For an attribute of a module that occurs twice, ``functional_call`` with both names would restore a replaced tensor.
     """
     first = first_names(all_tensors(module))
     names = [

@@ -159,7 +159,7 @@ class Best:
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
-        """Spend what is left, or a share, on moving single actions of the best; some seconds remain for the bounds."""
+        """Move single actions of the best schedule, for a share of the remaining budget; the bounds get the rest."""
         problem, schedule = self.problem, self.schedule
         if problem is None or schedule is None or too_many(problem) or self.done:
             return

@@ -12,17 +12,17 @@ from funcpipe.lab.problem import Objective, gap_of
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule that a search found.
+    """The result of a search: a schedule, and a bound for all schedules.
 
     Attributes:
-        schedule: an ordinary one: run it, draw it, write it to a file.
+        schedule: an ordinary schedule, to run, draw or write to a file.
         timeline: its simulation under the costs of the search.
         objective: what was made short, "makespan" or "span".
         lower_bound: no schedule for these costs and limits takes less, with the stages placed in one of the ways that
             were tried.
         binds: what keeps a schedule from being shorter than the bound: the work or the memory of a device, or the way
             between devices; "a proof by the solver" where that raised it.
-        source: where it comes from: a family, "greedy", "rules", "moves" or "exact".
+        source: the origin of the schedule: a family, "greedy", "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
         ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
             "bound": nothing is left to find.

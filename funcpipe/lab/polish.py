@@ -1,7 +1,7 @@
-"""Make a schedule shorter by moving one action, or joining or parting two, at a time; it stays legal and within memory.
+"""Make a schedule shorter by moving, joining or parting single actions; it stays legal and within memory.
 
-Where a move needs more memory than there is, the residual that waits for longest is computed again or sent to the
-host, if the problem allows it; an R, or an O with its L, that is drawn goes where that fits.
+If a move exceeds memory, the residual that waits for longest is computed again or sent to the host, as the problem
+allows. A drawn R, or an O with its L, is often removed, if memory allows.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Bench:
         return None
 
     def _without_longest(self, whole: Lane, position: int, rng: Random) -> Lane | None:
-        """A lane where the residual with the last backward, of those that are there, is made again, or moved away."""
+        """Return a lane where the waiting residual with the last backward is computed again, or sent to the host."""
         problem, lane = self.problem, whole.actions
         if not (problem.remat or problem.offload):
             return None

@@ -196,7 +196,7 @@ class Problem:
 
 
 def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1) -> Schedule:
-    """Lanes as a schedule."""
+    """Convert lanes to a schedule."""
     rows = [[action_of(CODED[code], stage, piece, num_slices) for code, stage, piece in lane] for lane in lanes]
     return Schedule(tuple(map(tuple, rows)), name)
 

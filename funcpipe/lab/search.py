@@ -53,7 +53,7 @@ def search(
     (102.0, 102.0, 0.0)
 
     Args:
-        cost: times and memory; its sequences say how many stages there are.
+        cost: times and memory; its sequences have one number per stage.
         num_devices: how many devices, D.
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
@@ -103,7 +103,7 @@ def search(
 
 
 def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) -> Best:
-    """Offer schedules for any of these problems, and raise the bounds."""
+    """Offer schedules for all these problems to ``best``, and raise the bounds."""
     budget = best.budget
     few = min(problem.num_actions for problem in problems)
     beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), 1.0)

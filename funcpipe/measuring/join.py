@@ -48,10 +48,10 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
 
 
 def _weights(row: Sequence[Measured]) -> WeightResidual:
-    """What neighbouring layers keep between I and W.
+    """Join the memory that neighbouring layers keep between I and W.
 
-    The graph is kept from the last operation that waits down to the input, so layers before it are kept as they are.
-    Without an input that has a gradient W is the whole backward.
+    A stage keeps the graph from the last operation that waits back to the input. So layers before that operation keep
+    their whole graph. If no input has a gradient, W is the whole backward.
     """
     waiting = [number for number, layer in enumerate(row) if layer.weights.gradients]
     if not waiting:

@@ -44,12 +44,12 @@ def merged(rows: Iterable[Bytes]) -> Bytes:
 
 
 class WeightResidual(NamedTuple):
-    """What an eager layer keeps between I and W, in bytes.
+    """The memory that an eager layer keeps between I and W, in bytes.
 
     Attributes:
-        inner: what the graph keeps of what the layer makes.
-        kept: what the graph keeps of what the layer gets.
-        gradients: the gradients that wait.
+        inner: tensors in the graph that the layer makes.
+        kept: tensors in the graph that the layer gets.
+        gradients: the gradients that wait for W.
     """
 
     inner: int
@@ -58,7 +58,7 @@ class WeightResidual(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All bytes."""
+        """Sum all bytes."""
         return self.inner + sum(self.kept.values()) + self.gradients
 
 
@@ -67,7 +67,7 @@ NOTHING_WAITS = WeightResidual(0, {}, 0)
 
 
 class Measured(NamedTuple):
-    """What one layer takes, in bytes.
+    """The memory of one layer, in bytes.
 
     Attributes:
         inner: kept for its backward, of what it makes and does not hand on.
@@ -77,8 +77,8 @@ class Measured(NamedTuple):
         forward: the most that is alive in its forward, of what it makes.
         backward: the most that is alive in its backward besides what was before (what is kept, the gradient of the
             output, sums of gradients).
-        weights: kept between I and W.
-        has_input: does something that it gets have a gradient; else W is the whole backward.
+        weights: memory that the layer keeps between I and W.
+        has_input: whether an input of the layer has a gradient; if not, W is the whole backward.
     """
 
     inner: int
@@ -199,7 +199,7 @@ class Pass:
                 NOTHING_WAITS,
                 any(place.grad for tree in (x, *pops.values()) for place in tree.places()),
             )
-            if self.train and not stage.carry:  # of slices I is the whole backward
+            if self.train and not stage.carry:  # for slices, I is the whole backward
                 again = partial(self._forward, stage, fn, x, pops, feeds, state)
                 weights = self._weights(params, received, has_input, again)
         fn.release()
@@ -260,7 +260,7 @@ class Pass:
     def _weights(
         self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
     ) -> WeightResidual:
-        """Run a forward and the I of its backward, as a run does, and look what is alive then."""
+        """Measure the memory between I and W: run a forward and I as a run does, and count the live tensors."""
         before = self.live.now
         storages, _, _, roots, _ = forward()
         edges = [edge for edge, _ in roots]

@@ -136,7 +136,7 @@ class Memory:
             schedule: with as many stages as there are entries here; see `group`.
 
         Raises:
-            PlanError: it has another number of stages, or slices.
+            PlanError: the schedule has another number of stages, or slices.
         """
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
         if order.num_slices > 1:

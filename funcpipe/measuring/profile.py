@@ -61,9 +61,9 @@ def profile(
     module, its gradients, mode and buffers, the example and the random generators are untouched, and layers that write
     into their input do so in memory of their own.
 
-    B is the whole backward, I and W are its halves as the stage runs them; together they may take longer. Where an
-    eager stage has nothing that waits for W, I is B. The residuals of a compiled stage are what its programs keep; those
-    of an eager one are what `memory` tells.
+    B is the whole backward, I and W are its halves as the stage runs them; together they may take longer. If nothing in
+    an eager stage waits for W, I is B. For compiled stages, residuals are the memory that their programs keep; for
+    eager stages, `memory` measures them.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_weight[1], cost.residual
@@ -162,7 +162,7 @@ class _Times(NamedTuple):
     Attributes:
         forward, whole, inputs, weights: seconds of F, B, I and W.
         program: bytes between F and its backward; None: what autograd keeps.
-        left: bytes between I and W as programs keep them; None: nothing waits for W.
+        left: bytes that programs keep between I and W; None: nothing waits for W.
     """
 
     forward: float

@@ -41,10 +41,10 @@ def layers_of(
     state: Sequence[Tree] | None,
     feeds: Mapping[str, Tree] | None,
 ) -> tuple[Layer, ...]:
-    """A Sequential, a list of modules, a `Split`, or stages, as layers.
+    """Convert a Sequential, a list of modules, a `Split`, or stages to layers.
 
     Raises:
-        PlanError: it is nothing of that, or numbers, skips or feeds do not fit.
+        PlanError: ``layers`` is none of these, or numbers, skips or feeds do not fit.
     """
     if isinstance(layers, Split):
         row = _stages(

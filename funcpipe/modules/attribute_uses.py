@@ -1,4 +1,4 @@
-"""Which attributes a module's forward writes, and which it reads before it writes them: read from its bytecode."""
+"""Read from bytecode which attributes a module's forward writes, and which it reads before a write."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LOOKUPS = frozenset({"getattr", "hasattr"})
 
 
 class AttributeUses(NamedTuple):
-    """How the forward of a class of modules uses attributes, told by their names alone.
+    """The names of the attributes that the forward of a class of modules uses, and how.
 
     Attributes:
-        written: it assigns them, or writes into them.
-        kept: it reads them before it writes them, so a value of an earlier call may reach a later one.
-        mentioned: they occur in its code at all.
+        written: attributes that the forward assigns, or writes into.
+        kept: attributes that the forward reads before it writes them. An earlier call's value may reach a later call.
+        mentioned: all names and strings in the code of the forward.
     """
 
     written: frozenset[str]
@@ -49,7 +49,7 @@ def _uses(kind: type) -> AttributeUses:
             read |= consts
         if "setattr" in names:
             written |= consts
-        before = set[str]()  # what this function has written so far
+        before = set[str]()  # attributes that this function has assigned so far
         steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
         for number, step in enumerate(steps):
             if step.opname == "STORE_ATTR":
@@ -65,13 +65,16 @@ def _uses(kind: type) -> AttributeUses:
 
 
 def _is_written_into(following: list[dis.Instruction]) -> bool:
-    """May a container that was just loaded be written into: ``self.seen[key] = y``, ``self.seen.pop(key)``."""
+    """Return whether the code may write into a container that it just loaded.
+
+    Examples are ``self.seen[key] = y`` and ``self.seen.pop(key)``.
+    """
     return _calls(following, _CHANGES) or any(step.opname == "STORE_SUBSCR" for step in following)
 
 
 def _is_filled(following: list[dis.Instruction]) -> bool:
-    """Is a container that was just loaded written into and surely not read: ``self.seen[key] = y``."""
-    # Only a key that is one value: what computes a key may read the container itself.
+    """Return whether the code writes into a container that it just loaded, and surely reads nothing from it."""
+    # The key must be one loaded value: an expression may read the container itself.
     stores = len(following) > 1 and following[0].opname.startswith("LOAD") and following[1].opname == "STORE_SUBSCR"
     return stores or _calls(following, _FILLS)
 
@@ -81,7 +84,7 @@ def _calls(following: list[dis.Instruction], methods: frozenset[str]) -> bool:
 
 
 def _reachable(kind: type) -> Iterator[CodeType]:
-    """The code of a class's forward, of the methods of the class that it names, and of functions inside of them."""
+    """Yield the code of a class's forward, of the methods that the forward names, and of inner functions."""
     todo: list[Any] = [getattr(kind, "forward", None)]
     seen: set[CodeType] = set()
     while todo:
@@ -94,7 +97,7 @@ def _reachable(kind: type) -> Iterator[CodeType]:
         seen.add(code)
         yield code
         todo += [const for const in code.co_consts if isinstance(const, CodeType)]
-        # What nn.Module itself defines does not compute.
+        # Methods of nn.Module itself are not part of a forward.
         names = [name for name in code.co_names if not hasattr(nn.Module, name)]
         todo += [inspect.getattr_static(kind, name, None) for name in names]
 

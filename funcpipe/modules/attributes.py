@@ -1,6 +1,6 @@
-"""The attributes of modules at one time, so that later changes are seen: `ModuleAttributes`.
+"""Record the attributes of modules at one time, to find later changes: `ModuleAttributes`.
 
-Stages compute with copies of modules, so what is changed on the originals does not reach them.
+Stages compute with copies of modules, so later changes of the originals do not reach the stages.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Change(NamedTuple):
     """One attribute that has changed.
 
     Attributes:
-        place: its path: ``"0.temperature"``, ``"0.cfg['scale']"``.
-        name: the attribute of the module through which it is reached.
-        uses: how the forward of that module uses attributes.
-        old, new: its values; an object of no meaning where there is none.
+        place: the path of the attribute: ``"0.temperature"``, ``"0.cfg['scale']"``.
+        name: the module's attribute that contains the changed value.
+        uses: the uses of attributes in that module's forward.
+        old, new: the values; a sentinel where there is no value.
     """
 
     place: str
@@ -70,23 +70,23 @@ class Change(NamedTuple):
 
 
 class _Child(NamedTuple):
-    """A child of a module; None for one that is None."""
+    """A child of a module by weak reference; None for a child that is None."""
 
     reference: weakref.ref[nn.Module] | None
     kind: str
 
     def now(self) -> nn.Module | None:
-        """The child, None where it has ended."""
+        """Return the child; None after its end."""
         return None if self.reference is None else self.reference()
 
 
 class _Noted(NamedTuple):
-    """The contents of one module, object or container.
+    """The recorded contents of one module, object or container.
 
     Attributes:
-        place, name, uses: as in `Change`; no name: it is a module.
-        contents: a function that gives them as they are now; None where the module has ended.
-        size, keys, values: how many they were, and what.
+        place, name, uses: as in `Change`; an empty name: the table is a module's.
+        contents: a function that returns the present contents; None after the module's end.
+        size, keys, values: the recorded number of contents, their keys and values.
     """
 
     place: str
@@ -99,24 +99,24 @@ class _Noted(NamedTuple):
 
 
 class ModuleAttributes:
-    """What the attributes of a model are when this is made, at any depth.
+    """The attributes of a model at the time of construction, at any depth.
 
-    Plain values are compared by equality, objects by identity and by their own attributes, tensors by how often they were
-    written to. Numbers in parameters and buffers, and training flags, are left out. Modules are referred to weakly.
+    `changes` compares plain values by equality, objects by identity and by their attributes, tensors by their count of
+    writes. Numbers in parameters and buffers, and training flags, are left out. References to modules are weak.
 
     Args:
         model: a module, with all modules inside.
-        all_names: True: also what forwards write themselves.
+        all_names: True: also attributes that forwards write.
     """
 
     def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
         self.who, self.all_names = type(model).__name__, all_names
         self.tables: list[_Noted] = []
-        self.empty: list[Any] = []  # containers that had no contents, most of them tables of hooks
+        self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
         self.children: list[tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]] = []
         self.seen: set[int] = set()
-        self.kept: list[Any] = []  # so that no other object gets an id of `seen`
+        self.kept: list[Any] = []  # keeps values alive, so that no other object gets an id in `seen`
         for path, module in model.named_modules():
             self._module(path, module)
         self.seen, self.kept = set(), []
@@ -125,7 +125,7 @@ class ModuleAttributes:
         return self
 
     def __reduce__(self) -> Any:
-        return ModuleAttributes, (nn.Module(),)  # another process has no original
+        return ModuleAttributes, (nn.Module(),)  # a copy in another process has no original to compare with
 
     # -- noting ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class ModuleAttributes:
                 self._walk(value, f"{path}.{name}" if path else name, name, uses)
 
     def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
-        """Note what a value has inside."""
+        """Record the contents of a value, and of values inside."""
         if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
             return
         if isinstance(value, (tuple, frozenset)) and all(each is None or isinstance(each, _OPAQUE) for each in value):  # pyright: ignore[reportUnknownVariableType]
@@ -160,7 +160,7 @@ class ModuleAttributes:
             self.tensors.append((place, name, uses, value, _writes(value)))
         elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
             self.empty.append((place, name, uses, value))
-        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):  # those of the compiler, of deferred norms
+        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):  # torch's and our own objects
             self._table(place, name, uses, partial(_contents, value))
 
     def _table(self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]) -> None:
@@ -178,15 +178,15 @@ class ModuleAttributes:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def changes(self) -> list[Change]:
-        """What is other now."""
+        """List the changes since construction."""
         return list(self._changes())
 
     def has_changed(self) -> bool:
-        """Is anything other now."""
+        """Return whether anything has changed since construction."""
         return any(True for _ in self._changes())
 
     def refuse_changes(self) -> None:
-        """Refuse a model that has changed. Raises PlanError."""
+        """Raise PlanError if the model has changed."""
         raise_all(
             f"attributes of this {self.who} were changed after stages were made of it, and stages compute with copies, "
             "which do not see that; make the stages again, and the plan (fp.split(model, ...), fp.from_module(model); "
@@ -224,17 +224,17 @@ class ModuleAttributes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
     def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
-        """Is a changed attribute a setting, and not a value that a forward leaves for others to look at."""
+        """Return whether a changed attribute is a setting, not a value that a forward leaves for others to read."""
         if table.name:
             return self.all_names or not (key in table.uses.written or (key in _FILLED_IN and old is None))
         if key in _APART or (not self.all_names and key in table.uses.written):
             return False
-        # Only hooks and callers add attributes that the class does not know.
+        # A new attribute that no forward mentions comes from hooks or callers.
         return self.all_names or old is not _MISSING or key in table.uses.mentioned
 
 
 def _contents(value: Any) -> Mapping[Any, Any]:
-    """What a container or an object has inside, by key or name."""
+    """Return the contents of a container or an object, by key or name."""
     if isinstance(value, dict):
         return value  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, (list, tuple, deque)):
@@ -262,7 +262,7 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 def _weakly(value: Any) -> Any:
-    """A value to compare with later, without holding modules and their numbers."""
+    """Return a value to compare with later: modules and parameters as weak references."""
     return weakref.ref(value) if isinstance(value, (nn.Module, nn.Parameter)) else value
 
 

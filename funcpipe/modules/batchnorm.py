@@ -83,14 +83,14 @@ class BatchNorm:
     def commit(
         self, state: dict[str, Tensor], stats: Sequence[Sequence[Moments]], *, momentum: float | None = 0.1
     ) -> dict[str, Tensor]:
-        """The state after one batch.
+        """Return the state after one batch.
 
         Args:
             state: before.
-            stats: what each microbatch gave, in their order; of several calls of one layer all, one after the other.
+            stats: for each microbatch, in order, the statistics of each call of the layer.
             momentum: of the running averages; None: the plain average of all batches.
         """
-        for calls in zip_longest(*stats):  # the n-th calls of all microbatches are one update
+        for calls in zip_longest(*stats):  # the n-th calls of all microbatches make one update
             _, mean, var = merge([call for call in calls if call is not None])
             state = updated(state, mean, var, momentum)
         return state

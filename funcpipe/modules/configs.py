@@ -1,4 +1,4 @@
-"""What models of transformers carry beside their layers: configurations, and hooks that collect outputs."""
+"""Find configurations and output hooks of transformers models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from funcpipe.core.torch_names import forward_hooks_of
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """The configurations of a model and of its parts, each once; by attribute, as their code reads them."""
+    """Return the configurations of a model and of its parts, each once; by attribute, as their code reads them."""
     by_id: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -34,9 +34,10 @@ def without_cache(copy: nn.Module, model: nn.Module) -> None:
 
 
 def without_capture_hooks(copy: nn.Module) -> None:
-    """Take off the hooks by which the library collects outputs; a forward of the copy that needs them puts them on.
+    """Remove the hooks by which transformers collects outputs.
 
-    The library puts them on in the first call that needs them. So a model is cut alike, called before or not.
+    transformers adds these hooks in the first call that needs them. Without them a model is cut alike, called before or
+    not. A forward of the copy adds them again where it needs them.
     """
     for module in copy.modules():
         if vars(module).pop("_output_capturing_hooks_installed", False):

@@ -1,4 +1,4 @@
-"""Copies of modules, whose attributes call the copy where they called the original."""
+"""Copy modules so that functions in attributes call the copy, not the original."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
-    """A deep copy of a module, with given tensors in the places of others (by their ids).
+    """Copy a module deeply, with given tensors in the places of others (by their ids).
 
-    A deep copy has the very functions of the original. Those that an attribute holds and that are of the original, a
-    ``layer.forward = torch.compile(layer.forward)`` or a closure over it, become the same of the copy; compiled ones
-    run as they were written.
+    ``deepcopy`` shares functions between copy and original. An attribute such as ``layer.forward =
+    torch.compile(layer.forward)``, or a closure over the layer, would call the original. So the copy gets the same
+    function, bound to the copy. Functions made by torch.compile are replaced by the functions given to torch.compile.
 
     Raises:
         PlanError: an attribute calls the original in a way that cannot be copied.
@@ -45,21 +45,21 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
                     "of the module cannot have one of its own; write it as a method of a subclass"
                 )
             if isinstance(bound, MethodType) and bound.__func__ is getattr(type(bound.__self__), name, None):
-                del table[name]  # the method that its class has anyhow
+                del table[name]  # the class has this method anyway
             else:
                 table[name] = bound
     return new
 
 
 class _Rebind:
-    """Makes the same functions of copies: of ``originals`` (by id), whose copies are in ``memo``."""
+    """Makes functions that call ``originals`` (by id) call their copies in ``memo``."""
 
     def __init__(self, originals: dict[int, nn.Module], memo: dict[int, Any]) -> None:
         self.originals, self.memo = originals, memo
         self.made: dict[int, FunctionType] = {}
 
     def of(self, value: Any) -> Any:
-        """A value that reaches originals, of their copies."""
+        """Return a value in which copies take the places of originals."""
         if not _reaches(value, self.originals, set()):
             return value
         if isinstance(value, MethodType):
@@ -78,7 +78,7 @@ class _Rebind:
     def _function(self, value: FunctionType) -> Any:
         if ORIGINAL_CALLABLE in vars(value):
             return self.of(_as_written(value))
-        if id(value) in self.made:  # it calls itself
+        if id(value) in self.made:  # the function refers to itself
             return self.made[id(value)]
         cells = tuple(CellType() for _ in value.__closure__ or ())
         new = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
@@ -93,16 +93,16 @@ class _Rebind:
 
 
 def _as_written(value: Any) -> Any:
-    """What was given to torch.compile."""
+    """Return the function that was given to torch.compile."""
     value = vars(value)[ORIGINAL_CALLABLE]
-    # The compiler puts a function of its own around methods of torch's layers.
+    # The compiler wraps methods of torch's layers in one more function.
     while isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_COMPILER):
         value = vars(value)["__wrapped__"]
     return value
 
 
 def _reaches(value: Any, originals: dict[int, nn.Module], seen: set[int]) -> bool:
-    """Does a call of a value get at one of these modules, through what it is bound to or closes over."""
+    """Return whether a call of a value can reach one of these modules, by its binding or its closure."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -134,7 +134,7 @@ def _is_full(cell: CellType) -> bool:
 
 
 def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
-    """A copy of a module's structure around its own tensors, each through ``change``. Raises PlanError."""
+    """Copy a module's structure around its tensors, each passed through ``change``. Raises PlanError."""
     tensors = [*module.parameters(), *module.buffers()]
     try:
         return copied_around(module, {id(tensor): change(tensor) for tensor in tensors})

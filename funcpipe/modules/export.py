@@ -48,7 +48,7 @@ class Captured:
         signature: how inputs become values, and values the output.
         written: buffers (first names) that the forward writes, batch norm's apart.
         evaluation: was all of the model in evaluation mode.
-        commits: for written buffers by their first names, what they are after a batch.
+        commits: the user's ``commit=`` functions, by first names of buffers.
     """
 
     module: fx.GraphModule
@@ -142,7 +142,7 @@ def capture(
         args, kwargs: of its forward.
         axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
             None: trace for just the rows of the example.
-        commit: for buffers by name, what they are after a batch.
+        commit: functions ``(old, written, rows) -> new`` by names of buffers, as in `split`.
 
     Raises:
         PlanError: with the reason and the way out.
@@ -213,7 +213,7 @@ def capture(
 def _commits(
     model: nn.Module, commit: Mapping[str, CommitBuffer], canonical: Mapping[str, str]
 ) -> dict[str, CommitBuffer]:
-    """What the caller says of buffers, by their first names. Raises PlanError."""
+    """Return the user's ``commit=`` functions by first names of buffers. Raises PlanError for unknown names."""
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     faults = [f"{name!r} is no buffer of it{similar(name, buffers)}" for name in commit if name not in buffers]
     faults += [
@@ -269,7 +269,7 @@ def _norms(
 
 
 def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, str]]) -> list[str]:
-    """The buffers that only instance norms write: averages over rows."""
+    """Return the buffers that only instance norms write: they are averages over rows."""
     writers: dict[str, set[bool]] = {}
     for node, root in writes_of(module):
         kind, name = sources.get(root.name, ("", ""))

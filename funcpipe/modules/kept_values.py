@@ -1,4 +1,4 @@
-"""Values that a forward keeps in attributes for later calls, which each run makes anew."""
+"""Refuse values that a forward keeps in attributes for later calls, because each run starts without them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from funcpipe.modules.written_buffers import has_numbers
 
 
 def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> None:
-    """Refuse values that a run left on a copy and that the module itself would still use in its next call.
+    """Raise PlanError for values that a run left on its copy and that the module would use in its next call.
 
-    A run begins with the attributes that the module had. A mask or a table comes out the same in each run, so nothing is
-    lost. A value of parameters or inputs does not, nor does what is counted on: then the module itself, which keeps them,
-    computes something else. Whole numbers, and what the forward only writes, are nobody's inputs.
+    A run begins with the attributes that the module had. Masks and tables come out the same in each run, so nothing is
+    lost. Values of parameters or inputs differ between runs, and the module itself would go on with the old value.
+    Whole numbers pass, and so do attributes that the forward only writes.
 
     Args:
-        left: the numbers that the run before left, by place; gets those of this one.
-        changes: what this run changed on its copy.
+        left: the numbers that the earlier run left, by place. Updated with the numbers of this run.
+        changes: the attributes that this run changed on its copy.
         who: the class of the module.
 
     Raises:
-        PlanError: a number was there before the run, or the run before left another one.
+        PlanError: a number differs from the module's own, or from the number that the earlier run left.
     """
     for change in changes:
         if change.name not in change.uses.kept:
@@ -44,7 +44,7 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
 
 
 def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and floats in a value, with their places."""
+    """Yield the tensors and floats in a value, with their places."""
     if isinstance(value, Tensor):
         if has_numbers(value) and value.layout is torch.strided:
             yield place, value.detach()
@@ -59,7 +59,7 @@ def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Are these different numbers of one kind; a table of another size is another table."""
+    """Return whether two values are different numbers of one kind. Tensors of other sizes count as other tables."""
     if isinstance(old, float) and isinstance(new, float):
         return old != new
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):

@@ -197,9 +197,10 @@ def _sides(
 
 
 def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
-    """Which children the source of a forward uses before, and which after it first uses the one with the stack.
+    """Find which children a forward's source uses before its use of the child with the stack, and which after.
 
-    Empty where there is no source, or where it does not name that child: the order of registration must do then.
+    Returns {} where there is no source, or where the source does not name that child. The caller then uses the order of
+    registration.
     """
     source = next((node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None)
     order = [] if source is None else list(_used(source))
@@ -211,9 +212,9 @@ def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, t
 
 
 def _used(node: ast.AST) -> Iterator[str]:
-    """The attributes of ``self`` that some source uses, in the order in which Python comes to them.
+    """Yield the attributes of ``self`` in some source, in the order in which Python uses them.
 
-    A module that is called is used when its arguments are there: in ``self.head(self.body(x))`` the body comes first.
+    A module is called after its arguments: in ``self.head(self.body(x))`` the body comes first.
     """
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
         yield node.attr
@@ -245,7 +246,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    """Is there a module at a path, by children alone: wrappers forward attributes of what they wrap."""
+    """Return whether a module is at a path of children. Attributes do not count, because wrappers forward them."""
     module: nn.Module | None = model
     for step in path.split(".") if path else ():
         module = None if module is None else children_of(module).get(step)

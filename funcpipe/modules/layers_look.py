@@ -1,8 +1,9 @@
-"""Checks in the first forward of a stage of a layer cut that it gives what the model does; refuses what differs.
+"""Refuse outputs of a layer cut that would be incomplete, in the first forward of a stage.
 
-A stage sees its own blocks only, so what a model collects over all of them would come out incomplete. Asked for by name
-it is refused before anything runs; what blocks hand out beside their output (a list that they append to, an attribute
-that the end of the model sums up) is followed in the last stage, which is the one that would return it.
+A stage runs its own blocks only, so values that a model collects over all blocks would be incomplete. If flags ask for
+such values, the stage raises PlanError before anything runs. In the last stage, a dispatch mode follows values that
+blocks hand out beside their output. Examples are a list that blocks append to, and an attribute that the model's end
+sums up.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class SideOutputs(WatchingMode):
-    """A dispatch mode that follows what blocks hand out beside what they return, through all operations outside.
+    """A dispatch mode that follows tensors that blocks hand out beside their output, through all operations.
 
-    A tensor is followed if a block made it or was given it, or if an operation outside computed it from a followed one.
-    Not followed is what a block returned: outside, a copy takes its place. Numbers that a block reads from a tensor
-    (``item``) and keeps cannot be followed.
+    A tensor is followed if a block made it or got it, or if an operation computed it from a followed tensor. Outputs of
+    blocks are not followed: copies take their places. Numbers that a block reads from a tensor (``item``) and keeps
+    cannot be followed.
     """
 
     supports_higher_order_operators = True
@@ -56,11 +57,11 @@ class SideOutputs(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._inside = False
-        self._memory: dict[int, StorageWeakRef] = {}  # of followed tensors; a weak reference keeps its number in use
-        self._views: dict[int, Tensor] = {}  # followed by themselves: their memory is used outside, too
+        self._memory: dict[int, StorageWeakRef] = {}  # of followed tensors; the weak reference reserves the number
+        self._views: dict[int, Tensor] = {}  # followed by identity, because others use the same memory
 
     def block(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Tree:
-        """What a call of a block returned, as copies."""
+        """Call a block, and return copies of its output."""
         outer, self._inside = self._inside, True
         try:
             with without_modes():
@@ -68,17 +69,17 @@ class SideOutputs(WatchingMode):
             out = call(*args, **kwargs)
         finally:
             self._inside = outer
-        with without_modes():  # the copies are no operations of the model
+        with without_modes():  # these copies are no operations of the model
             return map_tensors(lambda tensor: tensor.clone() if _memory(tensor) else tensor, out)
 
     def follows(self, tensor: Any) -> bool:
-        """Whether a tensor depends on what a block handed out beside its output."""
+        """Return whether a tensor depends on values that a block handed out beside its output."""
         if not isinstance(tensor, Tensor):
             return False
         return id(tensor) in self._views or (_memory(tensor) or 0) in self._memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follow the results of an operation, if it is inside of a block or takes a followed tensor."""
+        """Follow the results of an operation that runs in a block or takes a followed tensor."""
         out = func(*args, **(kwargs or {}))
         given = list(tensors_in([*args, *(kwargs or {}).values()]))
         followed = any(map(self.follows, given))
@@ -107,7 +108,7 @@ class SideOutputs(WatchingMode):
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """The number of a tensor's memory; None where it has none of its own."""
+    """Return the number of a tensor's memory; None for a tensor without memory."""
     if tensor.layout is not torch.strided or isinstance(tensor, Unknown):
         return None
     try:

@@ -1,7 +1,7 @@
-"""One stage of a layer cut: the model's own forward on a private copy that has the stage's tensors only.
+"""One stage of a layer cut: the model's forward on a private copy that has the stage's tensors only.
 
-The copy's own blocks run. Blocks of other stages hand on what arrived, and the tensors of other stages are `Unknown`:
-an output that depends on one is refused, in every call.
+The stage's blocks run. Blocks of other stages return their input, and tensors of other stages are `Unknown`. An output
+that depends on one raises PlanError, in every call.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class LayersCopy(ModuleCopy):
         self.cut, self.first, self.last, self.caches = cut, owner.first, owner.last, owner.caches
         self.carried: Tree = None  # what the slice before handed on
         self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
-        self.device: torch.device | None = None  # where the tensors of other stages seem to lie
-        self.is_first_call = False  # in a mode, of all copies
-        self.side_outputs: SideOutputs | None = None  # what blocks hand out in this call, where it is looked at
+        self.device: torch.device | None = None  # the device of `Unknown` tensors
+        self.is_first_call = False  # the first in this mode, over all copies
+        self.side_outputs: SideOutputs | None = None  # follows tensors that blocks hand out, in a checked call
         self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
         around = [
             layer
@@ -124,14 +124,14 @@ class LayersCopy(ModuleCopy):
             if path != cut.path and not any(within(path, name) for name in cut.names)
         ]
         self.sleepers = around if self.first else []
-        self.unhooked: list[str] = []  # blocks of other stages whose hooks do not run here
+        self.unhooked: list[str] = []  # blocks of other stages whose hooks this stage does not run
         self._reset()
         self._put_stubs()
         self.attributes = ModuleAttributes(self.module, all_names=True)
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:
-        """Put tensors in the places of the stage's parameters and buffers, `Unknown` in those of other stages."""
+        """Put tensors in the places of the stage's parameters and buffers, `Unknown` tensors in all other places."""
         super().install(params, state)
         tensor = next(iter([*params.values(), *(state or {}).values()]), None)
         device = tensor.device if tensor is not None else torch.device("cpu")
@@ -148,7 +148,7 @@ class LayersCopy(ModuleCopy):
         self.running = self.begun = False
         self.at = 0  # the next block that should run
         self.x: Tree = None  # what the stage before returned
-        self.earlier: Tree = None  # what blocks before that returned: the same without numbers
+        self.earlier: Tree = None  # the output of earlier blocks: ``x`` without numbers
         self.travelling: list[tuple[str, Tree]] = []  # (path, output) of each call of an entry, in order
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
@@ -175,7 +175,7 @@ class LayersCopy(ModuleCopy):
         return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
 
     def _forward(self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
-        """The output of the stage's last block, or of the model; in the first stage also what of entries travels."""
+        """Return the output of the stage's last block, or of the model; in the first stage also travelling entries."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         if self.caches is not None:
@@ -226,7 +226,7 @@ class LayersCopy(ModuleCopy):
     # -- blocks, and entries that travel ---------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Have this object called in the places of the copy's blocks; the attributes of all modules stay."""
+        """Put callbacks to this object in the places of the copy's blocks. Attributes of all modules stay."""
         cut = self.cut
         proxy = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
         for number, name in enumerate(cut.names):
@@ -236,7 +236,7 @@ class LayersCopy(ModuleCopy):
                 continue
             self.unhooked += [repr(name)] if hooks_of(block) else []
             stub(block, partial(LayersCopy._foreign_block, proxy, number))
-            for layer in block.modules():  # what an earlier forward of the model left here is not of this one
+            for layer in block.modules():  # numbers left by an earlier forward of the model are stale
                 kept = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor)}
                 vars(layer).update(unknown_like(kept, name) if kept else {})
         for root in cut.entry if self.first or self.last < len(cut) else ():
@@ -256,7 +256,7 @@ class LayersCopy(ModuleCopy):
             )
         self.at = number + 1
         if self.at < self.first:
-            if self.earlier is None:  # once for all of them
+            if self.earlier is None:  # one tree serves all these blocks
                 self.earlier = unknown_like(self.x, self.cut.names[number])
             return self.earlier
         self._begin()
@@ -264,7 +264,7 @@ class LayersCopy(ModuleCopy):
         return self.x
 
     def _own_block(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """A call of a block of this stage, with its hooks; after the last one it leaves the model's forward."""
+        """Call a block of this stage, with its hooks. The last block ends the model's forward."""
         if not self.running:  # computed again, in a backward
             return call(*args, **kwargs)
         if number == 0:
@@ -283,9 +283,10 @@ class LayersCopy(ModuleCopy):
             self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
 
     def _entry(self, root: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """A call of an entry before the blocks: the first stage records what it returned, later ones take the record.
+        """Call an entry before the blocks in the first stage, and record its output. Later stages return the record.
 
-        What `Layers.carry` names travels as it is, of all else the numbers stay behind where they can have a gradient.
+        Outputs of modules in `Layers.carry` travel whole. Other outputs travel without the numbers of leaves that can
+        have a gradient.
         """
         if not self.running or self.begun:
             return call(*args, **kwargs)
@@ -303,7 +304,10 @@ class LayersCopy(ModuleCopy):
         return record if root in self.cut.carry else map_leaves(partial(_from_shape, source=root), record)
 
     def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """A call of a module inside of an entry in a later stage: before the blocks its hooks ran in the first stage."""
+        """Call a module inside an entry of a later stage.
+
+        Before the blocks its hooks do not run: the first stage ran them.
+        """
         return call.args[0].forward(*args, **kwargs) if self.running and not self.begun else call(*args, **kwargs)
 
     # -- what other stages have ------------------------------------------------------------------------------------
@@ -324,7 +328,7 @@ class LayersCopy(ModuleCopy):
             raise self._refusal(f"{place} depends on", found.source)
 
     def _refusal(self, need: str, source: str) -> PlanError:
-        """The error of a stage that needs numbers of another one."""
+        """Make the error of a stage that needs numbers of another stage."""
         cut = self.cut
         call = "layers=fp.models.find_layers(model, "
         entries = [root for root in cut.entry if within(source, root)]
@@ -345,9 +349,9 @@ class LayersCopy(ModuleCopy):
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
-        """Refuse an output made of what blocks hand out beside what they return. Raises PlanError.
+        """Raise PlanError for an output made from tensors that blocks hand out beside their output.
 
-        The last stage has its own blocks only, so what a model collects over all of them would be incomplete.
+        The last stage has its own blocks only, so values that a model collects over all of them would be incomplete.
         """
         for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
             if side_outputs.follows(leaf):
@@ -381,12 +385,12 @@ class LayersCopy(ModuleCopy):
 
 
 def _shape_only(leaf: Any) -> Any:
-    """A leaf without its numbers, where it can have a gradient: a tensor of no elements that has its shape, but for one axis."""
+    """Replace a leaf that can have a gradient by an empty tensor with its shape behind one more axis."""
     return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
 
 
 def _from_shape(leaf: Any, source: str) -> Any:
-    """The `Unknown` tensor of a leaf of `_shape_only`."""
+    """Make the `Unknown` tensor for a leaf of `_shape_only`."""
     if not is_differentiable(leaf):
         return leaf
     return unknown(leaf.shape[1:], leaf.dtype, leaf.device, source)

@@ -1,4 +1,4 @@
-"""How the modules of a stage's copy are replaced, or their calls seen."""
+"""Replace modules of a stage's copy, or intercept their calls."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
-    """Have every call of a module go to ``called``, with the call itself, hooks and all, as its first argument.
+    """Send every call of a module to ``called``. The first argument of ``called`` is the original call, with hooks.
 
-    The module gets a class of its own, because Python looks up ``__call__`` in the class.
+    The module gets a new class, because Python looks up ``__call__`` in the class.
     """
     kind = type(layer)
 

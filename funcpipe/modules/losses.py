@@ -41,7 +41,7 @@ class ModelLoss:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known what the model's loss is divided by."""
+        """Whether the divisor of the model's loss is known."""
         return self.labels is not None and getattr(self.labels, "counter", None) is not None
 
     def weigh(self, inputs: Any, target: Any) -> Any:

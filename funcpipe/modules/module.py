@@ -36,11 +36,12 @@ def from_module(
 ) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
-    The stage owns a copy of the module without its numbers; the module itself is never touched. A run refuses the stage
-    once attributes, layers or hooks of the module have changed, for the copy does not see that. Batch norm layers
-    become deferred ones (`batch_norm`). What its `skippable` layers, at any depth, exchange with other stages the stage
-    stashes and pops. A layer of the copy trains where the plan trains and the layer was in training mode when the stage
-    was made: a frozen batch norm stays frozen, and after ``module.eval()`` the whole stage stays in evaluation mode.
+    The stage owns a copy of the module without its numbers; the module itself is never touched. If you change
+    attributes, layers or hooks of the module afterwards, `run` raises PlanError, because the copy does not see the
+    change. Batch norm layers become deferred ones (`batch_norm`). The stage stashes and pops the skips that its
+    `skippable` layers, at any depth, exchange with other stages. A layer of the copy trains where the plan trains, if
+    the layer was in training mode when the stage was made. So a frozen batch norm stays frozen, and after
+    ``module.eval()`` the whole stage stays in evaluation mode.
 
     >>> block, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> sorted(params), sorted(state)[0]
@@ -179,7 +180,7 @@ class Skeleton:
         norms: for the path of each layer whose statistics are deferred, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
         evaluation: do all layers.
-        origin: the attributes of the model that the copy is of; None: nobody asks whether they change.
+        origin: the attributes of the copied model; None: runs do not compare them.
     """
 
     def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
@@ -204,7 +205,7 @@ class PartFn(Bindable):
         who: whose tensors these are, for messages.
         param_shapes, buffer_shapes: of the part's tensors, by the model's names.
         evaluation: does it stay in evaluation mode.
-        origin: the attributes of the model, to see whether they change; None: nobody asks.
+        origin: the recorded attributes of the model; None: runs do not compare them.
     """
 
     who: str
@@ -214,7 +215,7 @@ class PartFn(Bindable):
     origin: ModuleAttributes | None
 
     def origins(self) -> list[ModuleAttributes]:
-        """What the attributes of the model were."""
+        """Return the recorded attributes of the model."""
         return [] if self.origin is None else [self.origin]
 
     def part(self, tensors: Mapping[str, Tensor], name: str, **declared: Any) -> tuple[Stage, Params, State]:
@@ -255,7 +256,7 @@ class ModuleFn(PartFn):
         norms: for the path of each layer whose statistics are deferred, its buffers.
         carry: as in `from_module`.
         looked: the modes (training or not) in which a forward was looked at for writes into buffers.
-        left: numbers that the last run left on its copy for later calls, by their places.
+        left: numbers that the last run left in attributes of its copy, by their places.
     """
 
     def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = "") -> None:
@@ -317,7 +318,7 @@ class ModuleCopy:
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
         self.slots: list[tuple[dict[str, Any], str, str]] = []  # where tensors go, and by which name
-        self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []  # where those of other stages would
+        self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []  # places of tensors of other stages
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
@@ -329,7 +330,7 @@ class ModuleCopy:
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
         layers = list(self.module.modules())
         tables = [table for layer in layers for table in (parameters_of(layer), buffers_of(layer))]
-        self.tables = [(table, [*table]) for table in tables]  # a parametrization that comes and goes moves tensors
+        self.tables = [(table, [*table]) for table in tables]  # a removed parametrization moves tensors
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -410,7 +411,7 @@ class ModuleCopy:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
         changes = self.attributes.changes()
-        if changes:  # what a forward left on the module (an attention map) goes with the copy
+        if changes:  # a copy with values that a forward left (an attention map) is dropped
             refuse_kept(self.owner.left, changes, type(self.module).__name__)
         elif all([*table] == names for table, names in self.tables):
             self.owner.give_back(self)

@@ -96,7 +96,7 @@ _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def dependents_of(module: fx.GraphModule, sources: Collection[fx.Node], apart: Container[fx.Node] = ()) -> set[fx.Node]:
-    """The nodes whose numbers depend on some, by data and by writes in place, or on random draws."""
+    """Return the nodes whose numbers depend on ``sources`` or on random draws, by data or by in-place writes."""
     roots, writes = roots_of(module), writes_of(module, apart)
     found = set(sources)
 

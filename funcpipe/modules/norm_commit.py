@@ -59,8 +59,8 @@ class CommitLayers:
     """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
 
     State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
-    ``deferred`` those of all microbatches make one update for each call of the layer in a forward, in the order of the
-    calls; without, every call in every microbatch makes its own, as plain batch norm does.
+    ``deferred``, each call of the layer in a forward makes one update from all microbatches, in the order of the calls.
+    Without ``deferred``, each call in each microbatch makes an update, as plain batch norm does.
     """
 
     def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
@@ -84,10 +84,10 @@ class CommitLayers:
 
 
 class _Seen(NamedTuple):
-    """What one layer saw in a batch.
+    """The statistics of one layer in a batch.
 
     Attributes:
-        updates: the statistics of each update, in the order in which they are made.
+        updates: the statistics of each update, in order.
         momentum: of the running averages; None: the plain average of all batches.
         state: of the layer, before the batch.
         keys: for each name in it that of the buffer.
@@ -104,7 +104,7 @@ class _Seen(NamedTuple):
         tracked = names.tracked if norms[-1].counted else None
         named = dict(zip((*_RUNNING, _TRACKED), (names.mean, names.var, tracked), strict=True))
         keys = {name: key for name, key in named.items() if key is not None and key in state}
-        if deferred:  # the n-th calls of all microbatches are one update
+        if deferred:  # the n-th calls of all microbatches make one update
             columns = zip_longest(*(norm.moments for norm in norms))
             updates = [[call for call in column if call is not None] for column in columns]
         else:

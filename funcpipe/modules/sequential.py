@@ -97,7 +97,7 @@ def cut_sequential(
         sizes: the number of layers of each stage, all positive; they add up to the number of `units_of` the module.
         flat: count the layers of Sequentials inside too.
         deferred: as in `from_module`.
-        origin: runs refuse the stages once attributes of the module have changed.
+        origin: True: `run` raises PlanError once attributes of the module have changed.
 
     Returns:
         For each stage: the stage, named by its layers, its parameters and its state.

@@ -56,18 +56,19 @@ class Split:
         return len(self.stages)
 
     def merge(self, params: Sequence[Tree], state: Sequence[Tree] | None = None) -> dict[str, Tensor]:
-        """Parameters as the model's ``state_dict``, or gradients, by its names, in its order, tied names too.
+        """Return parameters as the model's ``state_dict``, or gradients by its names, in its order, with tied names.
 
-        Trees in which nothing is an ``nn.Parameter`` or requires grad are gradients, or parameters of a functional
-        optimizer. They give only the names that they have a tensor for: a parameter without gradient is absent, and so is
-        what no stage uses; ``split.state_dict() | split.merge(params, state)`` has both. Buffers come with ``state``.
+        If no tensor in the trees is an ``nn.Parameter`` or requires grad, the trees are gradients, or parameters of a
+        functional optimizer. The result then has only names with a tensor: parameters without a gradient are absent,
+        and so are parameters that no stage uses. ``split.state_dict() | split.merge(params, state)`` has both. With
+        ``state``, buffers are included.
 
         Args:
             params: one dict per stage, like ``self.params``; or gradients, like ``result.grads``.
-            state: one per stage, like ``result.state``; None with parameters: as it was split.
+            state: one per stage, like ``result.state``; None with parameters: the state of the split.
 
         Raises:
-            PlanError: these are not the trees of this split, or ``state`` is missing where training changes it.
+            PlanError: the trees do not fit this split, or ``state`` is missing where training changes it.
         """
         if not isinstance(params, (tuple, list)):
             raise PlanError(
@@ -119,7 +120,7 @@ class Split:
             A new split; this one, and the model, keep theirs. Types, devices and requires_grad stay.
 
         Raises:
-            PlanError: names or shapes do not fit, or tied names have other numbers each; all of them are listed.
+            PlanError: names or shapes do not fit, or tied names have different numbers. The message lists all.
         """
         faults = self._faults(state_dict, strict)
         raise_all("this state_dict does not fit the split:", faults)

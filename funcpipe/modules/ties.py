@@ -134,7 +134,7 @@ class _Travelling(Bindable):
         return self.stage.layers()
 
     def origins(self) -> Iterable[Origin]:
-        """Those of the stage inside."""
+        """Return the models of the stage inside."""
         return self.stage.origins()
 
     def bind(self, params: Any, state: Any) -> BoundFn:

@@ -255,9 +255,9 @@ CommitBuffer = Callable[[Tensor, tuple[Tensor, ...], tuple[int, ...]], Tensor]
 
 
 def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """What averages over rows are after a batch: the mean of what the microbatches wrote, each by its rows.
+    """Commit an average over rows: the mean of the microbatches' values, weighted by their rows.
 
-    For ``split(commit={name: fn})``.
+    Use it in ``split(commit={name: fn})``.
 
     >>> fp.models.mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
     tensor([2.])
@@ -267,9 +267,9 @@ def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) ->
 
 
 def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """What counters are after a batch: the old number, and what each microbatch added to it.
+    """Commit a counter: the old number plus the change that each microbatch made.
 
-    For ``split(commit={name: fn})``.
+    Use it in ``split(commit={name: fn})``.
 
     >>> fp.models.sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
     tensor([8])
@@ -278,10 +278,10 @@ def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) 
 
 
 class CommitGraph:
-    """The commit of a traced stage: batch norm layers as always, and the other buffers that its forward writes.
+    """The commit of a traced stage: batch norm layers, and the other buffers that its forward writes.
 
-    Every microbatch wrote them from the same old state. What does not depend on the inputs all wrote alike; for others
-    ``commits`` has a function each.
+    Every microbatch wrote these buffers from the same old state. If a value does not depend on the inputs, all
+    microbatches wrote the same one. For the others ``commits`` has a function each.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class CommitGraph:
         self.commits = {name: commits[name] for name in written if name in commits}
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """The buffers after one batch. Raises PlanError where a function gives another kind of tensor."""
+        """Return the buffers after one batch. Raises PlanError where a function returns another kind of tensor."""
         collected = [entry for entry in stats if entry]
         if not collected:
             return state

@@ -1,9 +1,9 @@
-"""Tensors of other stages in a stage of a model cut at its blocks: shape, type and device are known, numbers are not.
+"""Tensors of other stages in a stage of a layer cut, with shape, type and device, but without numbers.
 
-A stage of such a cut runs the model's own forward, which also touches tensors that other stages hold: parameters of
-embeddings, and what earlier blocks returned. In their places are `Unknown` tensors. Every operation with one gives
-`Unknown` tensors again, worked out on the meta device, so the data flow between stages is seen exactly: what comes out
-of a stage is either right or `Unknown`, and then refused. Nothing here depends on numbers, so a refusal does not either.
+A stage of such a cut runs the model's own forward, which also uses tensors of other stages: parameters of embeddings,
+and outputs of earlier blocks. In their places are `Unknown` tensors. Every operation with one returns `Unknown`
+tensors, computed on the meta device, so data flow between stages is exact. An output is either right or `Unknown`,
+which raises PlanError. The result depends on no numbers, so it is the same in every call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnknownValueError(PlanError):
 
 
 class Outline(NamedTuple):
-    """What is known of a tensor: its shape, strides and type. Equal ones give equal results."""
+    """The known facts of an `Unknown` tensor: shape, strides and type. Equal outlines give equal results."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,19 +56,19 @@ class Outline(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The outline of a tensor; of one that is not strided, that of a contiguous one."""
+        """Return the outline of a tensor; for a tensor that is not strided, of a contiguous one."""
         if tensor.layout is torch.strided:
             return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype)
         return cls.contiguous(tensor.size(), tensor.dtype)
 
     @classmethod
     def contiguous(cls, size: Sequence[int], dtype: torch.dtype) -> Self:
-        """The outline of a contiguous tensor."""
+        """Return the outline of a contiguous tensor."""
         steps = accumulate(reversed(size[1:]), lambda step, length: step * max(1, length), initial=1)
         return cls(tuple(size), tuple(steps)[::-1] if size else (), dtype)
 
     def on(self, device: str | torch.device) -> Tensor:
-        """A new tensor of this outline; its numbers are not set."""
+        """Make a tensor of this outline, with numbers not set."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
@@ -76,14 +76,14 @@ class Unknown(Tensor):
     """A tensor whose numbers another stage has.
 
     Attributes:
-        source: where the numbers are, for messages: the name of a parameter, of an entry or of a block.
+        source: the origin of the numbers, for messages: the name of a parameter, an entry or a block.
     """
 
     source: str
     __torch_function__: Any = plain_function
 
     def __new__(cls, outline: Outline, device: torch.device, source: str) -> Self:
-        """A tensor of an outline, as if it lay on ``device``."""
+        """Make a tensor of an outline that claims to be on ``device``."""
         made = wrapper_tensor(cls, outline.size, strides=outline.stride, dtype=outline.dtype, device=device)
         made.source = source
         return made
@@ -98,7 +98,7 @@ class Unknown(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The result of an operation, without numbers. Raises UnknownValueError where it cannot be had so."""
+        """Return the result of an operation, without numbers. Raises UnknownValueError where numbers are needed."""
         kwargs = dict(kwargs or {})
         first = next(tensor for tensor in tensors_in([*args, *kwargs.values()]) if isinstance(tensor, Unknown))
         written = [args[place] if place < len(args) else kwargs.get(each.name) for place, each in _written(func)]
@@ -127,22 +127,22 @@ class Unknown(Tensor):
 
 
 def is_unknown(leaf: Any) -> bool:
-    """Whether a leaf is `Unknown`, also inside of a transform of torch.func."""
+    """Return whether a leaf is `Unknown`, also inside a transform of torch.func."""
     return isinstance(leaf, Unknown) or (isinstance(leaf, Tensor) and isinstance(innermost_tensor(leaf), Unknown))
 
 
 def first_unknown(tree: Tree) -> Unknown | None:
-    """The first `Unknown` leaf of a tree."""
+    """Return the first `Unknown` leaf of a tree."""
     return next((cast("Unknown", innermost_tensor(leaf)) for leaf in flatten(tree)[0] if is_unknown(leaf)), None)
 
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: str) -> Unknown:
-    """A tensor of a shape and type whose numbers are at ``source``."""
+    """Make an `Unknown` tensor of a shape and type, with its numbers at ``source``."""
     return Unknown(Outline.contiguous(shape, dtype), device, source)
 
 
 def unknown_like(tree: Tree, source: str) -> Tree:
-    """A tree with `Unknown` tensors in the places of its tensors and numbers; all else stays."""
+    """Replace the tensors and numbers in a tree by `Unknown` tensors; all else stays."""
 
     def without_numbers(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -156,15 +156,16 @@ def unknown_like(tree: Tree, source: str) -> Tree:
 
 @lru_cache(maxsize=4096)
 def _outcome(func: Any, args: Any, kwargs: Any, *, kinds: Any) -> Any:
-    """The outlines of an operation's results, by torch's own kernels for the meta device.
+    """Compute the outlines of an operation's results, by torch's kernels for the meta device.
 
-    ``kinds`` has the types of the arguments: True, 1 and 1.0 are one key, and give results of other types.
+    ``kinds`` has the types of the arguments. Without it, True, 1 and 1.0 would be one cache key, with results of other
+    types.
     """
 
     def tensor(leaf: Any) -> Any:
         return leaf.on("meta") if isinstance(leaf, Outline) else leaf
 
-    with without_modes():  # a trace, say, has no part in this
+    with without_modes():  # a running trace must not see these operations
         return _map(_outline, func(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs}))
 
 
@@ -182,18 +183,18 @@ def _is_hashable(value: Any) -> bool:
 
 @lru_cache(maxsize=512)
 def _written(func: Any) -> list[tuple[int, Any]]:
-    """The arguments that an operation writes into, each with its place."""
+    """Return the arguments that an operation writes into, each with its position."""
     arguments = enumerate(schema(func).arguments) if isinstance(func, OpOverload) else ()
     return [(place, each) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def is_write(func: Any) -> bool:
-    """Whether an operation writes into one of its arguments."""
+    """Return whether an operation writes into one of its arguments."""
     return bool(_written(func))
 
 
 def _as_places(indices: Any) -> list[Any]:
-    """Indices of a tensor, masks as places: how many there are depends on the mask's numbers, which are known."""
+    """Replace masks among indices by positions: their number depends on the mask's numbers, which are known."""
     out: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, Tensor) and not is_unknown(index) and index.dtype in (torch.bool, torch.uint8)
@@ -202,7 +203,7 @@ def _as_places(indices: Any) -> list[Any]:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """The arguments of an operation, each through ``change``; lists become tuples, which can be keys."""
+    """Pass the arguments of an operation through ``change``; lists become tuples, which can be cache keys."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Outline):
         return tuple(_map(change, item) for item in cast("list[Any]", value))
     return change(value)

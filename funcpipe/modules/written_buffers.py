@@ -117,7 +117,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
-    """For each buffer what tells whether it was written to; None where nothing can."""
+    """Copy buffers to detect later writes; None where no comparison is possible."""
     if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None
     if all(map(has_numbers, buffers.values())):
@@ -128,7 +128,7 @@ def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
 
 
 def _is_as_before(buffer: Tensor, kept: Any) -> bool:
-    """Has a buffer the bits that it had; NaN equals nothing, so numbers are compared as integers."""
+    """Return whether a buffer has its old bits. Numbers are compared as integers, because NaN equals nothing."""
     if not isinstance(kept, Tensor):
         return was_written(buffer) == kept
     return torch.equal(_as_integers(buffer), _as_integers(kept))

@@ -71,8 +71,8 @@ class Pipe(Anchored):
 
     Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model that draws. Running
     statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
-    Layers may be frozen, changed, replaced and hooked between calls: every call compares their attributes, nested ones
-    too, and makes the stages again where they differ.
+    Layers may be frozen, changed, replaced and hooked between calls. Every call compares their attributes, nested ones
+    too, and makes the stages again if one differs.
 
     A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
     Inside of a stage of another run, a Pipe is the plain Sequential.
@@ -82,7 +82,7 @@ class Pipe(Anchored):
             objects.
         chunks: the most microbatches; a batch with fewer rows has fewer.
         checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
-            "except_last" all but the last, "never" none. All give the same bits.
+            "except_last" all but the last, "never" none. All are bit-identical for pure layers.
         deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if it had seen the whole
             batch; False: once per microbatch, as the plain layer would.
         devices: one for each stage, the same may stand many times; one alone is for all. More than there are stages are
@@ -211,7 +211,7 @@ class Pipe(Anchored):
 
         Raises:
             BatchError: inputs that cannot be cut.
-            PlanError: under ``torch.export``: export the layers.
+            PlanError: the call is inside ``torch.export``; export the layers instead.
             PlacementError: layers were moved to another device.
             StageError: a layer failed; also an instance of what it raised.
         """

@@ -44,7 +44,7 @@ class Stages:
     def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
-        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)  # calls look themselves
+        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)  # Pipe itself compares them
         homes: dict[str, TensorHome] = {
             f"{path}.{name}" if path else name: (layer, name)
             for path, layer in model.named_modules(remove_duplicate=False)
@@ -138,9 +138,10 @@ def _read(home: TensorHome) -> Tensor:
 
 
 class ModuleSnapshot:
-    """What stages depend on besides the numbers in tensors: layers, their attributes and hooks, shared tensors.
+    """The structure that stages depend on: layers, their attributes and hooks, shared tensors.
 
-    Training flags are apart: they change often and back, so stages are kept for several of them.
+    Numbers in tensors are left out. Training flags are separate, because they change often and back: `Pipe` keeps
+    stages for several of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,11 +151,11 @@ class ModuleSnapshot:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """The training flags of all modules, as they are now."""
+        """Return the present training flags of all modules."""
         return tuple([module.training for module in self.modules])
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether nothing but training flags differs in a model now."""
+        """Return whether a model differs from this snapshot in training flags only, or not at all."""
         paths, modules = _named_layers(model)
         if paths != self.paths or not all(map(is_, modules, self.modules)):
             return False
@@ -162,7 +163,7 @@ class ModuleSnapshot:
 
 
 def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """All modules inside a model, and their paths."""
+    """Return the paths of all modules inside a model, and the modules."""
     named = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module is not model]
     return [path for path, _ in named], [module for _, module in named]
 

@@ -82,13 +82,13 @@ def own_address(hosts: Iterable[str]) -> str:
 
 
 def own_loopback(host: str) -> str:
-    """The loopback address by which a process reaches a host; "" if it goes there by a network."""
+    """Return the loopback address by which this process reaches a host; "" if it needs a network."""
     ways = [*_ways_to([host])]
     return ways[0] if ways and all(ip_address(address).is_loopback for address in ways) else ""
 
 
 def _ways_to(hosts: Iterable[str]) -> Iterator[str]:
-    """The addresses from which this machine reaches each of these hosts, IPv4 first."""
+    """Yield the addresses from which this machine reaches each of these hosts, IPv4 first."""
     for host in filter(None, hosts):
         with suppress(OSError):
             found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)

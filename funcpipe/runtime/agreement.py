@@ -39,8 +39,8 @@ class Word(NamedTuple):
         trained: the leaves that it trains, where there are replicas.
         copies: what its parameters are, without their numbers, where there are replicas.
         length: of the sequences that it has and slices are cut of; None: it has none.
-        of_target, rows_unclear: of ready-made microbatches, as in `Uncut`.
-        is_new: has it parameters whose numbers were not compared with those of others yet.
+        of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
+        is_new: whether the process has parameters that no run has compared with other processes.
     """
 
     plan: str
@@ -73,7 +73,7 @@ class Agreed(NamedTuple):
         layouts: for each tie, of each member, at this replica.
         length: of the sequences that slices are cut of; None: there are none.
         rows_unclear: see `Shares`.
-        is_new: has any of them parameters whose numbers are to be compared.
+        is_new: whether any process has parameters to compare.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -90,7 +90,7 @@ class Agreed(NamedTuple):
 def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()) -> Agreed:
     """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
 
-    Errors call the processes by these ``names``.
+    Errors name the processes by ``names``.
 
     Raises:
         RanksError: they do not fit; every process raises it, since all have the same words.
@@ -156,7 +156,7 @@ def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
 
 
 def _precedence(word: Word) -> tuple[bool, bool]:
-    """Whose ready-made rows count: the target's before the inputs', as in one process."""
+    """Sort processes so that ready-made rows of the target count before rows of the inputs, as in one process."""
     return not word.of_target, word.merged is None
 
 
@@ -167,7 +167,7 @@ def _has_ready_rows(word: Word) -> bool:
 def _differences(
     said: Sequence[tuple[str, Word]], name: str, field: Callable[[Word], Any], *, some: bool = False
 ) -> list[str]:
-    """Where processes, by their names, say other things; with ``some`` those that say None say nothing."""
+    """List the processes, by name, whose values differ from the first. With ``some``, None is no value."""
     values = [(process, value) for process, word in said if (value := field(word)) is not None or not some]
     return [
         f"{name}: {process} has {value!r}, {values[0][0]} has {values[0][1]!r}"
@@ -208,7 +208,7 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
 
 
 def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Raise RanksError where processes, called by these names, have refused to run the plan, or differ from the first."""
+    """Raise RanksError where processes refuse the plan, or differ from the first. Errors use ``names``."""
     refused = [
         f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each
     ]
@@ -223,7 +223,7 @@ def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> No
 
 
 def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) -> RanksError:
-    """The error of processes, called by these names, that exchange something in other runs, or about other things."""
+    """Make the error of processes that exchange values in different runs, or about different things."""
     pairs = zip(names, known, strict=True)
     where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
     return RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")

@@ -10,7 +10,7 @@ from funcpipe.core.errors import Where
 
 
 class Failure(NamedTuple):
-    """What the processes of a plan tell each other of a failure.
+    """The message about a failure that the processes of a plan send each other.
 
     Attributes:
         rank: whose it is; -1: nobody's in particular.
@@ -19,7 +19,7 @@ class Failure(NamedTuple):
         where: its coordinates, where it was in a stage.
         run: the number of the run.
         timed: did it wait for too long; then all say what they are doing.
-        about: what it did, outside of a run; "" if that is not known.
+        about: the step outside a run that failed, such as fp.step; "" if unknown.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Alarming:
 
 
 class Telling:
-    """Inside of it an error is told to the other ranks, and `Alarm` becomes what one of them failed by."""
+    """Send an error inside the context to the other ranks, and turn `Alarm` into another rank's error."""
 
     def __init__(self, failed: Callable[[BaseException, str], None], about: str = "") -> None:
         self.failed, self.about = failed, about
@@ -78,7 +78,7 @@ class Telling:
 
 
 def names_of(processes: Sequence[int]) -> tuple[str, ...]:
-    """What errors call each rank of a plan, by the numbers that torch.distributed, and torchrun's logs, have for them."""
+    """Return the name of each rank in errors, with the number of its process where the two numbers differ."""
     return tuple(
         [
             f"rank {rank}" if rank == number else f"rank {rank} (process {number})"

@@ -26,7 +26,7 @@ class BatchTree:
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
         if self.faults:
-            tree = None  # its tensors have rows that are not those of sequences
+            tree = None  # rows of its tensors are not sequences
         self.tree = tree = _marks_at_leaves(tree)
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
@@ -171,7 +171,7 @@ class BatchTree:
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
-    """Do the sizes of all leaves compare alike between ready-made microbatches, and do they compare like rows."""
+    """Return whether the sizes of all leaves are in proportion between microbatches, and in the proportion of rows."""
     if len({len(leaves) for leaves in pieces}) > 1:
         return all(len({size(leaf) for leaf in leaves}) <= 1 for leaves in pieces)
     columns = list(zip(*pieces, strict=True))
@@ -206,7 +206,7 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _packed(tree: Tree, place: str) -> list[str]:
-    """Faults: packed sequences, whose rows are steps of all sequences."""
+    """List faults for packed sequences, because their rows are steps of all sequences."""
     if isinstance(tree, (Replicate, Axis)):
         return _packed(tree.value, place)
     if isinstance(tree, PackedSequence):

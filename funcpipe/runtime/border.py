@@ -30,11 +30,11 @@ LEAF: Spec = flatten(None)[1]
 class Border:
     """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
 
-    Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`.
-    A border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
-    ``versions`` has for leaves without a graph how often they had been written to when their stage returned them: a stage
-    that hands on memory which it keeps may write there again. ``shared`` has the leaves that share memory: whoever
-    writes into one in place would change the others, too, if there were no border.
+    Tensors are detached and dense. They and the border are immutable by agreement: who may write gets a `cow_clone`. A
+    border of gradients has no flags. ``words`` is its cache key (`cache_key.border_key`), None until it is asked for.
+    ``versions`` has, for leaves without a graph, their count of writes at the stage's return: a stage may keep their
+    memory and write there again. ``shared`` lists the leaves that share memory: without a border, an in-place write
+    into one would change the others, too.
     """
 
     __slots__ = ("flags", "leaves", "shared", "spec", "versions", "words")
@@ -45,7 +45,7 @@ class Border:
         self.shared: Sequence[int] = ()
 
     def refuse_rewritten(self) -> None:
-        """Refuse leaves that were written to since their stage returned them. Raises PlanError."""
+        """Raise PlanError for leaves that were written to after their stage returned them."""
         if self.versions and any(version(self.leaves[index]) != before for index, before in self.versions):
             raise PlanError(
                 "a stage wrote into a tensor after it had handed it on, so its readers get the numbers of another microbatch; "
@@ -65,7 +65,7 @@ class Border:
 
 
 def mark_memory_handed_on_twice(border: Border) -> None:
-    """Mark the leaves of a border that share memory. A skip is a value of its own, whatever else has its memory."""
+    """Mark the leaves of a border that share memory. A skip is a separate value, even where it shares memory."""
     places: dict[int, list[int]] = {}
     for index, leaf in enumerate(border.leaves):
         if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
@@ -74,7 +74,7 @@ def mark_memory_handed_on_twice(border: Border) -> None:
 
 
 def refuse_shared_writes(border: Border, opened: Sequence[Any]) -> None:
-    """Refuse in-place writes into leaves, as a stage got them, whose memory was handed on more than once."""
+    """Raise PlanError if a stage wrote in place into leaves that share memory with other leaves."""
     if any(version(opened[index]) for index in border.shared):
         raise PlanError(
             "the stage writes in place into a value whose memory the stage before handed on twice, so numbers would depend on "

@@ -141,7 +141,7 @@ class Bound(Protocol):
         ...
 
     def present_grads(self) -> list[Tensor | None]:
-        """The gradient sums as they are now; None also where no gradient has come yet."""
+        """Return the present gradient sums; None where no gradient has come yet."""
         ...
 
     def unused(self) -> list[int]:
@@ -180,8 +180,9 @@ class Shares(NamedTuple):
         parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``, else by rows.
         summed: whether the loss returns sums.
         first: the place of this replica's first microbatch.
-        guessed: do means count by rows although it is not known what the loss divides them by.
-        rows_unclear: do the leaves of ready-made microbatches differ in how their rows compare, so that none can count.
+        guessed: whether means count by rows although the loss's divisor is unknown.
+        rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows, so that no leaf's
+            rows can count.
     """
 
     weights: tuple[float, ...]
@@ -199,7 +200,7 @@ class Shares(NamedTuple):
         return self.weights[self.first + microbatch]
 
     def part(self, microbatch: int) -> float:
-        """The share of a microbatch of this replica in auxiliary losses. Raises BatchError where it is not known."""
+        """Return the share of a microbatch of this replica in auxiliary losses. Raises BatchError if unknown."""
         if self.rows_unclear:
             raise BatchError(f"an auxiliary loss counts by rows; {ROWS_UNCLEAR}")
         return self.parts[self.first + microbatch]
@@ -208,8 +209,8 @@ class Shares(NamedTuple):
         """The factor of the microbatch's loss in the batch's.
 
         A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights that were
-        not known before, the factor is 1 and everything is divided once, at the end. Raises BatchError for a mean whose
-        rows are not clear.
+        not known before, the factor is 1 and everything is divided once, at the end. Raises BatchError for a mean if
+        ``rows_unclear``.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
@@ -241,7 +242,7 @@ class Program(Protocol):
         shares: Shares | None,
         guard: bool = False,
     ) -> Bound:
-        """Bind a stage for one run; with ``guard`` writes into its parameters go into copies.
+        """Bind a stage for one run. With ``guard``, writes into parameters go into copies.
 
         Raises PlanError where parameters or state do not fit.
         """

@@ -92,10 +92,10 @@ class Cable:
             left = _after(left, count)
 
     def read_counted(self, length: int) -> bytearray:
-        """Wait for as many bytes as the other end has announced. Memory is taken as they come, not for what is announced.
+        """Wait for the bytes that the other end has announced. Memory grows with the bytes that arrive.
 
         Raises:
-            LostError: the connection has ended, or more is announced than this machine can hold.
+            LostError: the connection has ended, or the announced length exceeds this machine's memory.
         """
         if length > machine_memory():
             raise LostError(self.rank, f"what it sent cannot be read: it says that {length} bytes follow")
@@ -207,7 +207,7 @@ def _answered(store: Any, hosts: Sequence[str], seconds: float, goes_on: Callabl
 
 
 class _Knock(NamedTuple):
-    """Who has not said the whole word yet: its end, what it said, and until when it may say the rest."""
+    """A connection that has not sent the whole token: its socket, the bytes so far, and a deadline."""
 
     end: socket.socket
     said: bytearray
@@ -215,7 +215,7 @@ class _Knock(NamedTuple):
 
 
 class _Door:
-    """Lets in who says the word. All who knock are heard at once, so that none that is slow delays another one."""
+    """Accepts connections that send the token. Reads all connections at once, so a slow one delays no other."""
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self.listener, self.token = listener, token
@@ -232,7 +232,7 @@ class _Door:
         self._selector.close()
 
     def let_in(self) -> socket.socket | None:
-        """The end of who has said the word, if it comes soon."""
+        """Return a connection that has sent the token, if one does so soon."""
         for key, _ in self._selector.select(_LOOK):
             if key.fileobj is self.listener:
                 self._open()
@@ -245,14 +245,14 @@ class _Door:
         return None
 
     def _open(self) -> None:
-        with suppress(OSError):  # it has gone again, or the process has no more files for such
+        with suppress(OSError):  # the caller has gone again, or this process has no free file descriptor
             end, _ = self.listener.accept()
             end.setblocking(False)
             self._knocks[end.fileno()] = _Knock(end, bytearray(), monotonic() + _PATIENCE)
             self._selector.register(end, selectors.EVENT_READ)
 
     def _hear(self, number: int) -> bool:
-        """Is the word said now; whoever says another one, or leaves, is let go."""
+        """Return whether a connection has sent the token. Close connections that send other bytes, or end."""
         end, said, _ = self._knocks[number]
         try:
             more = end.recv(len(self.token) - len(said))

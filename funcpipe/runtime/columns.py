@@ -32,7 +32,7 @@ class Columns(NamedTuple):
     tree: Tree
 
 
-for _kind in (Columns, Loss):  # of the process with the last stage
+for _kind in (Columns, Loss):  # the process of the last stage sends these
     permit(_kind)
 
 

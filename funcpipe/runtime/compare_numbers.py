@@ -1,8 +1,8 @@
-"""Compares the numbers with which replicas, and leaves that are tied, begin.
+"""Compare the initial numbers of replicas and of tied leaves between processes.
 
-Every process makes its own model, so one that is seeded otherwise, or alone has read a checkpoint, trains another one. No
-error would show it: gradients are summed all the same. Nothing is sent from one to the others: which of them is meant is
-not known here, and parameters are the caller's.
+Every process makes its own model. If one process has another seed, or alone has read a checkpoint, it trains another
+model. Gradients are summed all the same, so no error would show. funcpipe sends no numbers: it cannot know which
+process is right, and parameters belong to the caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_FAULTS = 8
 def compare_numbers(
     part: PlanPart, plan: Plan, trees: Sequence[Tree], states: Sequence[Tree], spread: Mapping[int, ShardedParams]
 ) -> None:
-    """Compare the numbers of parameters and state with those of other processes. Raises RanksError."""
+    """Compare the numbers of parameters and state with other processes. Raises RanksError."""
     groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
     places = {stage: locations(trees[stage], f"params[{stage}]") for stage in part.stages}
     tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
@@ -45,7 +45,7 @@ def compare_tied(
     leaves: Sequence[Sequence[Any]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Compare the numbers of leaves of one process that are tied and are not one tensor. Raises PlanError."""
+    """Compare the numbers of tied leaves of one process that are separate tensors. Raises PlanError."""
     apart = [group for group in ties if len({id(leaves[stage][leaf]) for stage, leaf in group}) > 1]
     compared.begin()
     if not apart or not compared.has_new(leaves[stage][leaf] for group in apart for stage, leaf in group):
@@ -66,12 +66,13 @@ def compare_tied(
 def refuse_different(
     everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], replicas: int, names: Sequence[str]
 ) -> None:
-    """Raise RanksError where replicas, or leaves that are tied, have other numbers.
+    """Raise RanksError where replicas, or tied leaves, have different numbers.
 
     Args:
-        everyone: what every process has, replica by replica and by rank, and the places of its leaves of each tie.
-        replicas: how many there are.
-        names: what to call each process.
+        everyone: for every process, replica by replica and by rank, its digests, and the places of its leaves of each
+            tie.
+        replicas: the number of replicas.
+        names: the name of each process in errors.
     """
     told, size = [digests for digests, _ in everyone], len(everyone) // replicas
     ties = [[*dict.fromkeys(place for row in rows for place in row)] for rows in zip(*[ties for _, ties in everyone])]
@@ -84,7 +85,7 @@ def refuse_different(
             if first.get(place, digest) != digest
         ]
     for places in ties:
-        # Of the first replica: the others have the same, or are told of above.
+        # The first replica is enough: differences of other replicas are listed above.
         members = [
             (place, each[place], names[rank])
             for place in places

@@ -1,4 +1,4 @@
-"""Finds losses whose mean is divided by something else than rows, where nobody said by what."""
+"""Find losses whose mean has another divisor than rows, where the user gave no divisor."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _REMEDY = (
 
 
 def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
-    """Refuse a mean of a loss that is not known, if a cross entropy behind it left out targets. Raises BatchError.
+    """Raise BatchError for a mean of an unknown loss if a cross entropy behind it left out targets.
 
-    The look at the targets waits for their device.
+    Reading the targets waits for their device.
     """
     for mean in means:
         if mean.weighed:
@@ -43,10 +43,10 @@ _watched: dict[int, weakref.ref[Any]] = {}
 
 
 class WatchDivisors(WatchingMode):
-    """A dispatch mode for one call of a loss: does the loss divide by a number that it computes from its arguments.
+    """A dispatch mode for one call of a loss: finds divisions by a number that the loss computes.
 
     Attributes:
-        found: what it does, in words; "" for nothing of that kind.
+        found: the division or selection, in words; "" for none.
     """
 
     supports_higher_order_operators = True
@@ -54,7 +54,7 @@ class WatchDivisors(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        # Kept, so that no other tensor gets the identity of one.
+        # These lists keep tensors alive, so that no new tensor gets the id of an old one.
         self._computed: list[Tensor] = []
         self._constants: list[Tensor] = []
 
@@ -74,14 +74,14 @@ class WatchDivisors(WatchingMode):
 
     @classmethod
     def of(cls, loss: Callable[..., Any]) -> WatchDivisors | None:
-        """What watches the next call of a loss; None where one was watched, and found right."""
+        """Return a watch for the next call of a loss; None if an earlier call of the loss passed."""
         return None if _watched.get(id(loss), lambda: None)() is loss else cls()
 
     def check(self, fn: Callable[..., Any], loss: Loss) -> None:
-        """Raises BatchError if what a loss returned is a mean, and does such a thing; else it is watched no more."""
+        """Raise BatchError if the loss returned a mean and divides or selects so. Otherwise watch it no longer."""
         if self.found and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
-        with suppress(TypeError):  # an object without weak references is watched in every call
+        with suppress(TypeError):  # objects without weak references are watched in every call
             key = id(fn)
             _watched[key] = weakref.ref(fn, lambda _: _watched.pop(key, None))
 

@@ -45,16 +45,16 @@ T = TypeVar("T")
 
 
 class CatchDraws:
-    """Inside of ``with`` every operation that may draw on this thread goes to `caught` of the innermost catcher.
+    """Pass every operation of this thread that may draw, inside the context, to `caught` of the innermost catcher.
 
-    The outermost catcher asks torch for the draws of this thread, which costs more than entering inner ones. So who
-    enters catchers often first enters an outer one, which may be of this class: it lets draws pass, but in backwards.
+    The outermost catcher asks torch for the draws of this thread, which costs more than entering inner ones. So code
+    that enters catchers often enters an outer one first, of this class: it lets draws pass, except in backwards.
     """
 
     __slots__ = ("_asking", "_outer")
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the operation; what is called in here is not caught again. Raises DrawError in a backward."""
+        """Return the operation's result. Operations in here are not caught again. Raises DrawError in a backward."""
         if self._outer is not None:
             return self._outer.caught(func, args, kwargs)
         if backward_number() >= 0:
@@ -80,7 +80,7 @@ class CatchDraws:
 
 
 class _Thread(threading.local):
-    """The catcher of this thread, whether it is `beside_others`, and where it notes means over targets."""
+    """The catcher of this thread, whether it is `beside_others`, and the list for means over targets."""
 
     catcher: CatchDraws | None = None
     beside = False
@@ -182,7 +182,7 @@ class _Kernels:
         return kernel
 
     def _noting_means(self, operation: Any) -> Callable[..., Any]:
-        """The kernel under which all cross entropies come by: it notes what their means leave out."""
+        """Return the kernel through which all cross entropies pass. It notes the targets that their means leave out."""
         key = self._key
 
         def kernel(scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
@@ -198,7 +198,7 @@ class _Kernels:
 
 
 class MeanOverTargets(NamedTuple):
-    """A mean of torch's cross entropy: of which targets, are they weighed by class, and which class is left out."""
+    """A mean of torch's cross entropy: its targets, whether classes have weights, and the ignored class."""
 
     target: Tensor
     weighed: bool
@@ -206,7 +206,7 @@ class MeanOverTargets(NamedTuple):
 
 
 def noting_means(computes: Callable[[], T]) -> tuple[T, list[MeanOverTargets]]:
-    """What a call gives, inside of a catcher of draws, and the means over targets that it computes on this thread."""
+    """Return the result of a call, inside a catcher of draws, and the means over targets that this thread computed."""
     before, _thread.means = _thread.means, []
     try:
         return computes(), _thread.means

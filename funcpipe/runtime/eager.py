@@ -76,16 +76,16 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
-        # The second graph has all that the first one had, and what the stage kept of the first microbatch.
+        # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
         self.skips_first = self.looked_once = train in stage.seen.kept and shares is not None and len(shares.parts) > 1
-        self.looked, self.reentrant = False, train in stage.seen.reentrant  # does it use the reentrant checkpoint
-        # What waits for W is the same for all microbatches and slices, else sums would be added in another order.
+        self.looked, self.reentrant = False, train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
+        # All microbatches and slices leave the same weights to W: otherwise sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.leaves, self.spec = flatten(params)
-        # A stage may write into its parameters, also without torch's count of versions (``.data``). With a guard it writes
-        # into copies, which take memory when that happens. A stage that runs for the first time has one anyway.
+        # A stage may write into its parameters, also by ``.data``, which torch does not count. With a guard
+        # writes go into copies, which take memory only then. A stage's first run in a mode always has one.
         guard = guard or train not in stage.seen.kept
         self.memory = [guarded(leaf) for leaf in self.leaves] if guard else self.leaves
         self.versions = versions(self.leaves)
@@ -113,7 +113,7 @@ class EagerBound:
 
     @property
     def phase(self) -> str:
-        """Which part of a forward runs, where it is not the stage's own function."""
+        """Return the part of a forward that runs, if it is not the stage's function."""
         return self._phase
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ class EagerBound:
         return out
 
     def _look(self, args: StageArgs, residual: EagerResidual) -> None:
-        """Look at a graph: nothing foreign is in it, nothing of the params was replaced, no gradient came already.
+        """Check a graph for foreign leaves, for replaced params and for gradients from a backward inside the stage.
 
-        The first run of a stage looks at the first two graphs, and later ones at the second.
+        The first run of a stage checks the first two graphs, and later runs check the second one.
         """
         if not self.sums.begun:
             refuse_backward(alias.grad for alias in self.inputs)
@@ -176,11 +176,11 @@ class EagerBound:
             if in_loss:
                 refuse_in_loss(in_loss, self.leaves)
         self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
-        # A leaf that a forward made itself is another one in the next.
+        # A forward that makes leaves itself makes other ones in the next graph.
         self.looked, self.looked_once = self.looked_once and not foreign, True
 
     def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """`evaluate` where a mean counts by its rows: refuses a mean that is seen to be of something else."""
+        """Run `evaluate` for a mean that counts by rows. Raises BatchError if the mean leaves out targets."""
         out, means = noting_means(lambda: self.evaluate(args, keep=keep))
         if out.report.loss is not None and out.report.loss.weight is None:
             refuse_left_out(means)
@@ -320,7 +320,7 @@ class EagerBound:
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""
         self.sums.prepare()
-        # A compiled stage that falls back has no outer catcher around it, to refuse draws of its backward.
+        # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         if catcher or self.autocast:
             with catcher or nullcontext(), no_autocast():
@@ -351,7 +351,7 @@ class EagerBound:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is kept from one action to the next."""
+        """Forget values between actions: an eager stage keeps none."""
 
     def rebase(self, state: Tree | None) -> None:
         """The parameters were stepped since they were bound; the aliases have their memory."""
@@ -370,7 +370,7 @@ class EagerBound:
         return self._by_leaf(self.sums.all())
 
     def present_grads(self) -> list[Tensor | None]:
-        """The sum of each leaf as it is now; None also where no gradient has come yet."""
+        """Return the present sum of each leaf; None where no gradient has come yet."""
         return self._by_leaf(self.sums.present())
 
     def _by_leaf(self, totals: Sequence[Tensor | None]) -> list[Tensor | None]:

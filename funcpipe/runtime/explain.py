@@ -1,4 +1,4 @@
-"""Adds a note to errors of torch and Python in a stage or a loss: what the function got."""
+"""Add the arguments of a stage or a loss to errors of torch and Python."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
-    """Note on an error of a stage or a loss what its function got; errors that user code raises stay as they are."""
+    """Add a note with the function's arguments to an error. Errors that user code raises stay unchanged."""
     if not _is_raised_by_user(error):
         parts = "; ".join(f"{name}: {described(tree)}" for name, tree in arguments.items())
         error.__dict__.setdefault("__notes__", []).append("got " + parts)
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Does the error come from a ``raise`` outside of torch; others come from an operation of torch or Python."""
+    """Return whether a ``raise`` outside torch made the error. Others come from an operation of torch or Python."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -223,7 +223,7 @@ def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     sums = {stage: bound.grads() for stage, bound in ready.bounds.items()}
     if ready.part.replicas > 1:
         sums = {stage: dense(row) for stage, row in sums.items()}
-    for stage, row in sums.items():  # all begin before the first is waited for
+    for stage, row in sums.items():  # all sums begin before the run waits for the first
         ready.part.reduce(stage, row, ready.cuts_of(stage))
     return {stage: ready.part.reduced(stage, row) for stage, row in sums.items()}
 

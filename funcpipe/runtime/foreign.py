@@ -15,13 +15,13 @@ from funcpipe.runtime.reached import Reached
 
 
 def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
-    """Refuse tensors that require gradients and are not in the stage's params: a run gives them no gradient.
+    """Refuse tensors that require gradients and are not in the stage's params, because a run gives them no gradient.
 
-    Refused is what the function closes over, what the stage's copy of a module has in its attributes, and what a graph
-    before had, too. Else the function made the leaf itself, to differentiate by it, and makes another one in each call.
+    Refused are tensors in the function's closure, tensors in attributes of the stage's copy, and tensors that an
+    earlier graph contained, too. Other leaves pass: the function makes them in each call, to differentiate by them.
 
     Raises:
-        PlanError: it names them.
+        PlanError: names the tensors.
     """
     if any(leaf is ref() for ref in stage.seen.inputs for leaf in foreign):
         raise PlanError(
@@ -47,7 +47,7 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
 
 
 def hidden_in(module: nn.Module | None) -> dict[int, str]:
-    """The tensors that a module keeps in plain attributes, also inside of containers and modules there, by id."""
+    """Map tensors in plain attributes of a module, also in containers and modules there, by id to their names."""
     found: dict[int, str] = {}
 
     def visit(name: str, value: Any, depth: int) -> None:
@@ -80,13 +80,13 @@ def refuse_backward(gradients: Iterable[Tensor | None]) -> None:
 
 
 def refuse_in_loss(foreign: Sequence[Tensor], leaves: Iterable[Any]) -> None:
-    """Refuse a loss with trainable tensors of its own, and one that takes the parameters from around it.
+    """Refuse a loss that has trainable tensors, or that closes over parameters of the stages.
 
-    A run gives neither a gradient. ``foreign`` are leaves of the loss's graph, ``leaves`` the parameters as they were given.
-    A leaf that the loss makes itself, to differentiate by it, is no parameter.
+    A run gives neither a gradient. ``foreign`` are leaves of the loss's graph, ``leaves`` the parameters that the
+    caller gave. Leaves that the loss makes itself, to differentiate by them, pass.
 
     Raises:
-        PlanError: it says what to do.
+        PlanError: with the remedy.
     """
     param_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     if any(id(leaf) in param_ids for leaf in foreign):

@@ -1,8 +1,8 @@
-"""Notices recomputations that draw other numbers than their forward, from Python's or numpy's global generator.
+"""Find recomputations that draw other numbers than their forward from Python's or numpy's global generator.
 
-Torch's draws are keyed, so a recomputation draws the same. These two generators only go on. A forward that will be
-computed again reads their positions before and after, for a fraction of a microsecond. Where one moved, the stage or
-another thread (a data loader) drew, so the outputs of the recomputation are compared with those of the forward.
+Torch's draws are keyed, so a recomputation draws the same numbers. The two global generators only advance. A forward
+that will be computed again reads their positions before and after, which takes a fraction of a microsecond. If one
+moved, the stage or another thread (a data loader) drew. Then the outputs of recomputation and forward are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = 624
 
 
 class Recomputations:
-    """The forwards of a stage during which a global generator moved, by microbatch, until they are computed again."""
+    """The forwards of a stage during which a global generator moved, by microbatch, until their recomputation."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -33,18 +33,18 @@ class Recomputations:
         self._positions: Callable[[], tuple[Any, ...]] | None = None
 
     def positions(self) -> tuple[Any, ...]:
-        """Where the generators are now."""
+        """Return the present positions of the generators."""
         if self._positions is None:
             self._positions = _reader()
         return self._positions()
 
     def note(self, microbatch: int, before: tuple[Any, ...], out: StageOut) -> None:
-        """A forward that will be computed again is done."""
+        """Record the outputs of a forward that will be computed again, if a generator moved."""
         if self.positions() != before:
-            self.moved[microbatch] = [leaf.clone() for leaf in _leaves(out)]  # the stage after may write into its input
+            self.moved[microbatch] = [leaf.clone() for leaf in _leaves(out)]  # the next stage may write into its input
 
     def compare(self, microbatch: int, out: StageOut) -> None:
-        """A recomputation is done. Raises DrawError where it gave other numbers than the forward that drew."""
+        """Compare a recomputation with its forward. Raises DrawError where the numbers differ."""
         before = self.moved.pop(microbatch, None)
         if before is None or all(map(_are_same, before, _leaves(out))):
             return
@@ -57,7 +57,7 @@ class Recomputations:
 
 
 def _leaves(out: StageOut) -> list[Tensor]:
-    """What a forward returned, without graphs."""
+    """Return the tensors that a forward returned, detached."""
     leaves = [leaf for border in (out.y, *out.stash.values()) for leaf in border.leaves]
     if out.report.loss is not None:
         leaves.append(out.report.loss.sum)
@@ -65,16 +65,19 @@ def _leaves(out: StageOut) -> list[Tensor]:
 
 
 def _are_same(first: Tensor, second: Tensor) -> bool:
-    """Have two tensors the same bits; on other devices than the CPU some kernels round differently each time."""
+    """Return whether two tensors have the same bits; on other devices than the CPU, up to rounding.
+
+    On accelerators some kernels round differently in each call.
+    """
     if first.device.type == "cpu" or not first.is_floating_point():
-        first, second = (each.reshape(-1).view(torch.uint8) for each in (first, second))  # NaN is equal to itself
+        first, second = (each.reshape(-1).view(torch.uint8) for each in (first, second))  # so NaN equals itself
         return torch.equal(first, second)
     first, second = first.float(), second.float()
     return torch.allclose(second, first, rtol=0.01, atol=0.01 * float(first.abs().mean()), equal_nan=True)
 
 
 def _reader() -> Callable[[], tuple[Any, ...]]:
-    """What reads the positions of both generators; numpy's only where somebody uses it."""
+    """Return a function that reads the positions of both generators; numpy's only if numpy.random is imported."""
     python = _python_reader()
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is None:
@@ -85,7 +88,7 @@ def _reader() -> Callable[[], tuple[Any, ...]]:
 
 @cache
 def _python_reader() -> Callable[[], Any]:
-    """Reads the position and the first word in the memory of ``random``'s generator, behind the head of its object."""
+    """Return a reader of the position and the first word of ``random``'s generator, behind its object's head."""
     generator: Any = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
     start = id(generator) + object.__basicsize__
     if generator.__class__ is random.Random and sys.implementation.name == "cpython":
@@ -96,7 +99,7 @@ def _python_reader() -> Callable[[], Any]:
 
 
 def _numpy_reader(numpy: Any) -> Callable[[], Any]:
-    """Reads the last word and the position, which stand beside each other in numpy's memory."""
+    """Return a reader of the last word and the position, which are neighbours in numpy's memory."""
     generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
     if type(generator).__name__ == "MT19937":
         return _memory(generator.ctypes.state_address + 4 * (_WORDS - 1))
@@ -104,6 +107,6 @@ def _numpy_reader(numpy: Any) -> Callable[[], Any]:
 
 
 def _memory(address: int) -> Callable[[], int]:
-    """Reads 8 bytes at an address."""
+    """Return a function that reads 8 bytes at an address."""
     word = ctypes.c_uint64.from_address(address)
     return lambda: word.value

@@ -44,7 +44,7 @@ class GradientSums:
             self._begin_as_zeros(lambda alias: not is_plain(alias))
 
     def begin(self) -> list[Any]:
-        """Every sum, to be added to."""
+        """Return every sum, to add to."""
         self._begin_as_zeros(lambda alias: True)
         return self.present()
 
@@ -59,7 +59,7 @@ class GradientSums:
                 gradient = self._aliases[number].grad
                 if gradient is not None and gradient.is_sparse:
                     self._sparse.append(number)
-                    self._begin(number, gradient.clone().coalesce())  # its values may be a view of another gradient
+                    self._begin(number, gradient.clone().coalesce())  # its values may be a view
                 elif gradient is not None:
                     alone = may_grow(gradient)
                     self._begin(number, gradient if alone else _begun_with(self._aliases[number], gradient))
@@ -74,7 +74,7 @@ class GradientSums:
         return totals
 
     def present(self) -> list[Tensor | None]:
-        """Every sum that there is; None where no gradient has come."""
+        """Return every present sum; None where no gradient has come."""
         return [alias.grad for alias in self._aliases]
 
     def untouched(self) -> list[int]:
@@ -92,7 +92,7 @@ class GradientSums:
         self._aliases = ()
 
     def _join_rows(self) -> None:
-        """Add up rows of sparse sums that came twice; a sum to which something dense was added is a new, dense tensor."""
+        """Add up repeated rows of sparse sums. A sum that got something dense is a new dense tensor."""
         for number in [*self._sparse]:
             total = self._aliases[number].grad
             assert total is not None
@@ -118,14 +118,14 @@ class GradientSums:
 
 
 def _begun_with(alias: Tensor, gradient: Tensor) -> Tensor:
-    """A sum of one gradient, laid out as its parameter is."""
-    if gradient.layout is not torch.strided:  # what it leaves out is 0
+    """Begin a sum with one gradient, in the layout of its parameter."""
+    if gradient.layout is not torch.strided:  # rows that the gradient leaves out are 0
         return torch.zeros_like(alias).add_(gradient)
     return _negative_zeros(alias).add_(gradient)
 
 
 def _negative_zeros(alias: Tensor) -> Tensor:
-    """Zeros that change no bit of what is added to them: 0 + -0 is 0, and -0 + -0 is -0."""
+    """Make zeros that change no bit of a number added to them: 0 + -0 is 0, and -0 + -0 is -0."""
     return torch.full_like(alias, complex(-0.0, -0.0) if alias.is_complex() else -0.0)
 
 

@@ -38,7 +38,7 @@ class LeafGradient:
 
 
 def apart(params: Tree, grads: Tree) -> list[str]:
-    """Where params and grads differ, a line for each leaf."""
+    """List the differences between params and grads, a line for each leaf."""
     paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
     lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
     lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
@@ -47,7 +47,7 @@ def apart(params: Tree, grads: Tree) -> list[str]:
 
 
 def misfits(params: Tree, grads: Tree) -> list[str]:
-    """The gradients that torch could not put into ``.grad`` of their leaves, a line for each."""
+    """List the gradients that torch would refuse in ``.grad`` of their leaves, a line for each."""
     pairs = zip(flatten(params)[0], flatten(grads)[0], strict=True)
     wrong = {number: pair for number, pair in enumerate(pairs) if not _fits(*pair)}
     places = locations(params, "") if wrong else []
@@ -58,7 +58,7 @@ def misfits(params: Tree, grads: Tree) -> list[str]:
 
 
 def _fits(leaf: Any, gradient: Any) -> bool:
-    """Can a gradient be the ``.grad`` of a leaf; None can, and what is no tensor has none."""
+    """Return whether a gradient can be the ``.grad`` of a leaf. None fits; a leaf that is no tensor has none."""
     if gradient is None or not isinstance(leaf, Tensor):
         return True
     if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape or gradient.device != leaf.device:
@@ -67,10 +67,10 @@ def _fits(leaf: Any, gradient: Any) -> bool:
 
 
 def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> Sequence[LeafGradient]:
-    """The entries as an optimizer takes them: SparseAdam none that are dense. Raises PlanError."""
+    """Return the entries that an optimizer can take. Raises PlanError for dense gradients in SparseAdam."""
     if not isinstance(optimizer, torch.optim.SparseAdam):
         return entries
-    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: nothing used it
+    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: unused
     wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
     if wrong:
         raise PlanError(
@@ -136,7 +136,7 @@ def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
 
 
 def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
-    """The gradients that are here with their stages, of each tie one; none where another process counts it."""
+    """List this process's gradients with their stages, one for each tie, none for ties that another process counts."""
     sums = sums_of(grads, ties)
     elsewhere = counted_elsewhere(grads, ties)
     distinct: dict[int, tuple[int, Tensor]] = {}

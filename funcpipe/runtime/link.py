@@ -42,8 +42,8 @@ class Link:
 
     Attributes:
         rank, size: which it is, of how many.
-        processes: the number of each for torch.distributed.
-        names: what errors call each.
+        processes: the number of each rank in torch.distributed.
+        names: the name of each rank in errors.
         failure: what has broken the link, once something has.
         heard: was that told by another, who tells all.
         timeout: seconds after which a wait ends in an error, when no rank gets on any more.
@@ -134,7 +134,7 @@ class Link:
         where = connect_at([host, *(each.get("address", "") for each in said)])
         at_home = len({each.get("machine") for each in said}) == 1 and all(each.get("loopback") for each in said)
         if not where and at_home:
-            # The store is at a loopback address for all, so all are here: nobody else needs to reach the cables.
+            # All reach the store at a loopback address, so all are on this machine: cables need no network.
             where = {"hostname": loopback}
         self._connector.where = where
         return said
@@ -195,7 +195,10 @@ class Link:
     # -- waiting for others --------------------------------------------------------------------------------------------
 
     def wait(self, job: Callable[[], Any], more: float = 0.0) -> Any:
-        """The result of a job on the thread that may block, with so many seconds more. Raises Alarm; see `take`."""
+        """Run a job on the thread that may block, and return its result.
+
+        ``more`` extends the limit. Raises Alarm; see `take`.
+        """
         answers: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
 
         def work() -> None:
@@ -212,7 +215,10 @@ class Link:
         return self.take(answers, more)
 
     def take(self, answers: queue.SimpleQueue[tuple[Any] | None], more: float = 0.0) -> Any:
-        """What is put into a queue, in a tuple. Raises Alarm, also when no rank gets on for the timeout and ``more``."""
+        """Return the value in the next tuple of a queue.
+
+        Raises Alarm, also after the timeout and ``more`` without progress.
+        """
         with self.alarming(partial(answers.put, None)):
             beats, since = self.pulse.beats, monotonic()
             while True:

@@ -171,7 +171,7 @@ def look(
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     made, of_target, unclear = None, False, False
     if ready:
-        # The loss is a mean over the target, so its rows count before those of the inputs.
+        # The loss is a mean over the target, so rows of the target count before rows of the inputs.
         order = sorted(trees.values(), key=lambda tree: tree.name != "target")
         source = next((tree for tree in order if any(tree.ready_rows)), None)
         made = tuple([size or 0 for size in source.ready_rows]) if source else (0,) * max(ready.values())
@@ -199,7 +199,7 @@ class Uncut:
         feeds: the names of those that are here.
         length: of the sequences that are cut into slices; None: none is.
         slices: the lengths of the slices that follow from it.
-        of_target: are the ready-made rows those of the target, which count before others.
+        of_target: whether the ready-made rows are the target's, which count before others.
         rows_unclear: see `Shares`.
     """
 

@@ -56,12 +56,12 @@ def step(
         The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, its run has stepped, params and grads differ in structure, a gradient has
-            another shape, type or device than its parameter, no leaf that the optimizer holds has a gradient, it wants a
-            closure (LBFGS) or sparse gradients, or an option is not what it should be.
+        PlanError: the result has no gradients, or its run has stepped; params and grads differ in structure; a gradient
+            has another shape, type or device than its parameter; no leaf of the optimizer has a gradient; the optimizer
+            wants a closure (LBFGS) or sparse gradients; or an option is wrong.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
-    with exchange.telling("fp.step"):  # else the others would go on, a step ahead of this process
+    with exchange.telling("fp.step"):  # otherwise the other ranks would go on, a step ahead of this one
         check_options(optimizer, max_norm, scaler, optional=exchange != alone)
         return _step(optimizer, params, grads, max_norm, ties, scaler, exchange)
 
@@ -75,7 +75,7 @@ def _step(
     scaler: torch.amp.GradScaler | None,
     exchange: Exchange,
 ) -> Tensor:
-    """`step`, whose options are checked."""
+    """Step after `step` has checked its options."""
     scale = 1.0
     if isinstance(grads, Result):
         if grads.norm is not None:
@@ -85,7 +85,7 @@ def _step(
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
     if structure(params) != structure(grads):
-        named_leaves(params)  # raises where params are no tree of tensors, which says more
+        named_leaves(params)  # raises for params that are no trees of tensors, with a better message
         raise PlanError(
             bullets("params and grads differ in structure; give both of the same run:", apart(params, grads))
         )
@@ -93,7 +93,7 @@ def _step(
         return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
     except FuncpipeError:
         raise
-    except Exception:  # torch refuses a ``.grad`` that does not fit, and does not say whose
+    except Exception:  # torch refuses a ``.grad`` that does not fit, without a name
         title = "these gradients do not fit their parameters, and nothing was stepped:"
         raise_all(title, misfits(params, grads), most=8)
         raise
@@ -109,7 +109,7 @@ def _stepped(
     scaler: torch.amp.GradScaler | None,
     exchange: Exchange,
 ) -> Tensor:
-    """The norm of the gradients, with which the optimizer was stepped."""
+    """Step the optimizer, and return the norm of the gradients."""
     entries = by_leaf(params, grads, ties)
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
@@ -337,7 +337,7 @@ def _unscale(
     for gradient in held:
         gradient.zero_()
     if not finite:
-        numbers(first).fill_(float("nan"))  # memory of the gradient, which is coalesced
+        numbers(first).fill_(float("nan"))  # the memory of the gradient, which is coalesced
     if scaler.is_enabled():
         ids = {id(entry) for entry in stepped}
         for entry in entries:

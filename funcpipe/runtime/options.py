@@ -14,10 +14,11 @@ from funcpipe.runtime.trainable import Trainable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunOptions:
-    """What a run takes besides plan, params and batch, as the user gave it; `run` says what each is.
+    """The options of a run besides plan, params and batch, as the user gave them; see `run`.
 
     Attributes:
-        takes_faulthandler: with a timeout, is Python's one timer of ``faulthandler`` taken; not where nobody asked for one.
+        takes_faulthandler: whether a timeout takes Python's one timer of ``faulthandler``. False if the user gave no
+            timeout.
     """
 
     state: Sequence[Tree] | None = None

@@ -59,12 +59,12 @@ class PlanPart(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """What to call each process, by replica and rank."""
+        """The name of each process in errors, by replica and rank."""
         ...
 
     @property
     def compared(self) -> ComparedLeaves:
-        """The leaves of parameters whose numbers were compared with those of other processes."""
+        """The parameter leaves that runs have compared with other processes."""
         ...
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:

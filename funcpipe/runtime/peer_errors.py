@@ -28,7 +28,7 @@ def peer_error(failure: Failure, table: Mapping[int, tuple[bool, str]], link: Li
         silent = [other for other in range(link.size) if other not in table]
         busy = [other for other in table if table[other][0]]
         outside = [other for other in table if table[other][1].startswith(OUTSIDE)]
-        away = outside if len(outside) < link.size else []  # it does not come to what the others wait in
+        away = outside if len(outside) < link.size else []  # this rank does not reach the call in which the others wait
         rank = next(iter([*silent, *busy, *away]), -1)
         whom = "is silent" if silent else "is in an action" if busy else "is outside of a run" if away else ""
         head = f"{names[rank]} {whom}" if whom else "the ranks wait for each other"

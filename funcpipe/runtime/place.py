@@ -101,7 +101,7 @@ def _sharded(tree: Tree, mesh: Any) -> Tree:
                 new = nn.Parameter(new, leaf.requires_grad)
             made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
             if not leaf.is_meta:
-                whole.keep(made[id(leaf)], leaf)  # from parts alone nobody could tell whether replicas began alike
+                whole.keep(made[id(leaf)], leaf)  # parts alone cannot show whether replicas began alike
         return made[id(leaf)]
 
     return map_leaves(shard, tree)

@@ -1,4 +1,4 @@
-"""The classes that values of a plan may have: those that the code of its stages and its loss can name."""
+"""Find the classes that values of a plan may have: classes that the code of its stages and loss can name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _DEPTH = 8
 
 
 def _permit(plan: Plan) -> None:
-    """Allow other processes to send values of these classes. A process may receive a class that it never sent."""
+    """Permit other processes to send values of the classes that a plan can name.
+
+    A process may receive a class that it never sent.
+    """
     functions = [fn for stage in plan.stages for fn in (stage.fn, stage.commit)]
     seen: dict[int, Any] = {}
     for fn in (*functions, plan.loss, plan.weight):
@@ -35,10 +38,10 @@ permit_classes_of: Remembered[Plan, None] = Remembered(_permit)
 
 
 def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterable[type]]:
-    """The classes that the code of a function, a module or an object with functions can name, namespace by namespace."""
+    """Yield the classes that the code of a function, a module or an object with functions can name, by namespace."""
     if depth == 0 or id(value) in seen or isinstance(value, (type, ModuleType)):
         return
-    seen[id(value)] = value  # kept: else another object could get its id
+    seen[id(value)] = value  # kept alive: otherwise another object could get its id
     inner: list[Any] = []
     if isinstance(value, FunctionType):
         yield _classes_in(value.__globals__, seen)
@@ -68,7 +71,7 @@ def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterab
 
 
 def _content(cell: Any) -> Any:
-    """What a closure holds; None where that is assigned later."""
+    """Return the content of a closure's cell; None where it is assigned later."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -76,7 +79,7 @@ def _content(cell: Any) -> Any:
 
 
 def _classes_in(namespace: dict[str, Any], seen: dict[int, Any]) -> list[type]:
-    """The classes in the names of a module that values may have."""
+    """Return the classes in a module's namespace that values can be containers of."""
     if id(namespace) in seen:
         return []
     seen[id(namespace)] = namespace
@@ -84,13 +87,13 @@ def _classes_in(namespace: dict[str, Any], seen: dict[int, Any]) -> list[type]:
 
 
 def _named_in_modules(code: CodeType, namespace: dict[str, Any]) -> list[type]:
-    """The classes that code names as ``module.Class``; nothing is imported for it."""
+    """Return the classes that code names as ``module.Class``, without imports."""
     modules = [namespace[name] for name in code.co_names if isinstance(namespace.get(name), ModuleType)]
     found = [vars(module).get(name) for module in modules if module.__name__ in sys.modules for name in code.co_names]
     return [value for value in found if isinstance(value, type) and _is_container(value)]
 
 
 def _is_container(kind: type) -> bool:
-    """May values of a class be taken apart: named tuples, dataclasses, mappings."""
+    """Return whether values of a class are containers: named tuples, dataclasses, mappings."""
     is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
     return is_named_tuple or dataclasses.is_dataclass(kind) or issubclass(kind, (dict, UserDict))

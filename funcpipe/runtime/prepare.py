@@ -367,7 +367,7 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
         changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
-        if forgotten:  # the statistics that it has may be those of the model before training
+        if forgotten:  # the plan's statistics may be from before training
             raise PlanError(forgotten)
         if plan.state is not None and not changing:
             return tuple(tree if stage in here else None for stage, tree in enumerate(place(plan, plan.state)))

@@ -60,9 +60,9 @@ class Ranks(Lanes):
         replicas: how many there are.
         mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
         members: the processes of all of them, as torch.distributed numbers them.
-        processes: likewise, in order: replica by replica and by rank.
-        names: what errors call each of them.
-        compared: the leaves of parameters that replicas and ties have been found to have alike.
+        processes: the same numbers in order: replica by replica and by rank.
+        names: the name of each process in errors.
+        compared: the parameter leaves that runs have found equal over replicas and ties.
         copies: of these, those with the same stages as this one, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
@@ -287,8 +287,8 @@ class Ranks(Lanes):
             params: as for `run`, one tree per stage, None for stages of other ranks.
             state: likewise; the schedule keeps what each step makes of it.
             seed: each step draws by a key made of it and the number of the step.
-            scale_grads: divide gradients by the number of microbatches, as torch's schedules do unless told otherwise.
-                Give False for a loss that returns a sum, as torchtitan's does.
+            scale_grads: divide gradients by the number of microbatches, which is also the default of torch's schedules.
+                Give False for a loss that returns a sum, such as torchtitan's.
 
         Raises:
             PlanError: the plan has no loss, no backwards, or slices.
@@ -335,7 +335,10 @@ class Ranks(Lanes):
         self._reducing.pop(stage, None)
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
-        """Inside, an error is told to the other ranks, which raise PeerError; it says what this rank was about."""
+        """Return a context that sends an error inside to the other ranks, which raise PeerError.
+
+        ``about`` names the step.
+        """
         return Telling(self._failed, about)
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:

@@ -25,19 +25,19 @@ from funcpipe.runtime.sparse_gradients import add_gradient
 class RankSchedule:
     """What torch's training loops call a schedule: `step` adds to ``.grad``, and keeps state and seeds by itself.
 
-    Gradients are those of torch's schedules: of the sum over the microbatches of what the loss returns for each,
-    divided by their number where ``scale_grads``. So a loss that returns a sum goes with ``scale_grads=False``, and
-    unequal microbatches count alike. A loss that returns ``(sum, weight)``, one with a method ``weigh`` and a plan with
-    ``weight=`` say how microbatches count: their gradients are divided by the weights of all, or by nothing without
-    ``scale_grads``. With replicas, sum and number are over the microbatches of all of them.
+    Gradients are as in torch's schedules: the gradient of the sum of the microbatches' losses. With ``scale_grads``
+    they are divided by the number of microbatches, so unequal microbatches count alike. For a loss that returns a sum,
+    set ``scale_grads=False``. A loss that returns ``(sum, weight)``, a loss with a method ``weigh``, and a plan with
+    ``weight=`` define the weights of microbatches. Their gradients are divided by the total weight, or by nothing
+    without ``scale_grads``. Sum, number and weight are over the microbatches of all replicas.
 
     Attributes:
         plan: what a step runs.
         params: one tree per stage, None for stages of other ranks.
         state: of the next step, likewise.
         steps: how many were made.
-        scale_grads: are gradients divided by the number of microbatches.
-        result: of the last step or evaluation. Its ``losses`` are those of all replicas.
+        scale_grads: whether gradients are divided by the number of microbatches.
+        result: the result of the last step or evaluation, with the ``losses`` of all replicas.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RankSchedule:
                 "run the plan: fp.run(plan, params, batch, executor=ranks)"
             )
         if plan.weight is None and not isinstance(plan.loss, Weighing):
-            plan = replace(plan, counts=ALIKE)  # not by what is known of the loss: torch's schedules know nothing of it
+            plan = replace(plan, counts=ALIKE)  # torch's schedules do not look at the kind of loss
         self.plan, self.params, self.state, self.seed = plan, params, state, seed
         self.scale_grads, self.steps = scale_grads, 0
         self.result: Result | None = None
@@ -84,7 +84,7 @@ class RankSchedule:
         Args:
             args: the inputs, on the rank of stage 0; several are handed on as a tuple.
             target: on the rank of the last stage.
-            losses: gets the loss of each microbatch, in place of what is in it; of replicas, those of this one.
+            losses: a list whose contents are replaced by the losses of this replica's microbatches.
             return_outputs: of a plan that has outputs.
             feeds: by name.
 
@@ -128,7 +128,7 @@ class RankSchedule:
 
 
 def _put_own(result: Result, losses: list[Tensor] | None) -> None:
-    """Put the losses of this replica's microbatches in place of what is in a list."""
+    """Replace the contents of a list by the losses of this replica's microbatches."""
     if losses is not None:
         first = result.stats.first_microbatch
         losses[:] = result.losses[first : first + result.stats.num_microbatches]

@@ -63,7 +63,7 @@ def ranks(
             random numbers. None: pipelines beside this one have nothing to do with it.
         lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
         timeout: seconds without an action that begins on any rank, after which waiting ends in an error that says what
-            every rank does. A run's own ``timeout`` goes before it. None: 600, and ``faulthandler`` is left alone.
+            every rank does. ``timeout=`` of a run overrides it. None: 600, and ``faulthandler`` stays free.
 
     Raises:
         RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
@@ -94,7 +94,7 @@ def ranks(
         proven(plan.program)
         rank_of = _ranks_of(plan, lanes, size)
         plan_devices(plan, [lane for lane, rank in enumerate(rank_of) if rank == me % size])
-    except Exception as error:  # whatever it is, the others would wait for this process
+    except Exception as error:  # after any error the others would wait for this process
         refuse_to_join(store, me, error)
         raise
     _warn_of_unnamed(mesh, pp, dp)
@@ -109,7 +109,7 @@ def _checked_timeout(timeout: Any) -> float:
 
 
 def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
-    """Warn of dimensions along which there are pipelines that this call joins in nothing."""
+    """Warn of mesh dimensions that the call does not name: pipelines along them train apart."""
     if mesh is None:
         return
     names: tuple[str, ...] = mesh.mesh_dim_names or ()

@@ -109,7 +109,7 @@ class Keys:
             )
 
     def _part(self, stage: int, part: Stage | None) -> Stage:
-        """The simple stage that draws: as given, or the part that runs."""
+        """Return the simple stage that draws: ``part`` if given, else the running one."""
         return part or SCOPE.get() or self.stages[stage]
 
     @cached_property
@@ -248,7 +248,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @cache
 def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
-    """The overload of a random operation that takes a generator, or what does the same on a kind of device; or None."""
+    """Return the overload of a random operation that takes a generator, or an equal function for a device, or None."""
     if func is torch.ops.aten.native_dropout.default and device == "cpu":
         return _dropout_of_cpu
 
@@ -268,7 +268,7 @@ def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
 
 
 def _dropout_of_cpu(input: Tensor, p: float, train: bool | None, *, generator: Any) -> tuple[Tensor, Tensor]:
-    """`torch.native_dropout` as torch computes it on the CPU, which there takes no generator but the process's own."""
+    """Compute `torch.native_dropout` as torch does on the CPU, where it takes no generator."""
     mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator)
     return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask.bool()
 

@@ -54,8 +54,8 @@ def run(
         batch: ``(inputs, target)`` if the plan has a loss, else inputs: trees whose tensors are cut along axis 0 into
             at most M microbatches that differ by one row at most. Non-tensors are shared; see `Replicate`, `Axis`,
             `Microbatches`. Any device.
-        state: a tuple with one tree per stage, () for stages without; None if no stage has state, or if the plan is of a split
-            whose state training does not change.
+        state: a tuple with one tree per stage, () for stages without; None if no stage has state, or if the plan has a
+            split's state that training does not change.
         feeds: by name, what stages declare as feeds; cut like the batch.
         seed: keys every random number; give another for each step. None: drawing raises.
         trainable: which leaves get gradients. None: those with ``requires_grad``, or every floating leaf if none has
@@ -104,7 +104,7 @@ def run(
     )
     try:
         return outside_of_graphs(_run)(plan, params, batch, executor, options)
-    except StageError as error:  # its cause has the user's frames; those of the run say nothing
+    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
         raise error.with_traceback(None) from error.__cause__
 
 

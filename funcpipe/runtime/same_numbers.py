@@ -1,4 +1,4 @@
-"""Hashes of the numbers of parameters and state, and which parameters were compared by them."""
+"""Hash the numbers of parameters and state, and record which parameters were compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TWICE = 2
 
 
 class ComparedLeaves:
-    """Which leaves of the parameters were in a run already, so that each is compared once and later runs pay nothing."""
+    """Records which parameter leaves a run has compared. So each leaf is compared once, and later runs pay nothing."""
 
     def __init__(self) -> None:
         self._known: dict[int, ReferenceType[Tensor]] = {}
@@ -31,11 +31,11 @@ class ComparedLeaves:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """A run begins: nothing is being compared."""
+        """Begin a run, with no leaves to compare yet."""
         self._new = []
 
     def has_new(self, leaves: Iterable[Any]) -> bool:
-        """Are there leaves to compare; of the runs that are prepared together only the first compares."""
+        """Return whether there are leaves to compare. Of runs that are prepared together, only the first compares."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         new = [leaf for leaf in tensors if (known := self._known.get(id(leaf))) is None or known() is not leaf]
         if not new:
@@ -46,30 +46,30 @@ class ComparedLeaves:
         return True
 
     def settle(self) -> None:
-        """What was new has been compared, and is alike everywhere."""
+        """Record that the new leaves were compared and are equal everywhere."""
         self._known = {key: each for key, each in self._known.items() if each() is not None}
         self._known |= {id(leaf): ref(leaf) for leaf in self._new}
         self._in_a_row += bool(self._new)
         self._new = []
 
     def forget(self) -> None:
-        """Compare again in the next run: one process may have stepped where another one failed."""
+        """Compare all leaves again in the next run: one process may have stepped while another one failed."""
         self.__init__()
 
 
 class Whole:
-    """The hashes of tensors of which `place` has kept a part, by that part."""
+    """The hashes of whole tensors, by the part that `place` has kept."""
 
     def __init__(self) -> None:
         self._digests: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
 
     def keep(self, part: Tensor, whole: Tensor) -> None:
-        """Remember what the whole tensor was."""
+        """Record the hash of the whole tensor."""
         self._digests = {key: each for key, each in self._digests.items() if each[0]() is not None}
         self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
 
     def digest(self, part: Tensor) -> str:
-        """The hash of the whole; "" if it is not known, or the part was written to since (by a checkpoint, say)."""
+        """Return the hash of the whole; "" if unknown, or if the part was written to since (by a checkpoint, say)."""
         kept, written, digest = self._digests.get(id(part), (None, 0, ""))
         return digest if kept is not None and kept() is part and version(here(part.detach())) == written else ""
 
@@ -78,7 +78,7 @@ whole = Whole()
 
 
 def digest_of(leaf: Any) -> str:
-    """A hash of the numbers of a tensor; "" where they cannot be read."""
+    """Hash the numbers of a tensor; "" where they cannot be read."""
     if not isinstance(leaf, Tensor):
         return ""
     own = here(leaf.detach())
@@ -94,8 +94,9 @@ def digest_of(leaf: Any) -> str:
 def digests_of(
     tree: Tree, root: str, cuts: Mapping[int, Sharding | None], wanted: Collection[str] | None = None
 ) -> Digests:
-    """The hashes of the tensors of a tree at the ``wanted`` places (None: at all); of those that are cut over the
-    replicas, that of the whole.
+    """Hash the tensors of a tree at the ``wanted`` places (None: all).
+
+    For tensors that are cut over replicas, hash the whole.
     """
     digests: dict[str, str] = {}
     for number, (place, leaf) in enumerate(zip(locations(tree, root), flatten(tree)[0], strict=True)):

@@ -65,7 +65,7 @@ def run_sequential(
     )
     try:
         return outside_of_graphs(_run)(plan, params, batch, options)
-    except StageError as error:  # its cause has the user's frames; those of the run say nothing
+    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
         raise error.with_traceback(None) from error.__cause__
 
 

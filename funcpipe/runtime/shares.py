@@ -38,9 +38,10 @@ def shares_of(
     *,
     rows_unclear: bool = False,
 ) -> Shares:
-    """The shares of microbatches with so many rows and these weights; None: their rows count.
+    """Compute the shares of microbatches with these rows and weights; without weights, rows count.
 
-    They are those of all replicas; ``first`` is the place of the first one of this. See `Shares` for ``rows_unclear``.
+    The shares cover all replicas; ``first`` is the index of this replica's first microbatch. See `Shares` for
+    ``rows_unclear``.
 
     Raises:
         BatchError: all weights are 0.

@@ -86,7 +86,7 @@ class EagerWeights(NamedTuple):
 
 
 def numbers_that_wait(roots: Sequence[Tensor], inputs: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
-    """The numbers of the parameters to which `walk_to_inputs` does not walk."""
+    """Return the numbers of the parameters that `walk_to_inputs` leaves to W."""
     if not inputs:
         return {*range(len(params))}
     nodes = [get_gradient_edge(root).node for root in roots]

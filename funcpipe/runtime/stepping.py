@@ -256,7 +256,7 @@ class Stepping:
 
 
 def _hooks(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Any]:
-    """What a function of torch registers hooks in: its handle knows, and it stays the same one."""
+    """Return torch's table of hooks behind a registering function. The table is the same object for every handle."""
     handle = register(lambda *_: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()
@@ -269,10 +269,10 @@ _GLOBAL_HOOKS = (_hooks(register_optimizer_step_pre_hook), _hooks(register_optim
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one: torch's own do so.
 
-    Others may count in their groups, look at all leaves, or hold another optimizer; hooks, of this optimizer or of all, get
-    the whole one, once a step. And a step is
-    of all that have a gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors only what
-    goes number by number can: the rest asks other processes, one lane beside the other.
+    Others may count in their groups, look at all leaves, or hold another optimizer. Hooks, of this optimizer or of all,
+    expect the whole optimizer, once a step. And a step is of all that have a gradient, so there are to be no others
+    than these ``tensors`` of the run. Of parts of tensors only what goes number by number can: the rest asks other
+    processes, one lane beside the other.
     """
     held = held_by(optimizer)
     if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):

@@ -1,10 +1,10 @@
-"""Settings that a stage must leave as it found them: those of the process, and those of the thread that runs it.
+"""Watch settings that a stage must leave unchanged: settings of the process and of its thread.
 
-Torch keeps most of its switches once for the process: the kernels of attention, the default dtype, anomaly detection,
-the level of forward-mode derivatives. While lanes run, the functions that change them are replaced by hooks, and put
-back afterwards. On threads that run no lane a hook calls the function that it replaces. Where several lanes run on
-threads a change is refused before it is made: the stages of other lanes would see it, and two contexts that overlap
-leave the wrong setting. On one thread a stage may change a switch for as long as one action takes.
+Torch has one copy of most switches for the whole process: attention kernels, the default dtype, anomaly detection, the
+level of forward-mode derivatives. While lanes run, hooks replace the functions that change switches, and the originals
+return afterwards. On threads that run no lane a hook calls the original. If several lanes run on threads, the hook
+raises PlanError before the change. Otherwise stages of other lanes would see it, and two contexts that overlap would
+leave the wrong setting. On one thread a stage may change a switch until its action ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Switch(NamedTuple):
 
     Attributes:
         name: the public call that changes it, for messages.
-        owner, setter: where torch looks for the function that changes it.
-        read: the arguments of that function that make the present setting; None: it cannot be read.
-        write: puts a setting back.
+        owner, setter: the object and the attribute where torch looks up the setter.
+        read: returns the setter's arguments for the present setting; None: torch has no getter.
+        write: restores a setting.
     """
 
     name: str
@@ -72,7 +72,7 @@ _SWITCHES = {
 
 @cache
 def switches() -> Sequence[Switch]:
-    """The switches of this torch; a stage that changes another one is not refused."""
+    """List the switches of this torch. Changes of other settings are not seen."""
     owner, deterministic, _ = switch_of("deterministic_algorithms")
     found = [
         Switch(
@@ -118,13 +118,13 @@ def switches() -> Sequence[Switch]:
 
 
 def _arguments(getter: Callable[[], Any]) -> tuple[Any, ...]:
-    """What a getter returns, as the arguments of its setter."""
+    """Return a getter's result as the arguments of its setter."""
     found = getter()
     return found if isinstance(found, tuple) else (found,)  # pyright: ignore[reportUnknownVariableType]
 
 
 class _WatchedThread(threading.local):
-    """The watch of this thread; None: it runs no lane."""
+    """The watch of this thread; None: the thread runs no lane."""
 
     watch: SwitchWatch | None = None
 
@@ -133,13 +133,13 @@ _thread = _WatchedThread()
 
 
 class SwitchWatch:
-    """Inside, this thread runs the actions of lanes; call `check` after each.
+    """Watches this thread while it runs the actions of lanes. Call `check` after each action.
 
     Args:
-        alone: does no other thread run lanes of this run.
+        alone: whether no other thread runs lanes of this run.
 
     Attributes:
-        touched: did a setter run since the last `check`.
+        touched: whether a setter ran since the last `check`.
     """
 
     __slots__ = ("_alone", "_casts", "_changed", "_depth", "_grad", "_outer", "_refusal", "touched")
@@ -155,20 +155,20 @@ class SwitchWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None:  # else `check` has seen to it
+        if error[0] is not None:  # without an error `check` has restored all
             self._restore()
         _leave_autocast(self._depth)
         _thread.watch = self._outer
         _hooks.take_off()
 
     def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
-        """A stage is about to change a switch. Raises PlanError where other stages would see it."""
+        """Note that a stage is about to change a switch. Raises PlanError where other stages would see the change."""
         now = None if switch.read is None else switch.read()
         if now == values or (now is not None and now[: len(values)] == values):
-            return  # torch.compile sets what it finds, to be sure
+            return  # torch.compile sets switches to their present values
         if not self._alone:
             if switch.setter == "set_anomaly_enabled" and now is not None and not (now[1] and (*values, True)[1]):
-                return  # without a check for NaN it changes messages alone; torch.cond does so in a backward
+                return  # without NaN checks only messages change; torch.cond does this in a backward
             self._refuse(
                 f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
                 "lanes run on other threads; use executor='serial', or call it around the run"
@@ -181,7 +181,7 @@ class SwitchWatch:
         self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
 
     def before_forward_mode(self) -> None:
-        """A stage is about to compute forward-mode derivatives. Raises PlanError beside other lanes."""
+        """Raise PlanError if a stage is about to compute forward-mode derivatives beside other lanes."""
         if not self._alone:
             self._refuse(
                 "the stage computes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
@@ -190,12 +190,12 @@ class SwitchWatch:
             )
 
     def _refuse(self, message: str) -> NoReturn:
-        """Raise, and let `check` raise again: a stage may catch the error and go on with other numbers."""
+        """Raise, and let `check` raise again: a stage may catch the error and go on with wrong numbers."""
         self.touched, self._refusal = True, message
         raise PlanError(message)
 
     def check(self) -> None:
-        """An action is done. Raises PlanError where it left a setting changed; the setting is put back."""
+        """Restore settings after an action. Raises PlanError if the action left a setting changed."""
         if self.touched or torch.is_grad_enabled() is not self._grad:
             left, self.touched = self._restore(), False
             if self._refusal:
@@ -207,9 +207,9 @@ class SwitchWatch:
                 )
 
     def _restore(self) -> list[str]:
-        """Put back all that is not as it was; its names."""
+        """Restore all changed settings, and return their names."""
         left: dict[str, None] = {}
-        for switch, values in [*self._changed.values()]:  # writing notes a change, too
+        for switch, values in [*self._changed.values()]:  # `write` calls `before`, too
             if switch.read is not None and switch.read() != values:
                 switch.write(*values)
                 left[switch.name] = None
@@ -224,7 +224,7 @@ class SwitchWatch:
 
 
 def autocast_now() -> Casts:
-    """The autocast of this thread."""
+    """Return the autocast settings of this thread."""
     return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
 
 
@@ -236,20 +236,20 @@ def set_autocast(casts: Casts) -> None:
 
 
 def autocast_depth() -> int:
-    """How many contexts of autocast this thread is in."""
+    """Return the number of autocast contexts around this call on this thread."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def _leave_autocast(depth: int) -> None:
-    """Leave the contexts that a stage entered and did not leave: torch keeps casts of parameters until all are left."""
+    """Leave contexts that a stage left open: torch keeps casts of parameters until the last context ends."""
     while autocast_depth() > depth:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
 
 class _SetterHook:
-    """In the place of a setter. It is equal to the setter, because torch's compiler finds functions in tables."""
+    """Replaces a setter, and equals it, because torch's compiler looks functions up in tables."""
 
     def __init__(self, switch: Switch, setter: Callable[..., Any]) -> None:
         self.switch, self.setter = switch, setter
@@ -268,7 +268,7 @@ class _SetterHook:
 
 
 def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
-    """The setter of the attributes of ``torch.backends``, which have their functions since torch was imported."""
+    """Wrap the setter of ``torch.backends`` attributes, which hold their functions since the import of torch."""
 
     def hooked(prop: Any, module: Any, value: Any) -> None:
         if _thread.watch is not None:
@@ -280,7 +280,7 @@ def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., Any]) -> Callable[..., Any]:
-    """The setter of ``fp32_precision``, one switch for each backend and operation."""
+    """Wrap the setter of ``fp32_precision``, one switch for each backend and operation."""
 
     def hooked(backend: str, operation: str, value: str) -> Any:
         if _thread.watch is not None:
@@ -294,7 +294,7 @@ def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., A
 
 
 def _hooked_autocast(setter: Callable[..., Any]) -> Callable[..., Any]:
-    """A setter of autocast, which is the thread's own: a stage may change it for as long as one action takes."""
+    """Wrap a setter of autocast, a setting of the thread: a stage may change it until its action ends."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         if _thread.watch is not None:
@@ -305,10 +305,10 @@ def _hooked_autocast(setter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hooked_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """What begins forward-mode derivatives."""
+    """Wrap a function that begins forward-mode derivatives."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        if _thread.watch is not None and args[-1:] != (False,):  # False: they are switched off
+        if _thread.watch is not None and args[-1:] != (False,):  # False switches them off
             _thread.watch.before_forward_mode()
         return entry(*args, **kwargs)
 
@@ -316,7 +316,7 @@ def _hooked_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Hooks:
-    """The hooks of this process, which are there while any thread watches."""
+    """The hooks of this process, installed while any thread watches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -325,7 +325,7 @@ class _Hooks:
         self._anomaly = (False, True)
 
     def put(self) -> None:
-        """Another thread watches."""
+        """Count one more watching thread, and install the hooks for the first."""
         with self._lock:
             self._watches += 1
             if self._watches == 1:
@@ -335,13 +335,13 @@ class _Hooks:
                     _set(owner, hooks)
 
     def take_off(self) -> None:
-        """A thread watches no longer."""
+        """Count one watching thread less, and remove the hooks after the last."""
         with self._lock:
             self._watches -= 1
             if not self._watches:
                 for owner, originals, _ in self._places:
                     _set(owner, originals)
-                if _anomaly_mode() != self._anomaly:  # threads that enter and leave it by turns leave it on
+                if _anomaly_mode() != self._anomaly:  # threads that enter and leave it alternately leave it on
                     torch.set_anomaly_enabled(*self._anomaly)
 
 
@@ -350,7 +350,7 @@ def _anomaly_mode() -> tuple[bool, bool]:
 
 
 def _set(owner: Any, attributes: dict[str, Any]) -> None:
-    """Set attributes of a module, all at once, or of a class."""
+    """Set attributes of a module at once, or of a class one by one."""
     if isinstance(owner, ModuleType):
         vars(owner).update(attributes)
     else:
@@ -359,7 +359,7 @@ def _set(owner: Any, attributes: dict[str, Any]) -> None:
 
 
 def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Where hooks go: modules and classes, each with what is there, by attribute, and with the hooks."""
+    """List the modules and classes to hook, each with its original attributes and with the hooks."""
     found: list[tuple[Any, str, Callable[[Any], Any]]]
     found = [(each.owner, each.setter, partial(_SetterHook, each)) for each in switches()]
     found += [(torch, name, _hooked_autocast) for name in vars(torch) if name.startswith("set_autocast_")]
@@ -369,7 +369,7 @@ def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     found.append((ContextProp, "__set__", _hooked_property))
     places: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
     for owner, name, make_hook in found:
-        if not hasattr(owner, name):  # of another torch
+        if not hasattr(owner, name):  # other versions of torch lack it
             continue
         _, originals, hooks = places.setdefault(id(owner), (owner, {}, {}))
         originals[name] = getattr(owner, name)

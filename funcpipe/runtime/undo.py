@@ -68,7 +68,7 @@ class Undo:
                 kept.restore(self.optimizer)
 
     def close(self) -> None:
-        """Nothing will be undone any more: the copies are released."""
+        """Release the copies: nothing will be undone after this call."""
         self._kept = {}
 
 

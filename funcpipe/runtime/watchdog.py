@@ -63,13 +63,13 @@ class LaneWatch:
         return [self.executions[0].executor.beats(), *begun(self.executions)]
 
     def _backstop(self) -> None:
-        """Code that never lets go of the interpreter's lock stops this thread too; Python's own timer needs no lock.
+        """Start Python's own timer, which works also while code keeps the GIL and stops this thread.
 
-        There is one for the process, so it is taken only where the caller asked for a timeout.
+        The process has one such timer, so only runs with a timeout given by the user take it.
         """
         if not self.executions[0].ready.options.takes_faulthandler:
             return
-        self._has_backstop = True  # first: an interruption may come right after
+        self._has_backstop = True  # set first: an interruption may come right after the call
         try:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
         except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)

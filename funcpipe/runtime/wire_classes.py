@@ -1,4 +1,4 @@
-"""The classes whose values may come from other processes, by name: nothing is imported, and nothing is run, to find one."""
+"""Look up classes of values from other processes by name, without importing or running anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _permitted: set[str] = set()
 
 
 def name_of(kind: type) -> str:
-    """The name by which a class is found at the other end, which may now come back. Raises PlanError: there is none."""
+    """Return the name by which other processes find a class, and permit values of it. Raises PlanError without one."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if looked_up(name) is not kind:
         raise PlanError(
@@ -26,7 +26,7 @@ def name_of(kind: type) -> str:
 
 
 def permit(kind: type) -> type:
-    """Let values of a class come from other processes, where it is found by its name."""
+    """Permit values of a class from other processes, if its name leads to it."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if looked_up(name) is kind:
         _permitted.add(name)
@@ -34,7 +34,7 @@ def permit(kind: type) -> type:
 
 
 def class_named(name: str) -> Any:
-    """The class that another process names. Raises ValueError: there is none, or it is not permitted."""
+    """Return the class that another process names. Raises ValueError for unknown and unpermitted classes."""
     found = looked_up(name)
     if not isinstance(found, type):
         raise ValueError(f"there is no class {name} in this process")
@@ -47,7 +47,7 @@ def class_named(name: str) -> Any:
 
 
 def looked_up(name: str) -> Any:
-    """What has a name in a module that is loaded; None: nothing. Nothing is run: no getattr, by which some import."""
+    """Return the object of a name in a loaded module, or None. Runs no getattr, because some modules import then."""
     module, _, path = name.partition(":")
     space: Mapping[str, Any] = vars(sys.modules[module]) if module in sys.modules else {}
     found: Any = None

@@ -1,8 +1,8 @@
-"""Trees as bytes for other processes, and back: JSON that is checked, then memory. No pickle, and nothing is imported.
+"""Encode trees as bytes for other processes, and decode them: checked JSON, then memory. No pickle, no imports.
 
-A container travels as its kind and its children; a class by its module and name. Bytes make values of such classes alone
-that this process has itself sent, met in its own trees, or permitted (`permit`). Tensors travel as size, strides and dtype,
-and their memory.
+A container travels as its kind and its children, a class as its module and name. Bytes make values of a class only if
+this process has sent the class, has had it in its trees, or has permitted it (`permit`). Tensors travel as size,
+strides and dtype, and their memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorLayout(NamedTuple):
         return prod(self.size) * self.dtype.itemsize
 
     def room(self, device: torch.device | None = None) -> Tensor:
-        """A new tensor with memory for the numbers. Raises PlanError: more than this machine has."""
+        """Make a tensor with memory for the numbers. Raises PlanError if this machine has less memory."""
         if self.nbytes > machine_memory():
             raise PlanError(f"what came from another process is damaged: a tensor of {self.nbytes} bytes")
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=device or "cpu")
@@ -53,7 +53,7 @@ class TensorLayout(NamedTuple):
 
 @lru_cache(1)
 def machine_memory() -> int:
-    """Bytes of this machine's memory, which no value on it exceeds; more than any has where the system does not tell."""
+    """Return the bytes of this machine's memory, a bound for every value; 2**48 where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -229,7 +229,7 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
 def _form_of(data: bytes) -> TreeForm:
     """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
     form, classes = _known(data)
-    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a cell of a notebook ran again
+    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a notebook cell redefined a class
         _known.cache_clear()
         form, _ = _known(data)
     return form

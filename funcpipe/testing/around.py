@@ -44,7 +44,7 @@ class HookedFn(Bindable):
 
 
 def hooked(stage: Stage, hook: Hook) -> Stage:
-    """The stage with a hook around it."""
+    """Return the stage with a hook around it."""
     return replace(stage, fn=HookedFn(stage, hook))
 
 

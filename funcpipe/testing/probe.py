@@ -69,7 +69,7 @@ class Probe:
     """One check of one stage.
 
     Args:
-        stage: the stage.
+        stage: the stage to check.
         arguments: of it.
         train, seed, trainable: as in `check_stage`.
 

@@ -1,4 +1,4 @@
-"""What the processes of `test_processes` do. Every task gets (rank, size, ...) and returns something small, or raises."""
+"""Tasks for the processes of `test_processes`. Each gets (rank, size, ...), and returns something small or raises."""
 
 import faulthandler
 import time
@@ -28,7 +28,7 @@ def rows(count):
 
 
 def told(job):
-    """What a job returned, or what it raised: kind and message."""
+    """Return the result of a job, or the kind and message of its error."""
     try:
         return job()
     except fp.FuncpipeError as error:
@@ -41,7 +41,7 @@ def two_replicas(split, schedule=None):
 
 
 def replicas_begin(rank, size, how, folder):
-    """A run of two replicas, of which one was made otherwise; then one where both are alike."""
+    """Run two replicas, one of which begins differently; then two that begin alike."""
     model = net(rank if how in ("seeds", "sharded", "other classes") else 0, buffers=how == "buffers")
     if how == "frozen":
         model[0].requires_grad_(False)
@@ -73,19 +73,21 @@ def replicas_begin(rank, size, how, folder):
 
 
 def tied_begin(rank, size, alike):
-    """First and last stage share a weight, which each process made by itself."""
+    """Run two stages that share a weight, which each process made by itself."""
     torch.manual_seed(0 if alike else rank)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     model[2].weight = model[0].weight
     split = fp.split(model, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
-        params = tuple(tree if stage in ranks.stages else None for stage, tree in enumerate(split.params))  # no place
+        params = tuple(
+            tree if stage in ranks.stages else None for stage, tree in enumerate(split.params)
+        )  # without fp.place
         return told(lambda: bool(fp.run(plan, params, rows(8), executor=ranks)) and "ran")
 
 
 def comparisons(rank, size, renews):
-    """How often numbers are compared in six runs."""
+    """Count the comparisons of numbers in six runs."""
     split = fp.split(net(0), 1)
     plan, made = two_replicas(split)
     abouts = Counter()
@@ -111,7 +113,7 @@ def comparisons(rank, size, renews):
 
 
 def unnamed_dimension(rank, size):
-    """The warnings of ranks of a mesh with two dimensions and of one with three."""
+    """Collect the warnings of ranks of a mesh with two dimensions, and of one with three."""
     plan = fp.make_plan(fp.split(net(0), 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
@@ -148,7 +150,7 @@ LOSSES = {
 
 
 def as_torch(rank, size, loss, scale_grads, steps):
-    """The greatest difference of gradients and losses between torch's schedule and that of ranks; torch's norms."""
+    """Return the greatest differences between torch's schedule and ranks.schedule, and torch's gradient norms."""
     x, target = rows(12)
     parts = [nn.Sequential(*net(0)[:2]), nn.Sequential(*net(0)[2:])]
     own = parts[rank]
@@ -172,7 +174,7 @@ def as_torch(rank, size, loss, scale_grads, steps):
 
 
 def losses_of_replicas(rank, size):
-    """The losses that a schedule gives each of two replicas, and those of its rows."""
+    """Return the losses that a schedule gives each of two replicas, and the losses of its rows."""
     split = fp.split(net(0), 1)
     plan, made = two_replicas(split, fp.schedules.one_f_one_b(1, 3))
     x, target = rows(9 if rank else 2)  # two rows: two microbatches
@@ -187,7 +189,7 @@ def losses_of_replicas(rank, size):
 
 
 def fails_beside(rank, size):
-    """Two pipelines beside each other; the second stage of the second one fails: what its first rank hears."""
+    """Run two pipelines side by side. The second stage of the second one fails: return its first rank's error."""
 
     def second(p, x):
         if rank == 3:
@@ -214,7 +216,7 @@ def multiplied(size=2):
 
 
 def never_runs(rank, size, before):
-    """Rank 1 is in its ranks, and runs nothing (more)."""
+    """Run nothing (more) on rank 1, which has entered its ranks."""
     plan = multiplied()
     with fp.ranks(plan, timeout=3.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
@@ -234,7 +236,7 @@ def never_makes_ranks(rank, size):
     plan = multiplied()
     if rank == 1:
         time.sleep(14.0)
-        fp.runtime.ranks._made[0, 1] += 1  # as if it had
+        fp.runtime.ranks._made[0, 1] += 1  # as if it had made ranks
         return "slept"
     try:
         with fp.ranks(plan, timeout=1.0):
@@ -264,7 +266,7 @@ class Breaks(torch.optim.SGD):
 
 
 def step_fails(rank, size):
-    """The optimizer of rank 1 fails in its second step, and the loop goes on: what each rank hears in which step."""
+    """Fail in the second step of rank 1's optimizer, and go on: return each rank's error in each step."""
     plan, heard = multiplied(), []
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
@@ -278,7 +280,7 @@ def step_fails(rank, size):
 
 
 def listens_at(rank, size):
-    """The addresses at which cables listened."""
+    """Return the addresses at which cables listened."""
     at = []
 
     def listening(hosts):
@@ -291,7 +293,7 @@ def listens_at(rank, size):
 
 
 def uses_of_faulthandler(rank, size):
-    """How often runs without and with a limit of the caller's set and cancel Python's one timer."""
+    """Count how often runs set and cancel Python's one timer, without a limit of the caller and with one."""
     plan, counts = multiplied(), []
     for made, run in (({}, {}), ({"timeout": 20.0}, {}), ({}, {"timeout": 20.0})):
         with fp.ranks(plan, **made) as ranks:
@@ -310,7 +312,7 @@ class Boxed(dict):
 
 
 def boxes(rank, size):
-    """A class that the process of the second stage never made itself travels, since the stage's code can name it."""
+    """Send a class that the receiving process never made: the code of its stage can name it."""
     stages = [fp.stage(lambda p, x: Boxed(h=x * p)), fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed))]
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:

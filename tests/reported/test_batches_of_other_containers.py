@@ -1,4 +1,4 @@
-"""Batches of nested, packed and sparse tensors and of block masks: right, or refused with what to give instead."""
+"""Batches of nested, packed and sparse tensors and of block masks: right, or an error that names the remedy."""
 
 import optree
 import pytest
@@ -45,7 +45,7 @@ def test_gives_a_nested_tensor(layout, wrap):
 
 
 def test_makes_a_tensor_nested_in_the_stage():
-    """What the refusal says to do."""
+    """The remedy in the message works."""
 
     @fp.stage
     def total(params, batch):
@@ -75,7 +75,7 @@ def test_hands_on_a_nested_tensor():
 @pytest.mark.parametrize("lengths", [[5, 3], [1, 1], [6]])
 @pytest.mark.parametrize("wrap", [lambda x: x, fp.Replicate, lambda x: {"x": (x,)}])
 def test_gives_a_packed_sequence(lengths, wrap):
-    """Also one whose fields have rows alike by chance."""
+    """Also a sequence whose fields have equal rows by chance."""
     torch.manual_seed(0)
     stage, params, _ = fp.from_module(nn.GRU(4, 4))
     packed = pack_sequence([torch.randn(length, 4) for length in lengths])
@@ -167,7 +167,7 @@ def blocks(documents):
 
 
 def test_gives_a_block_mask():
-    """Refused with two ways that work: it is made in the stage, or registered as torch takes it apart."""
+    """The message names two ways that work: make it in the stage, or register it as torch takes it apart."""
     x, documents = torch.randn(4, 1, 128, 16), torch.randint(0, 3, (4, 128)).sort(-1).values
 
     @fp.stage
@@ -188,7 +188,7 @@ def test_gives_a_block_mask():
     expected = flex_attention(x, x, x, block_mask=blocks(documents))
     torch.testing.assert_close(outputs, expected)
     if not hasattr(torch.nn.attention.flex_attention, "_MaskModWrapper"):
-        return  # this torch does not take the rule of a mask apart
+        return  # this torch does not take a mask's rule apart
     functions = BlockMask._flatten, lambda aux, kids: BlockMask._unflatten(kids, aux)
     optree.register_pytree_node(BlockMask, *functions, namespace="funcpipe")
     try:
@@ -198,7 +198,7 @@ def test_gives_a_block_mask():
         optree.unregister_pytree_node(BlockMask, namespace="funcpipe")
 
 
-GLOBAL = torch.zeros(3)  # what the module has that a rule is written in is not the rule's
+GLOBAL = torch.zeros(3)  # a tensor in the rule's module is not part of the rule
 
 
 @pytest.mark.parametrize("strict", [True, False])

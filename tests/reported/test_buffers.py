@@ -1,4 +1,4 @@
-"""Buffers that a forward writes: what plain torch leaves in them, or a refusal that names them."""
+"""Buffers that a forward writes: as plain torch leaves them, or an error that names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import funcpipe as fp
 
 
 class Siamese(nn.Module):
-    """One encoder with batch norm for both inputs."""
+    """One encoder with batch norm, for both inputs."""
 
     def __init__(self, momentum=0.1, layer=nn.BatchNorm1d):
         super().__init__()
@@ -51,7 +51,7 @@ def test_batch_norm_that_runs_twice_in_a_forward_is_updated_twice(how, momentum,
 
 
 def test_calls_of_several_microbatches_are_updates_by_all_rows():
-    """The first calls of all microbatches are one update, the second ones another."""
+    """The first calls of all microbatches make one update, the second calls another."""
     a, b = torch.randn(9, 4), torch.randn(9, 4) + 2
     norm = nn.BatchNorm1d(4)
 
@@ -93,7 +93,7 @@ class Counts(nn.Module):
 
 
 class ByAnotherTensor(Counts):
-    """What depends on the inputs reaches the buffer through a tensor that is written in place."""
+    """Writes a value of the inputs into the buffer by way of a tensor that is written in place."""
 
     def forward(self, x):
         scratch = torch.zeros(4)

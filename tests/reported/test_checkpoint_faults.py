@@ -1,4 +1,4 @@
-"""Checkpoints: nothing of others is removed, nothing is lost or mixed up, and what cannot be saved leaves nothing."""
+"""Checkpoints remove no files of others, lose and mix up nothing, and a failed save leaves nothing."""
 
 import collections
 import json
@@ -23,7 +23,7 @@ def split_of(*layers, stages=2, **options):
 
 
 def stepped(make, leaves):
-    """An optimizer that has made a step."""
+    """Make an optimizer that has made a step."""
     optimizer = make(leaves)
     for leaf in leaves:
         leaf.grad = torch.ones_like(leaf)
@@ -101,7 +101,7 @@ def test_options_of_every_kind_come_back(tmp_path, make):
 
 
 def test_lbfgs_goes_on(tmp_path):
-    """With its lists of tensors, from the very numbers."""
+    """LBFGS keeps lists of tensors, and continues bit-identical."""
 
     def losses(split, optimizer, steps):
         x = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
@@ -131,7 +131,7 @@ def test_lbfgs_goes_on(tmp_path):
 
 
 class Odd(torch.optim.SGD):
-    """Keeps what no file has a place for."""
+    """Keeps an object that no file format of checkpoints has."""
 
 
 @pytest.mark.parametrize("what", ["option", "state", "key", "sparse", "nested", "meta", "global"])
@@ -230,7 +230,7 @@ def test_names_with_slashes_are_no_state_of_an_optimizer(tmp_path):
 
 
 class Spare(nn.Module):
-    """A head that only inference uses, and a buffer that nothing uses."""
+    """A head that only inference uses, and a buffer that no stage uses."""
 
     def __init__(self):
         super().__init__()
@@ -277,7 +277,7 @@ def test_tied_names_are_written_once(tmp_path):
     (file,) = tmp_path.glob("*/model-*.safetensors")
     assert {"0.weight", "0.bias", "1.bias"} == load_file(file).keys()
     apart = fp.split(nn.Sequential(*Tied(tied=False).children()), 2)
-    loaded = fp.load(tmp_path, apart)  # a tied one into an untied one: both have its numbers
+    loaded = fp.load(tmp_path, apart)  # a tied checkpoint into an untied model: both parameters get its numbers
     assert torch.equal(loaded.params[0]["0.weight"], split.params[0]["0.weight"])
     assert torch.equal(loaded.params[1]["1.weight"], split.params[0]["0.weight"])
 
@@ -295,7 +295,7 @@ def test_an_untied_model_into_a_tied_one(tmp_path):
     with torch.no_grad():
         apart.params[1]["1.weight"].copy_(apart.params[0]["0.weight"])
         for leaf in (apart.params[0]["0.weight"], apart.params[1]["1.weight"]):
-            leaf[0, 0] = float("nan")  # equal to itself here
+            leaf[0, 0] = float("nan")  # NaN counts as equal here
     fp.save(tmp_path, apart, apart.params)
     fp.load(tmp_path, tied)
     tied.load_state_dict(apart.state_dict())
@@ -346,7 +346,7 @@ def test_trees_of_another_split_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_save_and_load_take_time_by_the_parameter(tmp_path):
-    """Four times as many parameters take four times as many function calls; quadratic was sixteen."""
+    """Four times as many parameters take four times as many function calls. Quadratic time would take sixteen."""
 
     def calls(count):
         split = split_of(*[nn.Linear(2, 2) for _ in range(count)])

@@ -1,4 +1,4 @@
-"""Outputs of the command line that cannot be written are refused before any work."""
+"""The command line raises an error for outputs that it cannot write, before any work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from funcpipe import cli, cli_words, demo
 
 @pytest.fixture
 def no_work(monkeypatch, tmp_path):
-    """Searching, simulating and training fail."""
+    """Make searches, simulations and training fail."""
 
     def work(*args, **options):
         raise AssertionError("work was begun")

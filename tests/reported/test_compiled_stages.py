@@ -1,4 +1,4 @@
-"""Compiled stages give eager's bits and read today's numbers; a check of numbers changes none."""
+"""Compiled stages are bit-identical to eager ones and read current values; a check of numbers changes no bit."""
 
 import argparse
 import random
@@ -68,7 +68,7 @@ def test_gradients_of_negative_zero_keep_their_sign(compiled, check):
     x = torch.full((2, 3), -0.0, dtype=torch.float64)  # a row each: a sum over rows would begin at 0
     (grads,) = fp.run(plan, (params,), (x, None), check=check).grads
     assert grads["s"].signbit().all()
-    assert not grads["unused"].signbit().any()  # zeros of which no backward said anything
+    assert not grads["unused"].signbit().any()  # zeros where no backward added anything
 
 
 def test_a_check_of_numbers_leaves_the_sign_of_a_sum_that_begins_late():
@@ -94,7 +94,7 @@ generator, numpy_generator = random.Random(0), np.random.default_rng(0)
 
 
 class Annealed(nn.Module):
-    """A loss whose weight changes while it trains."""
+    """A loss whose weight changes during training."""
 
     floor = 0.0
 
@@ -199,7 +199,7 @@ def test_a_compiled_stage_reads_today_s_numbers(name):
         eager, compiled = [fp.run(plan, params, (x, x + 1)) for plan in plans]
         torch.testing.assert_close(compiled.loss, eager.loss)
         torch.testing.assert_close(compiled.grads, eager.grads)
-    assert 3 == made[1].program.made  # the numbers of the first run are met again
+    assert 3 == made[1].program.made  # the first run's numbers again
 
 
 def test_a_step_that_changes_nothing_traces_nothing():
@@ -207,7 +207,7 @@ def test_a_step_that_changes_nothing_traces_nothing():
     stage = fp.compile_stage(fp.stage(plain))
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=annealed, devices="cpu")
     for step in range(3):
-        annealed.count, annealed.part.gain = step, float(str(step * 0 + 1))  # not read, and another equal number
+        annealed.count, annealed.part.gain = step, float(str(step * 0 + 1))  # an unread attribute, and an equal number
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert 1 == stage.program.made
 
@@ -269,7 +269,7 @@ def test_draws_that_are_not_torch_s_are_refused(name, in_loss):
 
 
 def test_draws_of_another_thread_are_no_draws_of_the_stage(monkeypatch):
-    """A loader that draws while a stage is traced is not the stage's."""
+    """A loader draws in another thread while a stage is traced."""
     states = iter(range(100))
     monkeypatch.setattr("funcpipe.compiled.python_values._global_states", lambda: {"numpy.random": str(next(states))})
     stage = fp.compile_stage(fp.stage(plain))

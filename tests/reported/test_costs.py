@@ -1,4 +1,4 @@
-"""What a cost says of a backward and of slices, wherever it is used."""
+"""The times of a cost's backward and of its slices, wherever a cost is used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def halves(cost: fp.Cost, stage: int = 0) -> tuple[float, float, float]:
     ids=str,
 )
 def test_a_backward_and_its_halves(given, want):
-    """What is not given follows from the rest; from JSON, on the command line and in groups too."""
+    """Missing times follow from the given ones; also from JSON, on the command line and in groups."""
     cost = fp.Cost(**given)
     assert halves(cost) == want
     assert fp.schedules.from_json(fp.schedules.to_json(cost)) == cost
@@ -45,7 +45,7 @@ def test_a_backward_and_its_halves(given, want):
 
 
 def test_a_half_that_is_longer_than_the_whole_backward():
-    """Is refused with the number that is lacking."""
+    """The error names the missing number."""
     with pytest.raises(
         fp.ScheduleError, match="backward_input is 3, more than backward, which is 2; give backward_weight"
     ):
@@ -55,7 +55,7 @@ def test_a_half_that_is_longer_than_the_whole_backward():
 
 
 def test_a_cost_is_replaced():
-    """Halves that nobody gave follow the new backward; measured ones stay."""
+    """Halves that the user did not give follow the new backward; measured halves stay."""
     assert halves(replace(fp.Cost(), backward=3)) == (3, 1.5, 1.5)
     assert halves(replace(fp.Cost(backward=3), backward=[4, 5]), 1) == (5, 2.5, 2.5)
     assert halves(replace(fp.Cost(1, 2, 3), backward=4)) == (4, 2, 3)
@@ -98,7 +98,7 @@ def plan_of(slices):
 
 
 def test_a_plan_is_simulated_with_its_own_slices():
-    """And drawn; a cost with the same lengths in another unit changes nothing."""
+    """Also drawn. A cost with the same lengths in another unit changes nothing."""
     plan = plan_of((3, 1))
     peak = fp.simulate(plan.schedule, fp.Cost(slices=(3, 1))).peak
     for cost in (fp.Cost(), fp.Cost(slices=(6, 2)), fp.Cost(slices=(3, 1))):
@@ -116,7 +116,7 @@ def test_a_cost_of_other_slices_than_the_plan(slices):
 
 
 def test_measured_slices_take_their_times():
-    """Their lengths are the plan's: a measured cost has none that could be others."""
+    """A measured cost has no lengths, so the plan's lengths apply."""
     plan = plan_of((3, 1))
     x = torch.ones(4, 8)
     params = (torch.ones((), requires_grad=True), torch.ones((), requires_grad=True))

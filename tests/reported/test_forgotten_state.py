@@ -1,4 +1,4 @@
-"""A forgotten state= is refused wherever statistics of the untrained model would be taken; merge gives what it was given."""
+"""A forgotten state= raises where the untrained model's statistics would be used; merge returns its trees."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ class Spare(nn.Module):
 
 
 def test_merged_gradients_are_gradients_alone():
-    """Where there is none, the name is absent: never a parameter or a buffer."""
+    """Without a gradient the name is absent: never a parameter or a buffer."""
     torch.manual_seed(0)
     model, x = Spare(), torch.randn(12, 4)
     split = fp.split(model, 2, example=x)

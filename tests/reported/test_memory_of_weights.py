@@ -1,4 +1,4 @@
-"""What W keeps is one number: `memory`, `profile`, the peak of a schedule, and what a stage holds between I and W."""
+"""`memory`, `profile`, the peak of a schedule and a running stage agree on the memory between I and W."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def held(split, stage, x):
-    """Bytes that autograd keeps between I and W of one stage, and gradients that wait."""
+    """Measure the bytes that autograd keeps between I and W of one stage, and the gradients that wait."""
     params = split.params[stage]
     options = {"trainable": [True] * len(params), "train": True, "backwards": True, "loss": None, "shares": None}
     bound = EagerBound(split.stages[stage], stage, params, (), keys=Keys(0, list(split.stages)), **options)
@@ -72,7 +72,7 @@ def test_memory_and_profile_tell_what_a_stage_holds(name, stage):
 
 
 def test_the_peak_of_zero_bubble_has_what_weights_wait_for():
-    """The residuals of W that a schedule puts off are in the peak: each microbatch more adds what one keeps."""
+    """Each microbatch more whose W a schedule puts off adds its residual to the peak."""
     torch.manual_seed(0)
     model = nn.Sequential(*MODELS["linear, gelu"](), *MODELS["linear, gelu"]())
     split, x = fp.split(model, 2), torch.randn(32, 64)

@@ -1,4 +1,4 @@
-"""Models cut between their blocks without a trace: the model's own numbers, or a refusal that names the value."""
+"""Models cut between their blocks without a trace: the model's numbers, or an error that names the value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens through an embedding, four blocks and a head."""
+    """Passes tokens through an embedding, four blocks and a head."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
 
 
 class MaskFromEmbeddings(Decoder):
-    """Finds the padding by rows of zeros in the embeddings."""
+    """Finds padding by rows of zeros in the embeddings."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -70,7 +70,7 @@ class DecisionByEmbeddings(Decoder):
 
 
 class WrittenIntoAMask(Decoder):
-    """Writes what the embeddings tell into a tensor that was made from the tokens."""
+    """Writes numbers from the embeddings into a tensor that was made from the tokens."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -82,7 +82,7 @@ class WrittenIntoAMask(Decoder):
 
 
 class RoundedEmbeddings(Decoder):
-    """Hands whole numbers, made from the embeddings, past the blocks."""
+    """Passes whole numbers, made from the embeddings, around the blocks."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -151,7 +151,7 @@ def test_the_refusal_names_the_value_and_the_call():
 
 
 class Prefilled(Decoder):
-    """Shapes of the embeddings alone make masks, whatever the functions that take them."""
+    """Makes masks from shapes of the embeddings alone, by several functions."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -216,7 +216,7 @@ def test_hooks_of_all_modules_run_once_in_a_run(place):
 
 
 class Collects(Decoder):
-    """A side output of each block: appended to a list, kept as an attribute, or collected by a hook."""
+    """Collects an output of each block: in a list, as an attribute, or by a hook."""
 
     def __init__(self, how):
         super().__init__()
@@ -354,7 +354,7 @@ def test_a_wrapper_that_forwards_attributes_is_cut():
     torch.testing.assert_close(outputs(fp.split(model, 2), batch), model(batch))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own, at the model's call
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's warning, at the model's call
 def test_a_sequential_with_a_compiled_block_is_cut():
     compiled = torch.compile(nn.Linear(4, 4), backend="eager")
     model = nn.Sequential(nn.Linear(4, 4), compiled, nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))

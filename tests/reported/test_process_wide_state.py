@@ -1,4 +1,4 @@
-"""Stages that change what the whole process shares: switches of torch, and the level of forward-mode derivatives."""
+"""Stages that change state of the whole process: switches of torch, and the level of forward-mode derivatives."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def params():
 
 
 def settings():
-    """All of torch's switches that can be read, and what this thread has on."""
+    """Read all of torch's switches that have a getter, and the settings of this thread."""
     found = {(each.name, each.setter): each.read() for each in switches() if each.read is not None}
     return found, torch.is_grad_enabled(), autocast_now(), autocast_depth(), forward_ad._current_level
 
 
 @pytest.fixture(autouse=True)
 def unchanged():
-    """After each test everything is as it was, the functions of torch too."""
+    """Check after each test that settings and torch's functions are as before."""
     functions = {each: vars(each.owner)[each.setter] for each in switches()}
     before = settings()
     yield
@@ -93,7 +93,7 @@ FORWARD_MODE = [by_jvp, by_jacfwd, by_hessian, by_dual_level, by_level_alone, by
 
 @pytest.mark.parametrize("function", FORWARD_MODE, ids=lambda function: function.__name__)
 def test_forward_mode_derivatives_on_several_lanes(function):
-    """Threads are refused in every run, and the process is as it was; on one thread the numbers are right."""
+    """On threads every run raises PlanError, and the process is as before; on one thread the numbers are right."""
     plan, weights = plan_of(function), params()
     for _ in range(20):
         with pytest.raises(fp.StageError, match=r"forward-mode derivatives .* executor='serial'"):
@@ -105,7 +105,7 @@ def test_forward_mode_derivatives_on_several_lanes(function):
 
 
 def test_forward_mode_derivatives_outside_of_the_run():
-    """A thread of the user's own computes them while lanes run."""
+    """A thread of the user computes them while lanes run."""
     plan, weights, stop, found = plan_of(lambda p, x: x @ p["w"]), params(), threading.Event(), []
 
     def derivatives():
@@ -182,7 +182,7 @@ CONTEXTS = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning", "ignore:TF32 acceleration:UserWarning")
 @pytest.mark.parametrize("function", CONTEXTS, ids=lambda function: function.__name__)
 def test_a_switch_changed_inside_of_a_stage(function):
-    """Threads are refused before the change; on one thread the stage may change and put back."""
+    """On threads PlanError comes before the change; on one thread the stage may change and restore."""
     plan, weights = plan_of(function), params()
     for _ in range(10):
         with pytest.raises(fp.StageError, match=rf"{CONTEXTS[function]}.* executor='serial'"):
@@ -193,7 +193,7 @@ def test_a_switch_changed_inside_of_a_stage(function):
 
 
 def test_a_refusal_that_a_stage_swallows():
-    """It would go on with the kernels that are there; so it is refused after its action."""
+    """The stage would go on with the present kernels, so the run raises after its action."""
 
     def careless(p, x):
         try:
@@ -208,7 +208,7 @@ def test_a_refusal_that_a_stage_swallows():
 
 @pytest.mark.parametrize("threads", [True, False])
 def test_a_switch_set_to_what_it_is(threads):
-    """As torch.compile does around every compilation."""
+    """torch.compile does so around every compilation."""
 
     def again(p, x):
         torch.use_deterministic_algorithms(False, warn_only=False)
@@ -235,7 +235,7 @@ LEFT = {
 @pytest.mark.parametrize("run", ["serial", "sequential", "one lane"])
 @pytest.mark.parametrize("name", LEFT)
 def test_a_switch_that_a_stage_leaves_changed(name, run):
-    """The first stage changes it; it is refused by name before the next stage runs, and the process is as it was."""
+    """The run raises with its name before the next stage runs, and restores the process."""
     later = []
 
     def first(p, x):
@@ -258,7 +258,7 @@ def test_a_switch_that_a_stage_leaves_changed(name, run):
 
 
 def test_autocast_left_on_by_a_stage_of_a_lane():
-    """Autocast is the thread's own, but a lane runs several stages."""
+    """Autocast is a setting of the thread, but a lane runs several stages."""
 
     def first(p, x):
         torch.autocast("cpu", torch.bfloat16).__enter__()
@@ -272,7 +272,7 @@ def test_autocast_left_on_by_a_stage_of_a_lane():
 
 
 def test_a_stage_that_fails_inside_of_a_switch():
-    """What it changed is put back."""
+    """Its changes are restored."""
 
     def failing(p, x):
         torch.set_default_dtype(torch.float64)
@@ -284,7 +284,7 @@ def test_a_stage_that_fails_inside_of_a_switch():
 
 @pytest.mark.parametrize("switch", [each for each in switches() if each.read is not None], ids=lambda each: each.setter)
 def test_every_switch_is_refused_on_threads_and_put_back(switch):
-    """The table of switches: each is found where torch looks for it, read, and written."""
+    """Each switch in the table is found where torch looks it up, read, and written."""
     now = switch.read()
     with SwitchWatch(alone=False) as watch, pytest.raises(fp.PlanError, match="executor='serial'"):
         watch.before(switch, ("another",))
@@ -304,7 +304,7 @@ def test_check_stage_names_the_switch():
 
 
 def test_attention_kernels_around_the_run():
-    """The caller's own choice holds in all lanes, and stays as it was."""
+    """The caller's choice holds in all lanes, and stays."""
     attention = plan_of(lambda p, x: F.scaled_dot_product_attention(*[(x @ p["w"])[None, None]] * 3)[0, 0])
     with sdpa_kernel(SDPBackend.MATH):
         ran = fp.run(attention, params(), (X, X), trainable=True)
@@ -315,7 +315,7 @@ def test_attention_kernels_around_the_run():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_layers_that_are_compiled_inside_of_a_run(executor):
-    """torch.compile sets switches to what they are; its tables know torch's functions afterwards."""
+    """torch.compile sets switches to their present values; afterwards its tables contain torch's functions."""
     plan = plan_of(lambda p, x: torch.compile(torch.tanh, backend="eager")(x @ p["w"]))
     fp.run(plan, params(), (X, X), trainable=True, executor=executor)
     assert torch.compile(lambda x: attend({"w": params()[0]["w"]}, x), backend="eager")(X).shape == X.shape

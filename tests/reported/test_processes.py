@@ -1,4 +1,4 @@
-"""Several processes: those that begin apart, torch's schedules, whose fault it is, and what a peer's bytes may do."""
+"""Several processes: different initial numbers, torch's schedules, blame for failures, and hostile bytes of a peer."""
 
 import collections
 import gc
@@ -56,7 +56,7 @@ def four():
     ],
 )
 def test_replicas_that_begin_with_other_numbers_are_refused(two, tmp_path, how, place):
-    """Each time, until they are alike."""
+    """Each run raises, until they are alike."""
     for first, second, alike in two.all("process_tasks.replicas_begin", how, str(tmp_path)):
         for kind, text in (first, second):
             assert kind == "RanksError"
@@ -155,7 +155,7 @@ def test_a_rank_that_gives_no_plan_is_told_of_at_once(two):
 
 
 def test_a_failure_in_step_of_one_rank_is_told_to_all(two):
-    """Who catches it and goes on is told next that the loops are in other steps."""
+    """If a rank catches the error and goes on, its next error says that the loops are in different steps."""
     here, there = two.all("process_tasks.step_fails")
     assert there[0][:2] == (1, "ArithmeticError")
     step, kind, rank, text = here[0]
@@ -170,7 +170,7 @@ MADE = []
 
 
 class Evil(collections.namedtuple("Evil", "a b")):
-    """Its constructor does something."""
+    """Its constructor has a side effect."""
 
     def __new__(cls, a, b):
         MADE.append(a)
@@ -306,7 +306,7 @@ def test_ranks_without_a_timeout_leave_faulthandler_alone(two):
 
 
 def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
-    """Of parameters and what the optimizer keeps, which a run copies to be able to undo its steps."""
+    """A run copies parameters and the optimizer's state, to undo its steps, and releases the copies."""
     params = tuple({"w": torch.randn(200, 200)} for _ in range(2))
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
     plan = fp.make_plan([fp.stage(lambda p, x: x @ p["w"])] * 2, schedule, loss=F.mse_loss, devices="cpu")
@@ -317,11 +317,11 @@ def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
     gc.collect()
     size = (200, 200)
     kept = {each.data_ptr() for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) == size}
-    assert len(kept) == 3 * len(params)  # themselves, and two averages of each
+    assert len(kept) == 3 * len(params)  # parameters, and two averages of each
 
 
 def test_tied_weights_of_one_process_that_begin_apart_are_refused_too():
-    """Each time, until they are alike; one that is alike and no other tensor is never looked at."""
+    """Each run raises, until they are alike. Tied leaves that are one tensor are never compared."""
     stages = [fp.stage(lambda p, x: x * p["w"])] * 2
     plan = fp.make_plan(
         stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, ties=[((0, "w"), (1, "w"))], devices="cpu"

@@ -1,4 +1,4 @@
-"""Random numbers that are not keyed by a forward: numpy's, Python's, those of backwards, and native_dropout's."""
+"""Random numbers without a key: numpy's, Python's, draws in backwards, and native_dropout's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DRAWS = {
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_numpy_draws_that_a_recomputation_would_draw_anew(draw, executor):
-    """Refused by the stage's number in every run with remat; without remat it is as Python does it."""
+    """With remat every run raises with the stage's number; without remat Python's order holds."""
     masked = lambda p, x: ((x @ p["w"]) * draw(x)) ** 2
     plan, kept = plan_of(masked, fp.schedules.remat(ONE_F_ONE_B)), plan_of(masked)
     for _ in range(3):
@@ -80,7 +80,7 @@ class SpecAugment(nn.Module):
 
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_numpy_draws_in_a_pipe(mode):
-    """Its default mode computes again; with never the numbers are the model's."""
+    """The default mode computes again; with "never" the numbers are the model's."""
     torch.manual_seed(0)
     model = nn.Sequential(SpecAugment(), nn.Linear(4, 4))
     loss = F.mse_loss(fp.Pipe(model, 2, checkpoint=mode, devices=["cpu"] * 2)(X), X)
@@ -97,7 +97,7 @@ def test_numpy_draws_in_a_pipe(mode):
 
 
 def test_seeded_numpy_draws():
-    """A stage that seeds the generator itself draws the same again: right."""
+    """A stage that seeds the generator itself draws the same numbers again: right."""
 
     def masked(p, x):
         np.random.seed(5)
@@ -111,7 +111,7 @@ def test_seeded_numpy_draws():
 
 @pytest.mark.parametrize("hidden", [float("nan"), 0.0])
 def test_a_data_loader_that_draws_meanwhile(hidden):
-    """Another thread moves the generators in every forward; a stage that draws nothing there is right, with NaN too."""
+    """Another thread moves the generators in every forward. Stages that do not draw are right, with NaN too."""
     stop = threading.Event()
 
     def load():
@@ -179,7 +179,7 @@ def by_native_dropout(p, x):
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @pytest.mark.parametrize("function", [by_function, by_hook, by_native_dropout], ids=lambda f: f.__name__)
 def test_draws_in_a_backward(function, schedule):
-    """Refused in every run by every executor, with a seed and without; the caller's generator stays where it is."""
+    """Every run of every executor raises, with a seed and without; the caller's generator does not move."""
     before = torch.get_rng_state()
     plans = [plan_of(function, schedule), plan_of(function, schedule, {"fallback": True})]
     for plan in plans:
@@ -211,7 +211,7 @@ def test_check_stage_names_draws_in_a_backward():
 
 
 def test_draws_of_a_checkpoint_region_and_of_an_inner_gradient():
-    """What is repeated in a backward, and a backward inside of a forward, have keys: right as before."""
+    """Repeated forwards in a backward, and backwards inside a forward, have keys and are right."""
 
     def repeated(p, x):
         return checkpoint(lambda v: F.dropout(torch.tanh(v @ p["w"]), 0.5), x, use_reentrant=False)
@@ -236,7 +236,7 @@ def by_name(p, x):
 
 @pytest.mark.parametrize("compiled", [None, {"fuse": False}, {}], ids=["eager", "unfused", "compiled"])
 def test_native_dropout_while_another_thread_draws(compiled):
-    """It has its key, and the other thread's numbers are its own."""
+    """It has its key, and the other thread gets its own numbers."""
     wanted, draws, stop = gradients(plan_of(by_name, compiled=compiled), fp.run_sequential), [], threading.Event()
 
     def draw():
@@ -258,7 +258,7 @@ def test_native_dropout_while_another_thread_draws(compiled):
 
 
 def test_native_dropout_is_torchs():
-    """Mask, scale, gradient and the types of both are what torch gives for the same mask; compiled the same bits."""
+    """Mask, scale, gradient and their types equal torch's for the same mask; compiled it is bit-identical."""
     x = torch.rand(64, 64) + 1
     for p, train in ((0.3, True), (0.0, True), (1.0, True), (0.3, None), (0.3, False)):
 

@@ -1,4 +1,4 @@
-"""What a run refuses it refuses in every run, before any number is used, and nothing of the caller's changes."""
+"""Every run raises the same errors, before any number is used, and changes nothing of the caller's."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
 
 @pytest.mark.parametrize("family", [fp.schedules.fill_drain, fp.schedules.one_f_one_b])
 def test_a_tensor_that_is_rewritten_after_it_was_handed_on_is_refused(family):
-    """Here a mask that the stage keeps; in a lane by itself the next microbatch always comes first."""
+    """The stage keeps a mask; in a lane by itself the next microbatch always comes first."""
     mask = torch.zeros(3, 4)
 
     def first(params, x):
@@ -208,7 +208,7 @@ class Joins(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("views", [False, True])
 def test_numbers_do_not_depend_on_a_cut_between_two_hands_and_an_in_place_layer(views, compiled):
-    """In plain torch the skip is changed as well; cut there it would not be."""
+    """Plain torch changes the skip as well; a cut there would not."""
     x = torch.randn(8, 4)
     for inplace in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), Fork(), Joins(inplace=inplace))

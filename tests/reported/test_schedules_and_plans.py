@@ -1,4 +1,4 @@
-"""Schedules and plans at their edges: numbers that are too large, U, stashes, fingerprints, losses without a hash."""
+"""Edge cases of schedules and plans: numbers that are too large, U, stashes, fingerprints, losses without a hash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch(rows):
 
 
 def test_a_stage_writes_into_the_stash_of_what_it_returns():
-    """That is its own: no other Out of the process has it."""
+    """No other Out of the process has that stash."""
 
     def early(p, x):
         out = fp.Out(x * p)
@@ -49,7 +49,7 @@ def test_a_stage_writes_into_the_stash_of_what_it_returns():
 
 
 def test_an_out_is_still_a_named_tuple():
-    """It is replaced, taken apart by torch.func, and has the arguments that it says."""
+    """It can be replaced and taken apart by torch.func, and has the documented arguments."""
     out = fp.Out(1, stash={"a": 2}, stats=3)
     assert (1, {"a": 2}, 3, (), ()) == out == fp.Out._make(out) == fp.Out(*out)
     assert {"b": 1} == out._replace(stash={"b": 1}).stash
@@ -63,7 +63,7 @@ def test_an_out_is_still_a_named_tuple():
 
 @pytest.mark.parametrize("text", ["200000F0", "999999999F0", "999999999F999999999", "0F0.999999999 0F0.0"])
 def test_mistyped_numbers_are_refused_at_once(text):
-    """Everywhere; a notebook shows what is wrong."""
+    """Everywhere; a notebook shows the fault."""
     schedule = fp.Schedule.parse(text)
     began = time.perf_counter()
     plan = lambda one: fp.make_plan([SCALE], one)
@@ -78,7 +78,7 @@ def test_mistyped_numbers_are_refused_at_once(text):
 
 
 def test_a_stage_gathers_more_often_than_there_are_microbatches():
-    """The number of a U is no microbatch: the schedule is legal, is simulated, runs, and a batch has its one microbatch."""
+    """The number of a U is no microbatch: the schedule is legal, is simulated, and runs a batch of one microbatch."""
     schedule = fp.Schedule.parse("0U0 0F0 0U1 0B0")
     S.check(schedule)
     assert 1 == schedule.num_microbatches
@@ -94,7 +94,7 @@ def test_a_stage_gathers_more_often_than_there_are_microbatches():
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_stages_that_take_turns_are_gathered_each_time(family, count, executor):
-    """With one whole stage of a device at a time; of fewer microbatches too, and with the same gradients."""
+    """One whole stage of a device at a time; with fewer microbatches too, and the same gradients."""
     plain = family(4, 4, num_devices=2)
     schedule = S.gather_params(plain, whole=1)
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"part{number}") for number in range(4)]
@@ -152,7 +152,7 @@ class Weighted:
 @pytest.mark.parametrize("loss", [Squares(2.0), Weighted([2.0])], ids=repr)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_without_a_hash(loss, compiled):
-    """Counts by rows, as any loss that is not known; eager and compiled."""
+    """It counts by rows, as any unknown loss; eager and compiled."""
     stage = fp.compile_stage(SCALE, backend="graph") if compiled else SCALE
     plan = fp.make_plan([stage], S.one_f_one_b(1, 2), loss=loss, devices="cpu")
     expected = fp.run_sequential(plan, params(1), batch(4))
@@ -192,7 +192,7 @@ def test_train_is_true_or_false(flag):
 
 
 def test_a_stage_of_a_loop_that_was_planned_alone_is_looked_at_in_the_next_plan():
-    """A plan of one stage settles nothing for a plan of all."""
+    """A plan of one stage settles nothing for a plan of all stages."""
     stages = []
     for factor in (1.0, 2.0):
         stages.append(fp.stage(lambda p, x: x * p * factor, name="part"))
@@ -202,7 +202,7 @@ def test_a_stage_of_a_loop_that_was_planned_alone_is_looked_at_in_the_next_plan(
 
 
 def test_what_changes_after_a_plan_is_meant():
-    """Functions of one code that a plan has looked at may read new values."""
+    """Functions of one code that a plan has checked may read new values."""
     values = {"factor": 1.0}
     factor = 1.0
 
@@ -213,7 +213,7 @@ def test_what_changes_after_a_plan_is_meant():
     for factor in (1.0, 2.0):
         values["factor"] = factor
         fp.make_plan(stages, S.one_f_one_b(2, 1), loss=F.mse_loss)
-    assert stages[0].closed  # a frozen stage keeps what it was made with
+    assert stages[0].closed  # a frozen stage keeps its values
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_program_that_cannot_end_is_not_simulated_in_part():
 
 
 def test_the_second_of_a_pair_may_begin_first():
-    """As on a GPU, where both are on streams of their own: the run is the plan's."""
+    """On a GPU each runs on its own stream, so the second may begin first: the run is the plan's."""
     schedule = S.pair(S.one_f_one_b(2, 4))
     plan = fp.make_plan([SCALE] * 2, schedule, loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, params(2), batch(4), record=True)

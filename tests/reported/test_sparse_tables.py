@@ -187,7 +187,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_table_that_is_tied_to_a_head_has_a_dense_gradient(stages):
-    """As in torch, where dense and sparse ones are added."""
+    """In torch the sum of a dense and a sparse gradient is dense, too."""
     torch.manual_seed(0)
     model = Tied().double()
     split = fp.split(model, stages, example=ids)

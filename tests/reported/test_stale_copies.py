@@ -1,4 +1,4 @@
-"""Stages compute with copies of modules: what users change on the originals, or patch into them, is followed or refused."""
+"""Stages compute with copies of modules: later changes and patches of the originals are followed, or raise."""
 
 import copy
 import functools
@@ -120,7 +120,7 @@ def test_sets_an_attribute_back():
 
 
 def test_what_changes_no_stage_is_nobodys_affair():
-    """Modes, numbers in parameters, hooks that were taken off, what a forward or a hook leaves, and the model's end."""
+    """Modes, numbers in parameters, removed hooks, values left by forwards and hooks, and the model's end."""
     model = new_model()
     stages, params = stages_of("split", model)
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
@@ -166,7 +166,7 @@ def test_a_pipe_follows(words):
     assert not torch.equal(before, after)
     known = pipe._known
     pipe(x)
-    assert pipe._known is known  # looked at, not made again
+    assert pipe._known is known  # compared, not made again
 
 
 # -- functions of the module itself, put on it -------------------------------------------------------------------------
@@ -206,11 +206,11 @@ def closure_compiled(layer):
 PATCHES = [compiled, closure, nested_closure, of_a_partial, bound_method, closure_compiled]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler, for a layer that is called alone
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler warns for a layer that is called alone
 @pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("way", ["split", "from_module", "pipe"])
 def test_patches_a_method_of_a_layer(patch, way):
-    """Stages use the weights that they are given, not those of the layer that the function was made of."""
+    """Stages use the weights that they get, not the weights of the patched layer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     patch(model[1])
@@ -372,19 +372,19 @@ def trained(kind, runs=3):
         loss.backward()
         reference.step()
         torch.testing.assert_close(result.loss, loss.detach())
-        model(x)  # users look at their model in between
+        model(x)  # users read their model in between
 
 
 @pytest.mark.parametrize(
     "kind", [Weights, WeightsInDict, WeightsByHelper, FirstInput, Anneals, Average, AverageInPlace]
 )
 def test_keeps_a_value_that_batches_change(kind):
-    """Plain torch goes on with it from step to step, a run begins anew: refused before numbers differ."""
+    """Plain torch keeps it between steps, and a run begins anew: it raises before numbers differ."""
     with pytest.raises(fp.PlanError, match="in an attribute from call to call|make the stages again"):
         trained(kind)
 
 
 @pytest.mark.parametrize("kind", [Mask, MaskInDict, Counts, Shows])
 def test_keeps_what_is_the_same_in_each_run(kind):
-    """Masks, tables, counters, and what a forward only shows, train as plain torch does."""
+    """Masks, tables, counters, and values that a forward only shows, train as in plain torch."""
     trained(kind)

@@ -1,4 +1,4 @@
-"""Steps: hooks of all optimizers, gradients that do not fit, schedulers that end; errors of users without advice."""
+"""Steps: hooks of all optimizers, gradients that do not fit, schedulers that end; users' errors without advice."""
 
 import copy
 
@@ -25,7 +25,7 @@ def setting(*, steps=True):
 
 @pytest.fixture(params=["pre", "post", "own pre", "own post"])
 def hooked(request):
-    """A function that hooks an optimizer, or all, and returns the numbers of parameters of the calls."""
+    """Return a function that hooks an optimizer, or all, and returns the parameter counts of the calls."""
     handles = []
 
     def hook(optimizer):

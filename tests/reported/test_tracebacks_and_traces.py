@@ -1,4 +1,4 @@
-"""What a failing stage prints, threads that trace at once, and models with parts that come and go."""
+"""The traceback of a failing stage, threads that trace at once, and models with parts that come and go."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_module_that_runs_twice_beside_a_tie_is_traced():
     torch.testing.assert_close(split.merge(result.grads)["0.gain"], a.gain.grad)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about transformers
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft warns about transformers
 def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -158,7 +158,7 @@ def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_packed_rows_are_those_of_the_call_without_a_cache(traced):
-    """Two texts in a row, told by their positions; with its cache the model takes a row for one text."""
+    """Two texts in a row, told apart by positions. With a cache transformers takes the row for one text."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))

@@ -1,4 +1,4 @@
-"""How much microbatches count: exact where it is known, a refusal with the call that helps where it is not."""
+"""The weights of microbatches: exact where known, otherwise an error that names the call that helps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAY_IT = r"make_plan\(weight=target -> number\)"
 
 
 def tokens():
-    """A small tagger, tokens, and labels that are padded in the first half of the rows."""
+    """Make a small tagger, tokens, and labels that are padded in the first half of the rows."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)), torch.randint(0, 20, (8, 6))
     labels = x.clone()
@@ -49,7 +49,9 @@ PADDED = {
 }
 
 
-COMPILE = [name for name in PADDED if "selected" not in name]  # what a mask selects has no size to compile for
+COMPILE = [
+    name for name in PADDED if "selected" not in name
+]  # a mask selects a number of elements that is unknown to a trace
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ COMPILE = [name for name in PADDED if "selected" not in name]  # what a mask sel
 )
 def test_a_mean_of_ones_own_over_padded_targets_is_refused(name, compiled):
     model, x, labels = tokens()
-    for _ in range(2):  # whichever run it is
+    for _ in range(2):  # in every run
         with pytest.raises(fp.BatchError, match=SAY_IT):
             run(model, PADDED[name], (x, labels), compiled=compiled)
 
