@@ -199,7 +199,7 @@ class _TracedForward:
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
             bound = EagerBound(real.stage, 0, params, state, **options)
             bound.guessed = real.guessed
-        self.bound = bound
+        self.bound, self.parameters = bound, bound.inputs  # the bound forgets them
         self.watch = Watch(bound.fn.places)
         with self.watch:
             out = bound.evaluate(traced, keep=True)
@@ -234,11 +234,11 @@ class _TracedForward:
 
     def early(self, missing: frozenset[int]) -> set[int]:
         """The numbers of the sums to which I of the eager stage adds, where the roots with these numbers have no gradient."""
-        inputs, roots = self.bound.inputs, [end for number, end in enumerate(self.ends) if number not in missing]
-        count = len(inputs)
+        parameters, roots = self.parameters, [end for number, end in enumerate(self.ends) if number not in missing]
+        count = len(parameters)
         if self.bound.whole:
             return {*range(count)}
-        return {*range(count)} - numbers_that_wait(roots, self.residual.inputs, inputs)
+        return {*range(count)} - numbers_that_wait(roots, self.residual.inputs, parameters)
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""

@@ -15,7 +15,7 @@ from funcpipe.lab.bounds import LowerBound, lower_bound
 from funcpipe.lab.exact import solve
 from funcpipe.lab.found import Found
 from funcpipe.lab.offload_to_fit import offload_to_fit
-from funcpipe.lab.polish import Bench, Lane, polish
+from funcpipe.lab.polish import Bench, OrderedLane, polish
 from funcpipe.lab.problem import ROUNDING, Budget, Problem, as_schedule, gap_of
 from funcpipe.lab.starting_points import fused, starting_points
 from funcpipe.lab.windows import sharpened
@@ -165,10 +165,10 @@ class Best:
             return
         self.budget.told.phase("moves")
         part = self.budget.part(share, of_seconds=0.9 * share)
-        lanes: list[Lane] = []
+        lanes: list[OrderedLane] = []
         for order, actions in zip(schedule.orders, coded(schedule.orders, problem.num_slices), strict=True):
             joined = schedule.joined(order)
-            lanes.append(Lane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
+            lanes.append(OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
         bench = Bench(replace(self.tight(problem), offload=problem.offload))
         for better in polish(bench, lanes, rng, part, good=self.bound):
             actions = (lane.actions for lane in better)

@@ -91,11 +91,11 @@ class Bench:
         share = 1 / self.problem.num_slices
         return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
 
-    def fits(self, device: int, lane: Lane) -> bool:
+    def fits(self, device: int, lane: OrderedLane) -> bool:
         """Do the residuals of a device stay within its memory limit."""
         return self.overflow(device, lane) < 0
 
-    def overflow(self, device: int, lane: Lane) -> int:
+    def overflow(self, device: int, lane: OrderedLane) -> int:
         """The position of the first action for which there is no room on a device; -1: there is for all."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane.actions if code == R}
@@ -114,7 +114,7 @@ class Bench:
             late = 0.0
         return -1
 
-    def relieved(self, device: int, lane: Lane, rng: Random) -> Lane | None:
+    def relieved(self, device: int, lane: OrderedLane, rng: Random) -> OrderedLane | None:
         """A lane, and where it holds too much with some residuals less; None where that did not succeed."""
         for left in reversed(range(_RELIEFS + 1)):
             position = self.overflow(device, lane)
@@ -126,7 +126,7 @@ class Bench:
             lane = relieved
         return None
 
-    def _without_longest(self, whole: Lane, position: int, rng: Random) -> Lane | None:
+    def _without_longest(self, whole: OrderedLane, position: int, rng: Random) -> OrderedLane | None:
         """Return a lane where the waiting residual with the last backward is computed again, or sent to the host."""
         problem, lane = self.problem, whole.actions
         if not (problem.remat or problem.offload):
@@ -147,7 +147,7 @@ class Bench:
         return None
 
 
-class Lane(NamedTuple):
+class OrderedLane(NamedTuple):
     """An order, and which of its neighbours overlap."""
 
     actions: list[CodedAction]
@@ -158,17 +158,17 @@ class Lane(NamedTuple):
         """Where its pairs are."""
         return [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs] if self.pairs else []
 
-    def of(self, actions: list[CodedAction]) -> Lane:
+    def of(self, actions: list[CodedAction]) -> OrderedLane:
         """With other actions; pairs that are no neighbours any more are none."""
-        return Lane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
+        return OrderedLane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
 
-    def moved(self, position: int, target: int) -> Lane:
+    def moved(self, position: int, target: int) -> OrderedLane:
         """With an action elsewhere."""
         actions = self.actions[:position] + self.actions[position + 1 :]
         actions.insert(target, self.actions[position])
         return self.of(actions)
 
-    def turned(self, position: int) -> Lane | None:
+    def turned(self, position: int) -> OrderedLane | None:
         """With a pair more, or less; None where these two cannot overlap."""
         if position + 1 == len(self.actions):
             return None
@@ -176,10 +176,10 @@ class Lane(NamedTuple):
         if {two[0][0], two[1][0]} not in _OVERLAPPING or two[0][1:] == two[1][1:]:
             return None
         if two in self.pairs:
-            return Lane(self.actions, self.pairs - {two})
-        return Lane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
+            return OrderedLane(self.actions, self.pairs - {two})
+        return OrderedLane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
 
-    def halved(self, position: int, rng: Random) -> Lane | None:
+    def halved(self, position: int, rng: Random) -> OrderedLane | None:
         """With a whole backward in halves, or halves as a whole; None where that would change the order of others."""
         code, stage, microbatch = self.actions[position]
         actions = [*self.actions]
@@ -198,7 +198,7 @@ class Lane(NamedTuple):
         actions[rng.choice(places)] = (B, stage, microbatch)
         return self.of([action for action in actions if action not in ((I, stage, microbatch), (W, stage, microbatch))])
 
-    def closed(self, *places: int) -> Lane:
+    def closed(self, *places: int) -> OrderedLane:
         """With pairs at these places, where two that are in none can overlap."""
         lane = self
         for at in places:
@@ -225,7 +225,9 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
     return low, high
 
 
-def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, good: float) -> Iterator[list[Lane]]:
+def polish(
+    bench: Bench, lanes: Sequence[OrderedLane], rng: Random, budget: Budget, *, good: float
+) -> Iterator[list[OrderedLane]]:
     """Change one thing after the other, as long as that makes nothing longer; yields what is shorter than all before.
 
     Args:
@@ -260,7 +262,7 @@ def polish(bench: Bench, lanes: Sequence[Lane], rng: Random, budget: Budget, *, 
             yield lanes
 
 
-def _changed(bench: Bench, device: int, lane: Lane, rng: Random) -> Lane | None:
+def _changed(bench: Bench, device: int, lane: OrderedLane, rng: Random) -> OrderedLane | None:
     """A lane with one thing changed; None: that changes nothing, or has no room."""
     position = rng.randrange(len(lane.actions))
     code, stage, microbatch = lane.actions[position]

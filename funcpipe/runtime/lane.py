@@ -1,4 +1,4 @@
-"""Run the instructions of one lane. A lane knows its own program and its mailbox, and no schedule, no autograd, no other lane.
+"""Run the instructions of one lane, which depends on its program and its mailbox alone.
 
 Everything that comes to a lane comes by `Mailbox.put`, whoever sends: values by slot, and by (lane, slot) the slots at other
 lanes that are free again.

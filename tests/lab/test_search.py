@@ -12,7 +12,7 @@ from funcpipe.lab.bounds import lower_bound
 from funcpipe.lab.climb import seeds
 from funcpipe.lab.listing import run
 from funcpipe.lab.placement import placed
-from funcpipe.lab.polish import Bench, Lane, bounds_of, polish
+from funcpipe.lab.polish import Bench, OrderedLane, bounds_of, polish
 from funcpipe.lab.problem import Budget, Problem, as_schedule
 from funcpipe.schedules.clock import CODE, CODED, coded
 
@@ -152,7 +152,7 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
     )
     before = fp.simulate(schedule, cost)
     problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
-    lanes = [Lane(actions, frozenset()) for actions in coded(schedule.orders)]
+    lanes = [OrderedLane(actions, frozenset()) for actions in coded(schedule.orders)]
     value = before.makespan
     for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
         orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane.actions) for lane in better)
@@ -172,7 +172,9 @@ def test_a_move_makes_room_for_itself(allowed):
         problem = Problem(cost, schedule.device_of, 5, (2.0, 2.0, 2.0), **{allowed: True})
         bench = Bench(problem)
         lanes = [
-            Lane([(CODE[kind], stage, m) for m in range(5) for kind in (fp.Kind.F, fp.Kind.I, fp.Kind.W)], frozenset())
+            OrderedLane(
+                [(CODE[kind], stage, m) for m in range(5) for kind in (fp.Kind.F, fp.Kind.I, fp.Kind.W)], frozenset()
+            )
             for stage in range(3)
         ]
         for better in polish(bench, lanes, random.Random(seed), Budget(3_000, 60), good=0.0):
@@ -192,7 +194,7 @@ def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(sta
     for seed in range(4):
         schedule = start(3, 5)
         problem = Problem(cost, schedule.device_of, 5, (3.0, 3.0, 3.0))
-        lanes = [Lane(actions, frozenset()) for actions in coded(schedule.orders)]
+        lanes = [OrderedLane(actions, frozenset()) for actions in coded(schedule.orders)]
         kinds = {action.kind for order in schedule.orders for action in order}
         value = fp.simulate(schedule, cost).makespan
         for better in polish(Bench(problem), lanes, random.Random(seed), Budget(2_000, 60), good=0.0):

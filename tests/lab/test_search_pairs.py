@@ -12,7 +12,7 @@ from random_plans import schedules
 
 import funcpipe as fp
 from funcpipe.lab.bounds import lower_bound
-from funcpipe.lab.polish import Bench, Lane, polish
+from funcpipe.lab.polish import Bench, OrderedLane, polish
 from funcpipe.lab.problem import Budget, Problem, as_schedule
 from funcpipe.schedules.clock import coded
 
@@ -64,7 +64,7 @@ def test_moving_joining_and_parting_makes_shorter_within_the_memory(data: st.Dat
     problem = Problem(cost, schedule.device_of, schedule.num_pieces, before.peak, num_slices=schedule.num_slices)
     last = before.makespan
     lanes = [
-        Lane(actions, frozenset((actions[at], actions[at + 1]) for at in schedule.joined(order)))
+        OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in schedule.joined(order)))
         for order, actions in zip(schedule.orders, coded(schedule.orders, schedule.num_slices), strict=True)
     ]
     for better in polish(Bench(problem), lanes, Random(seed), Budget(60, 60.0), good=0.0):
