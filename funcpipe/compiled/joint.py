@@ -238,7 +238,7 @@ class _TracedForward:
         count = len(parameters)
         if self.bound.whole:
             return {*range(count)}
-        return {*range(count)} - numbers_that_wait(roots, self.residual.inputs, parameters)
+        return {*range(count)} - numbers_that_wait(roots, self.residual.inputs(), parameters)
 
     def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""

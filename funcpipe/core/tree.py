@@ -164,25 +164,20 @@ def cow_clone(tensor: Tensor) -> Tensor:
     return cow_clone_unchecked(tensor)
 
 
-def cow_clone_unchecked(tensor: Tensor) -> Tensor:
-    """`cow_clone` where no transform of torch.func can be on.
+def cow_clone_unchecked(tensor: Tensor, otherwise: Callable[[Tensor], Any] = Tensor.clone) -> Any:
+    """`cow_clone` where no transform of torch.func can be on; ``otherwise`` is called where no lazy copy can be made.
 
     On devices with streams the copy is made at once. Torch makes a late one on the legacy default stream, which lanes
     do not wait for; its allocator forgets streams recorded on shared memory; and no graph of the device has it.
     """
-    lazy = cow_clone_or_none(tensor)
-    return tensor.clone() if lazy is None else lazy
-
-
-def cow_clone_or_none(tensor: Tensor) -> Tensor | None:
-    """`cow_clone_unchecked` where the copy takes no memory yet; None: it would be made at once."""
-    if not (tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor))):
-        return None
-    try:
+    if tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor)):
         # Memory that ``torch.load`` read has no allocator, which torch sees only when somebody writes: it crashes then.
-        return lazy_clone(tensor) if tensor.untyped_storage().resizable() else None
-    except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
-        return None
+        try:
+            if tensor.untyped_storage().resizable():
+                return lazy_clone(tensor)
+        except RuntimeError:  # memory that torch did not allocate (numpy, shared), odd layouts
+            pass
+    return otherwise(tensor)
 
 
 def is_differentiable(leaf: Any) -> bool:

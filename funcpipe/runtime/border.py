@@ -15,7 +15,6 @@ from funcpipe.core.tree import (
     Spec,
     Tree,
     cow_clone,
-    cow_clone_or_none,
     cow_clone_unchecked,
     flatten,
     refuse_hidden,
@@ -132,7 +131,7 @@ def mark_shared(tensors: Iterable[Tensor]) -> list[Tensor]:
     if under_transform():
         return []
     with _sharing:
-        return [handle for tensor in tensors if (handle := cow_clone_or_none(tensor)) is not None]
+        return [handle for tensor in tensors if (handle := cow_clone_unchecked(tensor, lambda _: None)) is not None]
 
 
 def caller_copy(tensor: Tensor) -> Tensor:

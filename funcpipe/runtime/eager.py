@@ -46,12 +46,13 @@ from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
 from funcpipe.runtime.global_draws import Recomputations
 from funcpipe.runtime.gradient_sums import GradientSums
-from funcpipe.runtime.reported import detached, detached_side, is_empty, kept_statistics
+from funcpipe.runtime.reported import detached_loss, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
 from funcpipe.runtime.split_backward import EagerWeights, Waiting, walk_to_inputs
 
-_NOTHING = ForwardReport((), None, None)
+_EMPTY: Tree = ()
+_NOTHING = ForwardReport(_EMPTY, None, None)
 """What most forwards have to report."""
 
 
@@ -203,7 +204,7 @@ class EagerBound:
         if returned is None:
             raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
         side = None
-        stats: Tree = ()
+        stats: Tree = _EMPTY
         stash: dict[str, Border] = {}
         graphs: dict[str, list[Any]] = {}
         if isinstance(returned, Out) or self.stage.carry:
@@ -223,8 +224,8 @@ class EagerBound:
             mark_memory_handed_on_twice(y)
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
-        if loss is not None or side is not None or not is_empty(stats):
-            report = ForwardReport(kept_statistics(stats), loss and Loss(*map(detached, loss)), detached_side(side))
+        if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
+            report = ForwardReport(kept_statistics(stats), loss and detached_loss(loss), detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         given = len(args.x.leaves), x_leaves, skip_leaves
@@ -292,7 +293,7 @@ class EagerBound:
     def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
         """Plain autograd from the outputs into the leaves and the sums."""
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
-        leaves = [*self.inputs, *residual.inputs]
+        leaves = [*self.inputs, *residual.inputs()]
         if roots and leaves:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
@@ -303,12 +304,13 @@ class EagerBound:
         self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[Cotangents, EagerWeights | None]:
         """To the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the way."""
-        if self.whole or self.reentrant or (residual.replay and residual.inputs) or not self.inputs:
+        if self.whole or self.reentrant or (residual.replay and residual.inputs()) or not self.inputs:
             return self.backward(residual, y, stash), None
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
         waiting: list[Waiting] = []
         if roots:
-            self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, residual.inputs, self.inputs)))
+            inputs = residual.inputs()
+            self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, inputs, self.inputs)))
         weights = EagerWeights(waiting, residual.replay) if waiting else None
         return residual.cotangents(), weights
 
@@ -319,7 +321,8 @@ class EagerBound:
 
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""
-        self.sums.prepare()
+        if self.sums.lacking:
+            self.sums.prepare()
         # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         if catcher or self.autocast:
@@ -327,7 +330,8 @@ class EagerBound:
                 walk()
         else:
             walk()
-        self.sums.adopt()
+        if self.sums.lacking or self.sums.sparse:
+            self.sums.adopt()
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -335,7 +339,7 @@ class EagerBound:
         Factor 0 is left out: it adds exactly nothing, even where the loss is nan.
         """
         shares, ends = self.shares, list[tuple[str, Any, float]]()
-        if shares is None:
+        if shares is None or (residual.loss is None and residual.side is None):
             return {}
         if residual.loss is not None:
             ends.append(("loss", residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))

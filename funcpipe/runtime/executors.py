@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+import torch
+
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import RUNNING, checked_plan, intra_op_threads
@@ -47,7 +49,8 @@ class Serial(LaneExecutor):
                             lane.advance()
                     else:
                         lane.advance()
-                    switches.check()
+                    if switches.touched or torch.is_grad_enabled() is not switches.grad:
+                        switches.check()
             except BaseException as error:  # in here: context managers write to the exceptions that they see
                 raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 

@@ -21,13 +21,13 @@ class GradientSums:
 
     Attributes:
         lacking: the numbers of those that have none yet.
+        sparse: the numbers of those whose sums are sparse.
     """
 
     def __init__(self, aliases: Sequence[Tensor]) -> None:
         self.lacking = [*range(len(aliases))]
         self._aliases = aliases
-        self._sparse: list[int] = []
-        """The numbers of those whose sums are sparse."""
+        self.sparse: list[int] = []
         self._zeros: dict[int, int] = {}
         """Of those that began as zeros their versions then."""
         self._negative: set[int] = set()
@@ -40,8 +40,7 @@ class GradientSums:
 
     def prepare(self) -> None:
         """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are."""
-        if self.lacking:
-            self._begin_as_zeros(lambda alias: not is_plain(alias))
+        self._begin_as_zeros(lambda alias: not is_plain(alias))
 
     def begin(self) -> list[Any]:
         """Return every sum, to add to."""
@@ -50,15 +49,12 @@ class GradientSums:
 
     def adopt(self) -> None:
         """After a backward: make sums of the first gradients."""
-        if self._sparse:
-            self._join_rows()
-        if not self.lacking:
-            return
+        self._join_rows()
         with torch.no_grad():
             for number in [*self.lacking]:
                 gradient = self._aliases[number].grad
                 if gradient is not None and gradient.is_sparse:
-                    self._sparse.append(number)
+                    self.sparse.append(number)
                     self._begin(number, gradient.clone().coalesce())  # its values may be a view
                 elif gradient is not None:
                     alone = may_grow(gradient)
@@ -93,11 +89,11 @@ class GradientSums:
 
     def _join_rows(self) -> None:
         """Add up repeated rows of sparse sums. A sum that got something dense is a new dense tensor."""
-        for number in [*self._sparse]:
+        for number in [*self.sparse]:
             total = self._aliases[number].grad
             assert total is not None
             if not total.is_sparse:
-                self._sparse.remove(number)
+                self.sparse.remove(number)
             elif total.is_coalesced():
                 continue
             else:

@@ -13,6 +13,8 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Self
 
+import torch
+
 from funcpipe.core.captured import lent_modules
 from funcpipe.core.errors import FuncpipeError, PlanError, RunTimeout
 from funcpipe.core.plan import Plan
@@ -268,7 +270,8 @@ def _do(
             if execution.stopped:
                 raise Stop
             lane.advance()
-            switches.check()
+            if switches.touched or torch.is_grad_enabled() is not switches.grad:
+                switches.check()
         execution.end(lane)
     except BaseException as error:
         if execution.stopped and _from_stop(error):

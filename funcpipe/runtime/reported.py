@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import StageError, raise_all
+from funcpipe.core.result import Loss
 from funcpipe.core.tree import Tree, flatten, refuse_hidden, unflatten
 
 
@@ -37,6 +38,12 @@ def detached_side(side: Any) -> tuple[Any, Any] | None:
         raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
     total, weight = side  # pyright: ignore[reportUnknownVariableType]
     return (detached(total), detached(weight))
+
+
+def detached_loss(loss: Loss) -> Loss:
+    """A loss without its graph."""
+    total, weight, aux = loss
+    return Loss(_cut_off(total), None if weight is None else detached(weight), None if aux is None else detached(aux))
 
 
 def detached(tree: Tree) -> Tree:

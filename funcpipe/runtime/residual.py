@@ -49,10 +49,12 @@ class EagerResidual:
         named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
-    @property
     def inputs(self) -> list[Tensor]:
         """The leaves of its input and its skips that have a gradient."""
-        return [*self.x.values(), *(leaf for _, leaves in self.skips for leaf in leaves.values())]
+        leaves = [*self.x.values()]
+        for _, of_skip in self.skips:
+            leaves += of_skip.values()
+        return leaves
 
     def outset(
         self, y: Gradients | None, stash: dict[str, list[Gradients]], losses: dict[str, Tensor]
@@ -74,7 +76,8 @@ class EagerResidual:
 
     def cotangents(self) -> Cotangents:
         """What a backward has left at its inputs."""
-        return Cotangents(_gradients_of(self.x_count, self.x), [_gradients_of(*skip) for skip in self.skips])
+        skips = [_gradients_of(*skip) for skip in self.skips] if self.skips else []
+        return Cotangents(_gradients_of(self.x_count, self.x), skips)
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.

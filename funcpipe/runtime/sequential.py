@@ -112,11 +112,13 @@ class Loop:
         try:
             for m in range(self.ready.batch.num_pieces):
                 for _ in self.forward(m, keep=schedule.has_backward):
-                    self.switches.check()
+                    if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
+                        self.switches.check()
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
-                        self.switches.check()
+                        if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
+                            self.switches.check()
         except BaseException as error:
             fail(error, self.where())
 

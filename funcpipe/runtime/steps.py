@@ -123,7 +123,8 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
         else:
             gradients, residual = bound.backward(reads[0], y, stash), None
         out: list[Any] = [Border(gradients.x, LEAF, ())] if gives else []
-        out += [Border(leaves, LEAF, ()) for leaves in gradients.skips]
+        if gradients.skips:
+            out += [Border(leaves, LEAF, ()) for leaves in gradients.skips]
         if split:
             out.append(residual)
         return out

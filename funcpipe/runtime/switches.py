@@ -133,23 +133,24 @@ _thread = _WatchedThread()
 
 
 class SwitchWatch:
-    """Watches this thread while it runs the actions of lanes. Call `check` after each action.
+    """Watches this thread while it runs the actions of lanes. Call `check` after each action that ``touched`` a setting or left another grad mode.
 
     Args:
         alone: whether no other thread runs lanes of this run.
 
     Attributes:
         touched: whether a setter ran since the last `check`.
+        grad: the grad mode in which each action begins.
     """
 
-    __slots__ = ("_alone", "_casts", "_changed", "_depth", "_grad", "_outer", "_refusal", "touched")
+    __slots__ = ("_alone", "_casts", "_changed", "_depth", "_outer", "_refusal", "grad", "touched")
 
     def __init__(self, *, alone: bool) -> None:
         self._alone, self._refusal, self.touched = alone, "", False
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
-        self._grad, self._casts, self._depth = torch.is_grad_enabled(), autocast_now(), autocast_depth()
+        self.grad, self._casts, self._depth = torch.is_grad_enabled(), autocast_now(), autocast_depth()
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -195,16 +196,15 @@ class SwitchWatch:
         raise PlanError(message)
 
     def check(self) -> None:
-        """Restore settings after an action. Raises PlanError if the action left a setting changed."""
-        if self.touched or torch.is_grad_enabled() is not self._grad:
-            left, self.touched = self._restore(), False
-            if self._refusal:
-                raise PlanError(self._refusal)
-            if left:
-                raise PlanError(
-                    f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "
-                    "leave it in the stage (with ...:), or set it around the run"
-                )
+        """Put back what an action changed. Raises PlanError if it left a setting changed."""
+        left, self.touched = self._restore(), False
+        if self._refusal:
+            raise PlanError(self._refusal)
+        if left:
+            raise PlanError(
+                f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "
+                "leave it in the stage (with ...:), or set it around the run"
+            )
 
     def _restore(self) -> list[str]:
         """Restore all changed settings, and return their names."""
@@ -214,8 +214,8 @@ class SwitchWatch:
                 switch.write(*values)
                 left[switch.name] = None
         self._changed.clear()
-        if torch.is_grad_enabled() is not self._grad:
-            torch.set_grad_enabled(self._grad)
+        if torch.is_grad_enabled() is not self.grad:
+            torch.set_grad_enabled(self.grad)
             left["torch.set_grad_enabled"] = None
         if autocast_now() != self._casts:
             set_autocast(self._casts)
