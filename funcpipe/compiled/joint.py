@@ -198,7 +198,7 @@ class _TracedForward:
             options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
             bound = EagerBound(real.stage, 0, params, state, **options)
-            bound.guessed = real.guessed
+            bound.watched = real.watched
         self.bound, self.parameters = bound, bound.inputs  # the bound forgets them
         self.watch = Watch(bound.fn.places)
         with self.watch:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.utils.checkpoint
@@ -41,9 +41,6 @@ _CHANCES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
 
-T = TypeVar("T")
-
-
 class CatchDraws:
     """Pass every operation of this thread that may draw, inside the context, to `caught` of the innermost catcher.
 
@@ -52,6 +49,9 @@ class CatchDraws:
     """
 
     __slots__ = ("_asking", "_outer")
+
+    means: list[MeanOverTargets] | None = None
+    """Where cross entropies that are computed inside are noted."""
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operation's result. Operations in here are not caught again. Raises DrawError in a backward."""
@@ -84,7 +84,6 @@ class _Thread(threading.local):
 
     catcher: CatchDraws | None = None
     beside = False
-    means: list[MeanOverTargets] | None = None
 
 
 _thread = _Thread()
@@ -188,8 +187,11 @@ class _Kernels:
         def kernel(scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
             include_key(key, False)
             try:
-                if _thread.means is not None and reduction == 1:
-                    _thread.means.append(MeanOverTargets(target, weight is not None, ignore_index))
+                catcher = _thread.catcher
+                while catcher is not None and catcher.means is None:
+                    catcher = catcher._outer
+                if catcher is not None and catcher.means is not None and reduction == 1:
+                    catcher.means.append(MeanOverTargets(target, weight is not None, ignore_index))
                 return operation(scores, target, weight, reduction, ignore_index)
             finally:
                 include_key(key, True)
@@ -203,15 +205,6 @@ class MeanOverTargets(NamedTuple):
     target: Tensor
     weighed: bool
     ignored: int
-
-
-def noting_means(computes: Callable[[], T]) -> tuple[T, list[MeanOverTargets]]:
-    """Return the result of a call, inside a catcher of draws, and the means over targets that this thread computed."""
-    before, _thread.means = _thread.means, []
-    try:
-        return computes(), _thread.means
-    finally:
-        _thread.means = before
 
 
 class _Everything(TorchDispatchMode):

@@ -41,7 +41,7 @@ from funcpipe.runtime.border import (
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
 from funcpipe.runtime.divisors import WatchDivisors, refuse_left_out
-from funcpipe.runtime.drawing import CatchDraws, noting_means
+from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
 from funcpipe.runtime.global_draws import Recomputations
@@ -77,6 +77,7 @@ class EagerBound:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
         self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
+        self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
         # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
         self.skips_first = self.looked_once = train in stage.seen.kept and shares is not None and len(shares.parts) > 1
         self.looked, self.reentrant = False, train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
@@ -111,6 +112,8 @@ class EagerBound:
         self.params = unflatten(self.spec, self.aliases)
         self.fn = self.stage.bind(self.params, self.state)
         self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
+        if self.guessed:
+            self.drawing.means = []
 
     @property
     def phase(self) -> str:
@@ -134,7 +137,9 @@ class EagerBound:
         again = self.backwards and not keep
         before = self.recomputations.positions() if again else ()
         with drawing:
-            out = self._evaluate_guessed(args, keep=keep) if self.guessed else self.evaluate(args, keep=keep)
+            out = self.evaluate(args, keep=keep)
+        if drawing.means:
+            self._refuse_means(out)
         if again:
             self.recomputations.note(args.microbatch, before, out)
         elif self.recomputations.moved:
@@ -180,12 +185,11 @@ class EagerBound:
         # A forward that makes leaves itself makes other ones in the next graph.
         self.looked, self.looked_once = self.looked_once and not foreign, True
 
-    def _evaluate_guessed(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """Run `evaluate` for a mean that counts by rows. Raises BatchError if the mean leaves out targets."""
-        out, means = noting_means(lambda: self.evaluate(args, keep=keep))
+    def _refuse_means(self, out: StageOut) -> None:
+        """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises BatchError."""
+        means, self.drawing.means = self.drawing.means, []
         if out.report.loss is not None and out.report.loss.weight is None:
-            refuse_left_out(means)
-        return out
+            refuse_left_out(means or ())
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """A forward by itself, in the grad mode that it finds; `compile` traces it."""
@@ -225,7 +229,8 @@ class EagerBound:
         loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
-            report = ForwardReport(kept_statistics(stats), loss and detached_loss(loss), detached_side(side))
+            kept = stats if stats is _EMPTY else kept_statistics(stats)
+            report = ForwardReport(kept, loss and detached_loss(loss), side and detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         given = len(args.x.leaves), x_leaves, skip_leaves
@@ -256,13 +261,15 @@ class EagerBound:
         # The output may be handed out as well, so an in-place loss gets its own.
         leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
         tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
-        watched = WatchDivisors.of(fn) if self.guessed else None
         try:
-            with watched or nullcontext():
-                value = fn(tree, open_border(target, grad=False)[0])
-            loss = read_loss(value)
-            if watched is not None:
-                watched.check(fn, loss)
+            if self.watched is None:
+                loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
+            else:
+                with self.watched:
+                    value = fn(tree, open_border(target, grad=False)[0])
+                loss = read_loss(value)
+                self.watched.check(fn, loss)
+                self.watched = None
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise

@@ -23,7 +23,7 @@ from funcpipe.core.errors import DrawError, PlanError
 from funcpipe.core.frames import REGIONS, frames, own_dict
 from funcpipe.core.stage import SCOPE, Stage
 from funcpipe.core.torch_names import schema
-from funcpipe.runtime.drawing import CatchDraws
+from funcpipe.runtime.drawing import CatchDraws, MeanOverTargets
 
 _global_draw = threading.Lock()
 
@@ -129,7 +129,7 @@ class KeyedDraws(CatchDraws):
             each made.
     """
 
-    __slots__ = ("counts", "keys", "microbatch", "places", "regions", "replays", "stage")
+    __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class KeyedDraws(CatchDraws):
         self.replays = replays
         self.counts: dict[str, int] = {}
         self.regions: dict[str, Any] = {}
+        self.means: list[MeanOverTargets] | None = None
 
     def forget(self) -> None:
         """Begin the next task: forget the draws of the last one."""
