@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, StageError
 from funcpipe.core.result import Loss
-from funcpipe.core.tree import Tree, is_differentiable
+from funcpipe.core.tree import Tree
 
 Weigh = Callable[[Tree, Tree], Any]
 """``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much as it has rows."""
@@ -190,8 +190,9 @@ def read_loss(value: Any) -> Loss:
     else:
         loss = Loss(value)
     total = loss.sum
-    check_weight(loss.weight)
-    if not isinstance(total, Tensor) or total.numel() != 1 or not is_differentiable(total):
+    if loss.weight is not None:
+        check_weight(loss.weight)
+    if not isinstance(total, Tensor) or total.numel() != 1 or not (total.is_floating_point() or total.is_complex()):
         got = f"a {type(total).__name__}"
         if isinstance(total, Tensor):
             got = f"a tensor of shape {tuple(total.shape)}, {total.dtype}"

@@ -259,8 +259,11 @@ class EagerBound:
         assert target is not None
         self._phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
-        leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
-        tree = leaves[0] if y.spec is LEAF else unflatten(y.spec, leaves)
+        if y.spec is LEAF and isinstance(graph[0], Tensor):
+            tree = cow_clone_unchecked(graph[0])
+        else:
+            leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
+            tree = unflatten(y.spec, leaves)
         try:
             if self.watched is None:
                 loss = read_loss(fn(tree, open_border(target, grad=False)[0]))

@@ -59,7 +59,9 @@ class Lane:
         self._freed: dict[Any, Any] = {}
         """The slots for what the caller gives that are free again, with the event after which they are."""
         self._from_caller = edges.get((CALLER, program.lane))
-        self._ways = {end: (edges[program.lane, end[0]], boxes[end[0]].put, levels[end]) for end in program.outgoing}
+        self._ways = {
+            end: (edges[program.lane, end[0]], _putter(boxes[end[0]]), levels[end]) for end in program.outgoing
+        }
         """By (lane, slot): the channel, what puts into the mailbox there, and the pool's level."""
         self._fillers = [self._filler(slot, source, levels) for slot, source in enumerate(program.sources)]
 
@@ -72,7 +74,7 @@ class Lane:
         level = levels[self.program.lane, slot]
         if source == CALLER:
             return level, self._freed.__setitem__, slot
-        return level, self.boxes[source].put, (self.program.lane, slot)
+        return level, _putter(self.boxes[source]), (self.program.lane, slot)
 
     def measure(self) -> None:
         """Note when each action begins and ends."""
@@ -145,6 +147,11 @@ class Lane:
         """(action, start, end) of all that is done, in nanoseconds; where nothing is measured none."""
         told = self.clock.nanoseconds if self.clock is not None else int
         return [(action, told(start), told(end)) for action, start, end in self._marks]
+
+
+def _putter(box: Mailbox) -> Callable[[Any, Any], None]:
+    """`Mailbox.put`; of a lane on this thread without a call."""
+    return box.came.__setitem__ if type(box) is Mailbox else box.put
 
 
 def _measured(step: Step, program: LaneProgram, clock: LaneClock, marks: list[tuple[Action, Any, Any]]) -> Step:

@@ -43,7 +43,7 @@ def detached_side(side: Any) -> tuple[Any, Any] | None:
 def detached_loss(loss: Loss) -> Loss:
     """A loss without its graph."""
     total, weight, aux = loss
-    return Loss(_cut_off(total), None if weight is None else detached(weight), None if aux is None else detached(aux))
+    return Loss(total.detach(), None if weight is None else detached(weight), None if aux is None else detached(aux))
 
 
 def detached(tree: Tree) -> Tree:

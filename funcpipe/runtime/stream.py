@@ -42,7 +42,7 @@ class StreamBackend:
 
     def lies_on(self, tensor: Tensor, device: torch.device) -> bool:
         """Is the tensor's memory the device's."""
-        return same_device(tensor.device, device)
+        return tensor.device == device or same_device(tensor.device, device)
 
     def streamed(self, tensor: Tensor) -> torch.device | None:
         """The tensor's device if that has streams, else None."""
