@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
@@ -21,12 +21,11 @@ from funcpipe.core.program import CALLER, LaneProgram, Role, Wire
 from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
-from funcpipe.runtime.agreement import END
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
 from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
-from funcpipe.runtime.finish import Ended, commit, commits, ending, release, statistics_of
+from funcpipe.runtime.finish import commit, commits, finish, release, statistics_of
 from funcpipe.runtime.host_link import HostLink
 from funcpipe.runtime.lane import Lane
 from funcpipe.runtime.mail import Inbox, Mailbox, PoolLevel
@@ -109,8 +108,7 @@ class LaneExecutor(ABC):
         try:
             execution = Execution(ready, self, stepping)
             execution.go()
-            ended, rest = execution.ending()
-            result = rest(ready.part.exchange(END, ended))
+            result = execution.result()
             return result if stepping is None else stepping.settle(result)
         except BaseException:
             if stepping is not None:
@@ -305,8 +303,8 @@ class Execution:
                     for gradient in self.ready.bounds[stage].grads():
                         lane.place.hand(here(gradient))
 
-    def ending(self) -> tuple[Ended, Callable[[Sequence[Ended]], Result]]:
-        """Fold what has come out, up to where others are asked; what is said to them, and what is done with what all say."""
+    def result(self) -> Result:
+        """Fold what has come out."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
         reports, outputs = self.collect(Role.REPORT), self.collect(Role.OUTPUT)
         self.check_empty()
@@ -318,18 +316,10 @@ class Execution:
         given = {stage: _handed(tree, places[stage]) for stage, tree in self.committed.items()}
         left = None if self.number is None else given
         with intra_op_threads(ready.threads):
-            ended, rest = ending(
-                ready, reports, outputs, *how, backward=backward, stepping=self.stepping, committed=left
-            )
-
-        def folded(everyone: Sequence[Ended]) -> Result:
-            with intra_op_threads(ready.threads):
-                result = rest(everyone)
-            release(ready)
-            self.settle()
-            return result
-
-        return ended, folded
+            result = finish(ready, reports, outputs, *how, backward=backward, stepping=self.stepping, committed=left)
+        release(ready)
+        self.settle()
+        return result
 
     def settle(self) -> None:
         """The caller's stream has read what it wanted of the lanes' memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -27,13 +27,7 @@ ByPlace = Mapping[tuple[int, int], Any]
 """Values by (stage, microbatch)."""
 
 
-def finish(ready: Prepared, reports: ByPlace, outputs: ByPlace, went: RunStats, *, backward: bool) -> Result:
-    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards."""
-    ended, rest = ending(ready, reports, outputs, None, went, backward=backward)
-    return rest(ready.part.exchange(END, ended))
-
-
-def ending(
+def finish(
     ready: Prepared,
     reports: ByPlace,
     outputs: ByPlace,
@@ -43,8 +37,8 @@ def ending(
     backward: bool,
     stepping: Stepping | None = None,
     committed: Mapping[int, Tree] | None = None,
-) -> tuple[Ended, Callable[[Sequence[Ended]], Result]]:
-    """`finish` up to where others are asked: what is said to them, and what is done with what all say.
+) -> Result:
+    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards.
 
     It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have
     ``committed`` is that; None: they do not.
@@ -67,21 +61,19 @@ def ending(
     state = tuple([left.get(stage, ready.state[stage]) for stage in range(plan.num_stages)])
     merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
 
-    def rest(ended: Sequence[Ended]) -> Result:
-        unused = unused_keys(ready, unused_in_all(ready, [each.unused for each in ended]))
-        loss, weight, losses, aux, late = _fold_losses(ready, ended)
-        if loss is not None:
-            loss.backward = _no_backward
-        factor = 1.0 / weight if late and weight else 1.0
-        grads = gradients(ready, sums, factor) if backward and sums is not None else None
-        if backward:  # last: any other error says more
-            _refuse_untouched(ended)
-        if stepping is not None:
-            stepping.late = late
-        facts = unused, state, merged, timeline, went, ready.shares.loss_scale, plan.ties, ready.part.others
-        return Result(loss, weight, losses, aux, grads, *facts)
-
-    return _ended(ready, reports, trained, untouched), rest
+    ended = ready.part.exchange(END, _ended(ready, reports, trained, untouched))
+    unused = unused_keys(ready, unused_in_all(ready, [each.unused for each in ended]))
+    loss, weight, losses, aux, late = _fold_losses(ready, ended)
+    if loss is not None:
+        loss.backward = _no_backward
+    factor = 1.0 / weight if late and weight else 1.0
+    grads = gradients(ready, sums, factor) if backward and sums is not None else None
+    if backward:  # last: any other error says more
+        _refuse_untouched(ended)
+    if stepping is not None:
+        stepping.late = late
+    facts = unused, state, merged, timeline, went, ready.shares.loss_scale, plan.ties, ready.part.others
+    return Result(loss, weight, losses, aux, grads, *facts)
 
 
 class Ended(NamedTuple):

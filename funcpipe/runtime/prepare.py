@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -133,21 +133,6 @@ def prepare(
     Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the program is that of a
     `vjp`.
     """
-    word, rest = preparing(name, plan, params, batch, options, part=part, halves=halves)
-    return rest((part or whole(plan)).exchange(START, word))
-
-
-def preparing(
-    name: str,
-    plan: Plan,
-    params: Sequence[Tree],
-    batch: Any,
-    options: RunOptions,
-    *,
-    part: PlanPart | None = None,
-    halves: bool = False,
-) -> tuple[Word, Callable[[Sequence[Word]], Prepared]]:
-    """`prepare` up to where others are asked: what is said to them, and what is done with what all say."""
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
@@ -199,62 +184,59 @@ def preparing(
     ready = uncut.of_target, uncut.rows_unclear
     word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
 
-    def rest(words: Sequence[Word]) -> Prepared:
-        nonlocal cut
-        agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
-        if agreed.is_new:
-            compare_numbers(part, plan, trees, states, spread)
-        own = agreed.parts[part.replica]
-        slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
-        if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
-            cut = uncut.cut(own, slices, agreed.merged)
-        by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
-        every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
-        every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
-        first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
-        unclear = agreed.rows_unclear
-        shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear)
-        unmarked = [[False] * len(row) for row in leaves]
-        trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
-        ties = resolve_ties(plan, trees, trained, here)
-        if len(words) == 1 and ties:
-            compare_tied(part.compared, trees, leaves, ties)
-        if backward:
-            refuse_undeclared_ties(trees, trained, ties)
-        if backward and not halves:
-            refuse_untrained(trees, leaves, states, trained)
-            refuse_frozen(leaves, trainable, marked=agreed.marked)
-        # A caller who set fewer threads than there are cores leaves the others to other work.
-        available = min(len(cores()), torch.get_num_threads())
-        threads = options.threads_per_lane or max(1, available // part.beside)
-        checks = checked_words(options.check)
-        for params_of_stage in spread.values():
-            params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
-        bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
-        keys, guard = Keys(seed, plan.stages, first), options.optimizer is None  # a step writes into parameters
-        bounds = _bind(plan, here, bindable, states, trained, keys, shares, checks, guard=guard)
-        program = program_for(plan, cut.num_microbatches, halves=halves)
-        used = "used" in checks
-        return Prepared(
-            plan,
-            part,
-            program,
-            cut,
-            shares,
-            trees,
-            states,
-            bounds,
-            tuple(devices),
-            threads,
-            ties,
-            agreed.layouts,
-            spread,
-            len({*map(len, agreed.parts)}) == 1,
-            used,
-            options,
-        )
-
-    return word, rest
+    words = part.exchange(START, word)
+    agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
+    if agreed.is_new:
+        compare_numbers(part, plan, trees, states, spread)
+    own = agreed.parts[part.replica]
+    slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
+    if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
+        cut = uncut.cut(own, slices, agreed.merged)
+    by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
+    every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
+    every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
+    first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
+    unclear = agreed.rows_unclear
+    shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear)
+    unmarked = [[False] * len(row) for row in leaves]
+    trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
+    ties = resolve_ties(plan, trees, trained, here)
+    if len(words) == 1 and ties:
+        compare_tied(part.compared, trees, leaves, ties)
+    if backward:
+        refuse_undeclared_ties(trees, trained, ties)
+    if backward and not halves:
+        refuse_untrained(trees, leaves, states, trained)
+        refuse_frozen(leaves, trainable, marked=agreed.marked)
+    # A caller who set fewer threads than there are cores leaves the others to other work.
+    available = min(len(cores()), torch.get_num_threads())
+    threads = options.threads_per_lane or max(1, available // part.beside)
+    checks = checked_words(options.check)
+    for params_of_stage in spread.values():
+        params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
+    bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
+    keys, guard = Keys(seed, plan.stages, first), options.optimizer is None  # a step writes into parameters
+    bounds = _bind(plan, here, bindable, states, trained, keys, shares, checks, guard=guard)
+    program = program_for(plan, cut.num_microbatches, halves=halves)
+    used = "used" in checks
+    return Prepared(
+        plan,
+        part,
+        program,
+        cut,
+        shares,
+        trees,
+        states,
+        bounds,
+        tuple(devices),
+        threads,
+        ties,
+        agreed.layouts,
+        spread,
+        len({*map(len, agreed.parts)}) == 1,
+        used,
+        options,
+    )
 
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:

@@ -81,7 +81,7 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
             seconds = perf_counter() - began
             stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
             backward = ready.plan.schedule.has_backward
-            result = finish(ready, loop.reports, loop.outputs, stats, backward=backward)
+            result = finish(ready, loop.reports, loop.outputs, None, stats, backward=backward)
             release(ready)
             return result
     finally:

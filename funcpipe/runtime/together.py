@@ -15,13 +15,12 @@ from funcpipe.core.errors import RanksError
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result
 from funcpipe.core.tree import Tree
-from funcpipe.runtime.agreement import END, START, Word
 from funcpipe.runtime.execute import Execution, LaneExecutor, walk
 from funcpipe.runtime.failures import add_note, in_batch
 from funcpipe.runtime.finish import commits
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart
-from funcpipe.runtime.prepare import Prepared, preparing
+from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.stepping import Settings, Stepping
 from funcpipe.runtime.undo import Undo
 
@@ -90,36 +89,28 @@ def _run(executor: LaneExecutor, given: Batches, undo: Undo, running: RunOptions
     for execution in executions:
         execution.aim()
     walk(executions)
-    endings = [execution.ending() for execution in executions]
-    mine = [(ended, stepping.steps) for (ended, _), stepping in zip(endings, steppings, strict=True)]
-    everyone = part.exchange(END, mine)
     results: list[Result] = []
-    for number, ((_, rest), stepping) in enumerate(zip(endings, steppings, strict=True)):
-        ended, steps = zip(*[theirs[number] for theirs in everyone], strict=True)
-        result = stepping.settled(rest(ended), steps)
-        if result is None:
+    for execution, stepping in zip(executions, steppings, strict=True):
+        result = execution.result()
+        settled = stepping.settled(result, part.exchange("steps made", stepping.steps))
+        if settled is None:
             return None
-        results.append(result)
+        results.append(settled)
     steppings[-1].done()
     return tuple(results)
 
 
 def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepared]:
     """The batches checked, cut and bound."""
-    halves: list[tuple[Word, Callable[[Sequence[Word]], Prepared]]] = []
+    counts = part.exchange("number of batches", len(given.each))
+    if len({*counts}) > 1:
+        said = "; ".join(f"{name} was given {count}" for name, count in zip(part.names, counts, strict=True))
+        raise RanksError(f"run_batches takes as many batches on every rank: {said}")
+    readies: list[Prepared] = []
     for number, (batch, options) in enumerate(given.each, given.first):
         with _noted(number):
             timed = replace(options, timeout=running.timeout, takes_faulthandler=running.takes_faulthandler)
-            halves.append(preparing("run_batches", given.plan, given.params, batch, timed, part=part))
-    everyone = part.exchange(START, [word for word, _ in halves])
-    if len({*map(len, everyone)}) > 1:
-        pairs = zip(part.names, everyone, strict=True)
-        said = "; ".join(f"{name} was given {len(words)}" for name, words in pairs)
-        raise RanksError(f"run_batches takes as many batches on every rank: {said}")
-    readies: list[Prepared] = []
-    for number, (_, rest) in enumerate(halves):
-        with _noted(given.first + number):
-            readies.append(rest([words[number] for words in everyone]))
+            readies.append(prepare("run_batches", given.plan, given.params, batch, timed, part=part))
     return readies
 
 

@@ -128,7 +128,7 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
     with intra_op_threads(ready.threads):
-        result = finish(ready, reports, outputs, execution.stats(), backward=False)
+        result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
     execution.settle()
     return result, Pullback(execution, OutputJoin(pieces, ready.batch, ready.plan.merge))
 
