@@ -56,7 +56,7 @@ class Timeline:
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
         path: the critical path where it is known, as `simulate` knows it.
-        stages: the names of the stages, for traces; () where they are not known. Not compared, nor written as JSON.
+        stages: the names of the stages, for traces; () where they are not known. Not compared.
         arrows: which actions hand values to which, for the arrows of traces; likewise.
     """
 

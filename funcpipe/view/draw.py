@@ -17,7 +17,7 @@ from funcpipe.view.align import aligned
 from funcpipe.view.figure import frame_of, panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
-from funcpipe.view.svg import svg
+from funcpipe.view.svg import svg, too_many
 from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
@@ -115,8 +115,8 @@ class Drawing:
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
 
-        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its
-        share.
+        Raises:
+            ScheduleError: it has more than 10,000 actions.
         """
         return self._svg(inline=False)
 
@@ -129,6 +129,7 @@ class Drawing:
 
         Raises:
             ValueError: it ends otherwise.
+            ScheduleError: it is to be an SVG with more than 10,000 actions.
         """
         file = Path(path)
         match file.suffix.lower():
@@ -145,6 +146,9 @@ class Drawing:
 
     def _svg(self, *, inline: bool) -> str:
         drawn = aligned([self.timeline, *self.others])
+        call = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
+        if reason := too_many(drawn.timelines, call):
+            raise ScheduleError(reason)
         return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
@@ -166,10 +170,11 @@ class Drawing:
 def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
     """What a notebook shows of these: the drawing; of what cannot be drawn its text and why."""
     if isinstance(thing, Timeline):
-        return draw(thing)._repr_html_()
+        reason = too_many([thing], "it.to_chrome_trace('trace.json')")
+        return page(repr(thing), [("large", reason)]) if reason else draw(thing)._repr_html_()
     schedule = thing.schedule if isinstance(thing, Plan) else thing
     if sum(map(len, schedule.orders)) > _MOST:
-        return page(repr(schedule), [("large", "fp.draw(it) draws it, and print(it) writes it")])
+        return page(repr(schedule), [("large", "print(fp.draw(it)) draws it, and print(it) writes it")])
     try:
         return draw(thing)._repr_html_()
     except ScheduleError as error:

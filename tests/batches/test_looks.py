@@ -114,7 +114,6 @@ def test_the_plan_is_drawn():
     slow = run.plan.simulate(20, {"h2d": 1.0, "dist_start": 1.0, "backward": 3.0})
     assert slow.makespan == 2 + 20 * 3
     assert slow.lanes == ("source", "h2d", "dist_start", "loop")
-    assert fp.schedules.from_json(fp.schedules.to_json(slow)) == slow
     assert pickle.loads(pickle.dumps(slow)) == slow
     assert "dist_start" in fp.draw(slow).svg()
     names = [e["args"]["name"] for e in slow.chrome_trace()["traceEvents"] if e["name"] == "thread_name"]
