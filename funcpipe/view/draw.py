@@ -11,7 +11,7 @@ from typing import TypeAlias
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.notebook import page, picture
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Result, Simulated, Timeline
+from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
 from funcpipe.view.figure import frame_of, panels_of
@@ -27,7 +27,7 @@ _LEGIBLE = 0.75
 _MOST = 5_000
 """Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
 
-Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
+Drawn: TypeAlias = Schedule | Plan | Timeline
 
 
 def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
@@ -47,7 +47,6 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
         what: a timeline, simulated or measured. A schedule, or a plan with its slots and slices, is drawn as its
             simulation under the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(it, cost)`` for other
             costs.
-            The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and a note in the picture tells the scale.
         memory: True: below each, what its devices hold over time.
@@ -74,8 +73,6 @@ def _timeline(source: Drawn) -> Timeline:
         return source
     if isinstance(source, (Schedule, Plan)):
         return simulate(source)
-    if isinstance(source, Simulated):
-        return source.simulate()
     hint = "; draw its timeline (run with record=True)" if isinstance(source, Result) or source is None else ""
     raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(source).__name__}{hint}")
 
