@@ -132,8 +132,8 @@ examples:
   funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
 """
 _SEARCH_HELP = f"""\
-First every family is timed, then greedy schedules, then rules and single actions are improved step by step; with
---exact, a solver proves at the end. Said is
+First every family is timed, then rules and single actions are improved step by step; with --exact, a solver proves
+at the end. Said is
   makespan     of one isolated batch; span: the longest device from its first start to its last end, the cost of one
                of many batches that follow each other. --objective says which one is made short
   lower bound  no schedule for these costs, devices and limits takes less
