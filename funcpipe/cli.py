@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import funcpipe as fp
-from funcpipe.cli_show import COLUMNS, found, picture, proof, table, wrapped
+from funcpipe.cli_show import COLUMNS, found, picture, proof, wrapped
 from funcpipe.cli_words import (
     COST,
     FAMILIES,
@@ -34,6 +34,7 @@ from funcpipe.cli_words import (
     writable,
 )
 from funcpipe.core.result import NEGLIGIBLE
+from funcpipe.core.words import columns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _DRAW_HELP = f"""\
-{SOURCE}            a .json may also hold a timeline, fp.schedules.to_json(result.timeline)
-
+{SOURCE}
 {COST}
 examples:
   funcpipe draw 1f1b --stages 4 --microbatches 8
@@ -132,8 +132,8 @@ examples:
   funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
 """
 _SEARCH_HELP = f"""\
-First every family is timed, then greedy schedules, then rules and single actions are improved step by step; with
---exact, a solver proves at the end. Said is
+First every family is timed, then rules and single actions are improved step by step; with --exact, a solver proves
+at the end. Said is
   makespan     of one isolated batch; span: the longest device from its first start to its last end, the cost of one
                of many batches that follow each other. --objective says which one is made short
   lower bound  no schedule for these costs, devices and limits takes less
@@ -266,10 +266,7 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace:
         writable(output, (".svg", ".txt"))
     if trace is not None:
         writable(trace, (".json",))
-    drawn = source(**words)
-    if isinstance(drawn, fp.Timeline) and cost is not None:
-        raise fp.FuncpipeError(f"{words['schedule']} is a timeline: it has its times, leave out --cost")
-    timeline = drawn if isinstance(drawn, fp.Timeline) else fp.simulate(drawn, cost or fp.Cost())
+    timeline = fp.simulate(source(**words), cost or fp.Cost())
     if output is None:
         picture(timeline, width)
     else:
@@ -308,7 +305,7 @@ def _compare(
     devices = devices or (stages // 2 if stages % 2 == 0 else stages)
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
     loaded = [(file, read(file)) for file in files]
-    makers: list[tuple[str, Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]]] = []
+    makers: list[tuple[str, Callable[[], fp.Schedule | fp.typing.Found]]] = []
     makers += [(name, partial(family, stages, microbatches, num_devices=devices)) for name, family in FAMILIES.items()]
     makers += [(file, lambda schedule=schedule: schedule) for file, schedule in loaded]
     if search is not None:
@@ -316,7 +313,7 @@ def _compare(
         shows = _shows(progress)
         makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, progress=shows, **limits)))
 
-    def row(name: str, make: Callable[[], fp.Schedule | fp.Timeline | fp.typing.Found]) -> _Row:
+    def row(name: str, make: Callable[[], fp.Schedule | fp.typing.Found]) -> _Row:
         try:
             result = make()
             searched = isinstance(result, fp.typing.Found)
@@ -336,15 +333,13 @@ def _compare(
         (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
     ]
-    table(("schedule", *shown, "legal"), cells, words=(0, len(shown) + 1))
+    print("\n".join(columns([("schedule", *shown, "legal"), *cells], words=(0, len(shown) + 1))))
     if unequal:
         print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
 
 
-def _timed(schedule: fp.Schedule | fp.Timeline, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
+def _timed(schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
     """The simulated timeline of a schedule. Raises ScheduleError where the counts do not fit."""
-    if isinstance(schedule, fp.Timeline):
-        raise fp.ScheduleError("is a timeline, not a schedule")
     if (schedule.num_stages, schedule.num_microbatches) != (counts["num_stages"], counts["num_microbatches"]):
         raise fp.ScheduleError(f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches")
     if schedule.num_devices != counts["num_devices"]:
@@ -381,10 +376,7 @@ def _search(
 
 def _convert(*, file: str, **words: Any) -> None:
     writable(file, FORMATS)
-    schedule = source(**words)
-    if isinstance(schedule, fp.Timeline):
-        raise fp.FuncpipeError(f"{words['schedule']} is a timeline; convert takes a schedule")
-    _write(schedule, file)
+    _write(source(**words), file)
 
 
 def _write(schedule: fp.Schedule, file: str) -> None:

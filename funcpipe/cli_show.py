@@ -1,4 +1,4 @@
-"""What the command line prints: by rich on a terminal where that is installed, else plain text."""
+"""What the command line prints: facts, pictures and help."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable
 from unicodedata import east_asian_width
 
 import funcpipe as fp
@@ -26,9 +24,6 @@ COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
 }
 """What `compare` shows of a schedule."""
 
-_VERDICTS = {"yes": "green", "no:": "red"}
-_LEAST = 24
-"""Columns that the last word of a table needs at least, to be worth a column of its own."""
 _WIDEST_HELP = 120
 _EXAMPLE = "  funcpipe "
 """How a command in a help begins; it stays on one line, so it can be copied."""
@@ -42,54 +37,6 @@ def size() -> int:
 def colored() -> bool:
     """Is stdout a terminal whose user wants colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def console() -> Any:
-    """The console of rich that prints to stdout; None: that is no terminal, or there is no rich (extra ``demo``)."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return None
-    try:
-        rich = import_module("rich.console")
-    except ImportError:
-        return None
-    return rich.Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=size())
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Container[int]) -> None:
-    """Print a table; the last column wraps at the terminal's width. Numbers are never cut."""
-    lines = columns([heads, *rows], words)
-    fixed = len(columns([[*row[:-1], "|"] for row in (heads, *rows)], words)[0])
-    screen = console()
-    if screen is None or fixed + _LEAST > screen.width:
-        print("\n".join(lines))
-        return
-    drawn = _rich("table").Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, head in enumerate(heads):
-        last = number == len(heads) - 1
-        drawn.add_column(head, justify="left" if number in words else "right", no_wrap=not last, overflow="fold")
-    for row in rows:
-        verdict = _rich("text").Text(row[-1], style=_VERDICTS.get(row[-1].split(",")[0].split()[0], ""))
-        drawn.add_row(*row[:-1], verdict)
-    screen.print(drawn)
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print a fact a line; long ones go on below themselves."""
-    rows = list(pairs)
-    screen = console()
-    if screen is None:
-        print("\n".join(columns(rows, words=(0, 1))))
-        return
-    grid = _rich("table").Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    screen.print(grid)
-
-
-def _rich(module: str) -> Any:
-    return import_module(f"rich.{module}")
 
 
 def picture(timeline: fp.Timeline, width: int | None) -> None:
@@ -179,18 +126,17 @@ def found(result: fp.typing.Found) -> None:
     print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
     hint = "; another run may find another" * (result.ended == "seconds")
     looped = schedule.num_stages > schedule.num_devices
-    facts(
-        [
-            *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
-            ("source", result.source),
-            ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
-            ("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}"),
-            ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
-            ("peak memory", f"{max(result.peak):.6g}"),
-            ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
-            ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
-        ]
-    )
+    pairs = [
+        *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
+        ("source", result.source),
+        ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
+        ("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}"),
+        ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
+        ("peak memory", f"{max(result.peak):.6g}"),
+        ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
+        ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
+    ]
+    print("\n".join(columns(pairs, words=(0, 1))))
     print()
 
 

@@ -62,7 +62,7 @@ def source(
     devices: int | None,
     slices: int | None,
     remat: bool,
-) -> fp.Schedule | fp.Timeline:
+) -> fp.Schedule:
     """The schedule of a family with its counts, or what a file holds."""
     family = FAMILIES.get(schedule)
     if family is None:
@@ -78,11 +78,11 @@ def source(
     else:
         bounded(stages, microbatches * (slices or 1))
         result = family(stages, microbatches, num_devices=devices, **({"num_slices": slices} if slices else {}))
-    return fp.schedules.remat(result) if remat and isinstance(result, fp.Schedule) else result
+    return fp.schedules.remat(result) if remat else result
 
 
-def read(name: str) -> fp.Schedule | fp.Timeline:
-    """A file's schedule or timeline; its ending says the format."""
+def read(name: str) -> fp.Schedule:
+    """A file's schedule; its ending says the format."""
     path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:

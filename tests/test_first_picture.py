@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import funcpipe as fp
-
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
 
@@ -22,7 +20,7 @@ def first_picture():
 
 def test_it_is_drawn_by_its_code(first_picture):
     """A change of how pictures are drawn shows on the first page, too."""
-    drawn = first_picture.drawn(fp.schedules.from_json(first_picture.STEP.read_text()))
+    drawn = first_picture.drawn(first_picture.recorded())
     if WRITE:
         first_picture.PICTURE.write_text(drawn, newline="\n")
     assert first_picture.PICTURE.read_text() == drawn
@@ -30,7 +28,7 @@ def test_it_is_drawn_by_its_code(first_picture):
 
 def test_its_step_is_one_of_its_schedule(first_picture):
     """What was recorded is what the code runs now, and it can be recorded anew."""
-    recorded = fp.schedules.from_json(first_picture.STEP.read_text())
+    recorded = first_picture.recorded()
     again = first_picture.measure(width=8, rows=2, steps=2)
     for timeline in (recorded, again):
         orders = [[span.action for span in timeline.spans if span.device == device] for device in range(2)]

@@ -10,6 +10,7 @@ that the picture is drawn, and drawn again whenever its code changes
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def measure(*, width: int, rows: int, steps: int) -> fp.Timeline:
     return min(timelines, key=lambda timeline: timeline.makespan)
 
 
+def recorded() -> fp.Timeline:
+    """The step that was kept."""
+    step = json.loads(STEP.read_text())
+    spans = [fp.typing.Span(*times, fp.Action.parse(action)) for *times, action in step["spans"]]
+    return fp.Timeline(tuple(spans), SCHEDULE.num_devices, tuple(step["peak"]), unit="s", name=SCHEDULE.name)
+
+
 def drawn(measured: fp.Timeline) -> str:
     """The step over the simulation of its schedule with the mean times that were measured, as SVG."""
     simulated = fp.simulate(SCHEDULE, measured.cost())
@@ -61,7 +69,8 @@ def drawn(measured: fp.Timeline) -> str:
 def main() -> None:
     """Measure a step, keep it, draw it."""
     measured = measure(width=384, rows=128, steps=1000)
-    STEP.write_text(fp.schedules.to_json(measured) + "\n")
+    rows = ",\n  ".join(json.dumps([*times, str(action)]) for *times, action in measured.spans)
+    STEP.write_text(f'{{\n "peak": {[*measured.peak]},\n "spans": [\n  {rows}\n ]\n}}\n')
     PICTURE.write_text(drawn(measured), newline="\n")
     print(fp.draw(measured))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +16,6 @@ from funcpipe.core.errors import FuncpipeError, PlanError
 from funcpipe.runtime.context import not_carried, refuse_transforms
 from funcpipe.runtime.stream import Place
 
-StreamMemory: TypeAlias = Literal["record", "ring"]
 ProgressReport: TypeAlias = bool | Callable[[Progress], None]
 
 
@@ -25,10 +24,8 @@ def overlap(
     stages: Sequence[StageLike],
     *,
     depth: int = 2,
-    order: Sequence[int | str] | None = None,
     start_index: int = 0,
     thread: bool | None = None,
-    memory: StreamMemory = "record",
     devices: Sequence[Any] = (),
     snapshot: Callable[[], Any] | None = None,
     record: bool = False,
@@ -55,14 +52,9 @@ def overlap(
             the loop runs. Without a fold all of them run ahead of the loop's own work.
         depth: how many batches are under way besides the one that is handed out next; as many as there are stages
             before the step let all of them work at once. 0: the plain loop, nothing runs ahead; good to find a fault.
-        order: in which the loop's own thread takes up its stages (names or numbers) at each tick; None: what runs ahead
-            first.
         start_index: the number of the first batch, where training goes on in the middle of an epoch.
         thread: have the source and the stages threads of their own, where they do not say; None: where no device with
             streams is named (`to_device`, ``devices``). There one thread queues everything, in the plan's order.
-        memory: on devices with streams: "record" tells the allocator who uses what. "ring" hands memory back in order,
-            so that its peak is that of ``depth`` batches and does not depend on timing; a result is then good until the
-            next one is asked for.
         devices: with streams, that stages work on besides those of `to_device`.
         snapshot: called before each draw, such as ``loader.state_dict``, and copied; see `Overlap.source_state`.
         record: keep when everything ran, for `Overlap.timeline`.
@@ -75,11 +67,11 @@ def overlap(
         stage wants ``with``).
 
     Raises:
-        PlanError: stages, leads or the order do not fit; every fault is named.
+        PlanError: stages or leads do not fit; every fault is named.
         FuncpipeError: called under torch.func, or threads are wanted and a mode is on that they cannot take over.
     """
     refuse_transforms("overlap")
-    _check(source, depth, start_index, memory)
+    _check(source, depth, start_index)
     if not (thread is None or isinstance(thread, bool)):
         raise PlanError(f"thread is True, False or None; got {thread!r}")
     if not (snapshot is None or callable(snapshot)):
@@ -91,7 +83,7 @@ def overlap(
     default = not streamed if thread is None else thread
     asked = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
     threads = [depth > 0 and threaded for threaded in asked]
-    plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed), order=order)
+    plan = ticks(listed, fold, depth=depth, threads=threads, streamed=bool(streamed))
     if any(threads) and (modes := not_carried()):
         raise FuncpipeError(
             f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
@@ -104,7 +96,6 @@ def overlap(
         plan,
         streamed if depth else (),
         start=start_index,
-        ring=memory == "ring",
         snapshot=snapshot,
         record=record,
         ranges=ranges,
@@ -112,14 +103,12 @@ def overlap(
     )
 
 
-def _check(source: Any, depth: Any, start: Any, memory: Any) -> None:
+def _check(source: Any, depth: Any, start: Any) -> None:
     if not isinstance(source, Iterable):
         raise PlanError(f"the source of an overlap is an iterable of batches; got a {type(source).__name__}")
     for word, number in (("depth", depth), ("start_index", start)):
         if type(number) is not int or number < 0:
             raise PlanError(f"{word} is a whole number from 0; got {number!r}")
-    if memory not in ("record", "ring"):
-        raise PlanError(f'memory is "record" or "ring"; got {memory!r}')
 
 
 def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torch.device, ...]:

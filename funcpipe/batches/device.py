@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import UserDict
-from collections.abc import Sequence
 from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
@@ -19,7 +18,6 @@ from funcpipe.core.tree import Tree, flatten, locations, map_leaves, spread, unf
 from funcpipe.runtime.stream import Place
 
 Pin: TypeAlias = Literal["auto"] | bool
-CopyMemory: TypeAlias = Literal["side", "consumer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +26,6 @@ class ToDevice:
 
     devices: Tree
     pin: Pin = "auto"
-    memory: CopyMemory = "side"
     _warned: list[str] = field(default_factory=list[str], repr=False)
 
     @property
@@ -41,34 +38,28 @@ class ToDevice:
         """Every device that anything is copied to."""
         return [device for device in flatten(self.devices)[0] if device is not None]
 
-    def __call__(self, batch: Tree, *, threaded: bool = True, rooms: Sequence[Tensor | None] | None = None) -> Tree:
+    def __call__(self, batch: Tree, *, threaded: bool = True) -> Tree:
         """The batch on its devices; leaves that lie there already are the same objects.
 
         Args:
             batch: a tree of tensors, of objects with ``to``, and of anything else, which stays as it is.
             threaded: may the host wait in here.
-            rooms: for each leaf the memory to copy it into, see `rooms`.
 
         Raises:
             BatchError: the batch has no such branch as the tree of devices.
         """
         leaves, spec = flatten(batch, _moves_whole)
-        devices = self.spread(batch)
+        devices = self._spread(batch)
         if not any(map(moves, leaves)) and (unmovable := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
             raise BatchError(
                 f"to_device finds nothing in the batch that can move: a {type(unmovable[0]).__name__} is no tree and "
                 "has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give "
                 "it to()"
             )
-        entries = zip(leaves, devices, rooms or [None] * len(leaves), strict=True)
+        entries = zip(leaves, devices, strict=True)
         return unflatten(spec, [self._move(*entry, threaded, (batch, at)) for at, entry in enumerate(entries)])
 
-    def rooms(self, batch: Tree) -> list[Tensor | None]:
-        """Memory for the tensors' copies, of the current streams' pools; None where nothing is copied by itself."""
-        leaves = flatten(batch, _moves_whole)[0]
-        return [_room(leaf, device) for leaf, device in zip(leaves, self.spread(batch), strict=True)]
-
-    def spread(self, batch: Tree) -> list[torch.device | None]:
+    def _spread(self, batch: Tree) -> list[torch.device | None]:
         """The device of each leaf, in their order."""
         try:
             return spread(self.devices, batch, _moves_whole)
@@ -78,13 +69,8 @@ class ToDevice:
                 f"None leaves a branch where it is): {error}"
             ) from error
 
-    def _move(
-        self, leaf: Any, device: torch.device | None, room: Tensor | None, threaded: bool, place: tuple[Tree, int]
-    ) -> Any:
+    def _move(self, leaf: Any, device: torch.device | None, threaded: bool, place: tuple[Tree, int]) -> Any:
         backend = Place.backend
-        if room is not None:
-            backend.fill(room, self._pinned(leaf, threaded, place))
-            return room
         if device is None or not moves(leaf):
             return leaf
         if not isinstance(leaf, Tensor):
@@ -125,7 +111,7 @@ class ToDevice:
         return leaf
 
 
-def to_device(devices: Any, *, pin: Pin = "auto", memory: CopyMemory = "side") -> ToDevice:
+def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
     """A stage that copies batches to a device, beside the computation.
 
     >>> batch = fp.batches.to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})
@@ -137,19 +123,15 @@ def to_device(devices: Any, *, pin: Pin = "auto", memory: CopyMemory = "side") -
             Or a tree of them that is a prefix of the batch's, where None leaves what is below it alone.
         pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a thread of its own;
             else one warning names the first leaf that is not page-locked (its copy makes the host wait).
-        memory: "side": copies lie in memory of the copying stream. "consumer": of the stream that reads them, whose
-            pool they go back to; the copy then starts only after what that stream had queued before.
 
     Raises:
         PlanError: no device, or an option is not what it should be.
     """
     if pin not in (True, False, "auto"):
         raise PlanError(f'pin is True, False or "auto"; got {pin!r}')
-    if memory not in ("side", "consumer"):
-        raise PlanError(f'memory is "side" or "consumer"; got {memory!r}')
     if all(leaf is None for leaf in flatten(devices)[0]):
         raise PlanError(f"to_device takes a device, or a tree with some; got {devices!r}")
-    return ToDevice(map_leaves(_device, devices), pin, memory)
+    return ToDevice(map_leaves(_device, devices), pin)
 
 
 def _device(leaf: Any) -> torch.device | None:
@@ -183,14 +165,3 @@ def _takes_words(to: Any) -> bool:
     except (TypeError, ValueError):  # made in C
         return False
     return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def _room(leaf: Any, device: torch.device | None) -> Tensor | None:
-    """Memory on a device with streams for a copy of a tensor that lies elsewhere, laid out as it is."""
-    backend = Place.backend
-    if device is None or not isinstance(leaf, Tensor) or not backend.asynchronous(device):
-        return None
-    if backend.lies_on(leaf, device):
-        return None
-    like = torch.empty_like(leaf, device="meta")
-    return backend.room(leaf, leaf.numel(), device).as_strided(like.shape, like.stride())

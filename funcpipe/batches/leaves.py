@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe.core.torch_names import storage_number
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, map_tensors
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import StreamBackend
@@ -54,16 +53,6 @@ def unknown(tree: Tree) -> list[str]:
     """The paths of objects in a batch that can move, and on whose memory no stream can be recorded."""
     leaves = zip(flatten(tree)[0], locations(tree, "batch"), strict=True)
     return [f"{place} ({type(leaf).__name__})" for leaf, place in leaves if moves(leaf) and not _records(leaf)]
-
-
-def sharing(tree: Tree, other: Tree) -> list[Tensor]:
-    """The tensors of a tree that lie in memory of another's."""
-
-    def memory(tensor: Tensor) -> int:
-        return storage_number(tensor.untyped_storage())
-
-    memories = {memory(leaf) for leaf in flatten(other)[0] if isinstance(leaf, Tensor)}
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor) and memory(leaf) in memories]
 
 
 def awaited(batch: Tree) -> Tree:

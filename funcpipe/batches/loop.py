@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from funcpipe.batches.leaves import materialized_tree, sharing
+from funcpipe.batches.leaves import materialized_tree
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.batches.stage_worker import CallerModes, StageWorker, call, failed
 from funcpipe.batches.stats import Bar, Progress, StageStats, measured, stats
@@ -41,7 +41,7 @@ class Overlap(Iterator[Any]):
     """The iterator that `overlap` makes.
 
     Attributes:
-        plan: what is done at each tick, as data; prints itself, and ``fp.draw(run.plan)`` draws it.
+        plan: what is done at each tick, as data; prints itself.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Overlap(Iterator[Any]):
         devices: Sequence[torch.device],
         *,
         start: int,
-        ring: bool,
         snapshot: Callable[[], Any] | None,
         record: bool,
         ranges: bool,
@@ -71,11 +70,10 @@ class Overlap(Iterator[Any]):
         for row, meter in zip(plan.rows if ranges else (), meters, strict=False):
             meter.ranges = partial(_range, row.name, devices[0] if devices else torch.device("cpu"))
         states = States(fold, start, max((stage.lag or 0 for stage in stages), default=0), self._here)
-        self._workers = Workers(self._here, states, meters, ring=ring)
+        self._workers = Workers(self._here, states, meters)
         self._reached: tuple[int, Tree] = (start, fold.init if fold else None)
         self._tick = start - plan.depth
-        self._before: list[StageWorker] = []
-        self._after: list[StageWorker] = []
+        self._inline: list[StageWorker] = []
         self._ready: Item | None = None
         self._total = length_hint(source, -1)
         self._began = 0.0
@@ -129,7 +127,7 @@ class Overlap(Iterator[Any]):
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when, measured on the host, as far as it is: draw it, or lay it beside ``plan.simulate()``.
+        """What ran when, measured on the host, as far as it is.
 
         Raises:
             FuncpipeError: without ``record=True``.
@@ -243,23 +241,19 @@ class Overlap(Iterator[Any]):
         Not in a variable: an error's traceback leads here, and must not come back to the error.
         """
         self._open()
-        self._workers.take_back()
         batch = self.index
         while self._tick <= batch:
-            self._perform(self._before)
-            if self._tick == batch:
-                self._ready = self._take(batch)
-                if self._ready is None or self._ready.error is not None:
-                    return  # what stands behind the fold waits for nothing any more
-            self._perform(self._after)
+            self._perform()
             self._tick += 1
-        self._hand_out(batch)
+        self._ready = self._take(batch)
+        if self._ready is not None and self._ready.error is None:
+            self._hand_out(batch)
 
-    def _perform(self, workers: Sequence[StageWorker]) -> None:
-        """Run some workers without threads for the batch that each has in this tick."""
-        if workers:
+    def _perform(self) -> None:
+        """Run the workers without threads for the batch that each has in this tick."""
+        if self._inline:
             with self._around.entered():
-                for worker in workers:
+                for worker in self._inline:
                     if self._tick + worker.row.lead >= self._start:
                         worker.perform(self._tick + worker.row.lead)
 
@@ -272,10 +266,7 @@ class Overlap(Iterator[Any]):
         if here.devices:
             here.wait(item.marks)
             item = item._replace(value=materialized_tree(item.value))
-            if workers.ring:
-                workers.lent = item
-            else:
-                here.use(item.value, item.marks)
+            here.use(item.value, item.marks)
         fold, start = self._fold, perf_counter()
         if fold is None:
             return item
@@ -289,9 +280,6 @@ class Overlap(Iterator[Any]):
             return failed(len(self._stages), fold.name, batch, error)
         finally:
             workers.meters[-1].add(start, batch)
-        if workers.ring:
-            # The state lives on, whatever comes back.
-            here.use(sharing(returned[0], item.value), item.marks)
         return Item(returned)
 
     def _hand_out(self, batch: int) -> None:
@@ -313,22 +301,17 @@ class Overlap(Iterator[Any]):
         draw = iter(self._source).__next__
         callers = {device: Place.backend.module(device).current_stream(device) for device in self._here.devices}
         streams = self._streams(callers)
-        # A reader on whatever stream is current is taken to read on the one that is current now.
-        readers = [reader if reader.fixed else StreamSet(reader.devices, callers) for reader in streams[1:]]
-        rows = zip(self.plan.rows, [None, *self._stages], streams, readers, strict=False)
+        rows = zip(self.plan.rows, [None, *self._stages], streams, strict=False)
         workers = [
-            StageWorker(self._workers, number, row, self._around, home, reader, stage, draw, self._snapshot)
-            for number, (row, stage, home, reader) in enumerate(rows)
+            StageWorker(self._workers, number, row, self._around, home, stage, draw, self._snapshot)
+            for number, (row, stage, home) in enumerate(rows)
         ]
-        fold = len(workers)
-        inline = [number for number in self.plan.order if number == fold or not workers[number].row.thread]
-        at = inline.index(fold) if self._fold else len(inline)
-        self._before = [workers[number] for number in inline[:at]]
-        self._after = [workers[number] for number in inline[at + 1 :]]
+        own = [number for number in self.plan.order if number < len(workers)]  # the fold comes after all of them
+        self._inline = [workers[number] for number in own if not workers[number].row.thread]
         self._workers.start(workers, self._start)
 
     def _streams(self, callers: dict[torch.device, Any]) -> list[StreamSet]:
-        """Streams of the source, of each stage, and of the loop."""
+        """Streams of the source and of each stage."""
         devices = self._here.devices
         shared: dict[str, dict[torch.device, Any]] = {}
         out = [StreamSet(devices, callers) if self.plan.rows[0].thread else self._here]
@@ -344,7 +327,7 @@ class Overlap(Iterator[Any]):
                 case stream:
                     streams = {**callers, stream.device: stream}
             out.append(StreamSet(devices, streams))
-        return [*out, self._here]
+        return out
 
     def _say(self, *, last: bool = False) -> None:
         if self._report is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -64,8 +63,7 @@ class CallerModes:
 class StageWorker:
     """Takes batches from the worker before it and hands each on, or None where there is no such batch.
 
-    Number 0 draws from the source and has no stage. ``readers`` are the streams of the worker that reads what this one
-    makes; ``released`` is memory that came back in a ring.
+    Number 0 draws from the source and has no stage.
     """
 
     shared: Workers
@@ -73,11 +71,9 @@ class StageWorker:
     row: TickRow
     around: CallerModes
     streams: StreamSet
-    readers: StreamSet
     stage: BatchStage | None
     draw: Callable[[], Any]
     snapshot: Callable[[], Any] | None
-    released: deque[Item] = field(default_factory=deque[Item])
 
     @property
     def meter(self) -> Meter:
@@ -113,15 +109,6 @@ class StageWorker:
         item = None  # an error's traceback leads here, and must not come back to the error
         return goes_on
 
-    def reclaim(self) -> None:
-        """In a ring: memory that came back is dropped after the stream has waited for those who read it."""
-        while True:
-            try:
-                returned = self.released.popleft()
-            except IndexError:  # who ends the overlap may empty it at the same time
-                return
-            self.streams.wait(returned.marks)
-
     def _failed(self, batch: int, error: Exception) -> Item:
         """An error in the place of a batch: nothing after it is wanted any more."""
         self.shared.finish(batch + 1)
@@ -154,23 +141,19 @@ class StageWorker:
             self.shared.snapshots.append(deepcopy(self.snapshot()))
 
     def _work(self, stage: BatchStage, batch: int) -> Item | None:
-        shared, streams = self.shared, self.streams
+        streams = self.streams
         item: Item | None = self.meter.input.take(batch)
         if item is None or item.error is not None:
             return item
         start = perf_counter()
         try:
             with streams.entered():
-                self.reclaim()
                 streams.wait(item.marks)
-                if not shared.ring or self.number == 1:  # what the source made is no worker's to take back
-                    streams.use(item.value, item.marks)
+                streams.use(item.value, item.marks)
                 with self.meter.ranges(batch):
                     value = self._call(stage, batch, item.value)
                 value = materialized_tree(value) if streams.devices else value
                 marks = streams.marks()
-            if shared.ring and streams.devices:
-                shared.give_back(self.number, Item(item.value, marks=marks))
             return Item(value, marks=marks)
         except Exception as error:
             return self._failed(batch, error)
@@ -179,7 +162,7 @@ class StageWorker:
 
     def _call(self, stage: BatchStage, batch: int, value: Tree) -> Tree:
         if isinstance(stage.fn, ToDevice):
-            return self._copy(stage.fn, value)
+            return stage.fn(value, threaded=self.row.thread)
         arguments = [value]
         if stage.lag is not None:
             state = self.shared.states.read(batch, stage.lag)
@@ -191,15 +174,6 @@ class StageWorker:
             if stage.seed is not None:
                 stack.enter_context(KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, batch))
             return call(stage, self.streams, batch, *arguments)
-
-    def _copy(self, fn: ToDevice, batch: Tree) -> Tree:
-        if fn.memory == "side" or not self.streams.devices:
-            return fn(batch, threaded=self.row.thread)
-        with self.readers.entered():
-            rooms = fn.rooms(batch)
-            marks = self.readers.marks()
-        self.streams.wait(marks)
-        return fn(batch, threaded=self.row.thread, rooms=rooms)
 
 
 def call(stage: BatchStage | Fold, streams: StreamSet, batch: int, *arguments: Tree) -> Any:

@@ -38,11 +38,6 @@ class StreamSet:
                 place.stream = streams[place.device]
 
     @property
-    def fixed(self) -> bool:
-        """Are its streams the same whichever are current."""
-        return self._fixed is not None
-
-    @property
     def places(self) -> list[Place]:
         """One for each device."""
         return [Place(device, alone=True) for device in self.devices] if self._fixed is None else self._fixed
@@ -75,7 +70,7 @@ class StreamSet:
         if unrecorded := unknown(batch):
             warnings.warn(
                 f"no stream can be recorded on {', '.join(unrecorded)}, so its memory may be given out while a stream "
-                "reads it; give it record_stream(stream), or overlap(..., memory='ring')",
+                "reads it; give it record_stream(stream)",
                 stacklevel=2,
             )
         for leaf in recordable(batch):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from funcpipe.batches.stage import BatchStage, Fold
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind
 
 
 class TickRow(NamedTuple):
@@ -60,58 +59,6 @@ class TickPlan:
             lines.append(f"  {row.name:<{wide}}  {batch:<{16}}  on {self.lanes[row.lane]}{lag}")
         return "\n".join(lines)
 
-    def simulate(
-        self, num_batches: int | None = None, seconds: float | Sequence[float] | Mapping[str, float] = 1.0
-    ) -> Timeline:
-        """When the rows would work on which batch; the loop itself takes no time.
-
-        Args:
-            num_batches: how many; None: enough to see the steady state.
-            seconds: that each row takes, in any unit: one number for all stages (the source then takes none), one for
-                each row, or by name (0 for who is not named).
-
-        Returns:
-            A timeline in units, a lane for each of `lanes`; its "stages" are the rows, its "microbatches" the batches.
-        """
-        count = 3 * self.depth + 2 if num_batches is None else num_batches
-        times = self._times(seconds)
-        free = [0.0] * len(self.lanes)
-        ends: dict[tuple[int, int], float] = {}
-        spans: list[Span] = []
-        sequence = self._sequence()
-        for tick in range(-self.depth, count):
-            handed = ends.get((len(self.rows) - 1, tick - 1), 0.0)
-            for number in sequence:
-                row, batch = self.rows[number], tick + self.rows[number].lead
-                if 0 <= batch < count:
-                    start = max(ends.get((number - 1, batch), 0.0), free[row.lane], handed)
-                    ends[number, batch] = free[row.lane] = start + times[number]
-                    if times[number]:
-                        spans.append(Span(row.lane, start, free[row.lane], Action(Kind.F, number, batch)))
-        spans.sort(key=lambda span: (span.start, span.device))
-        return Timeline(tuple(spans), len(self.lanes), name="overlap", lanes=self.lanes)
-
-    def _sequence(self) -> list[int]:
-        """The rows of a tick, each after the one before it if that works on the same batch; the loop's in order."""
-        rows, pending, sequence = self.rows, list(self.order), list[int]()
-        while pending:
-            inline = next((number for number in pending if not rows[number].thread), None)
-            ready = (at for at in pending if at - 1 not in pending or rows[at - 1].lead > rows[at].lead)
-            number = next(at for at in ready if rows[at].thread or at == inline)
-            pending.remove(number)
-            sequence.append(number)
-        return sequence
-
-    def _times(self, seconds: float | Sequence[float] | Mapping[str, float]) -> list[float]:
-        names = [row.name for row in self.rows]
-        if isinstance(seconds, Mapping):
-            return [float(seconds.get(name, 0.0)) for name in names]
-        if not isinstance(seconds, Sequence):
-            return [0.0, *(float(seconds) for _ in names[1:])]
-        if len(seconds) != len(names):
-            raise PlanError(f"seconds has {len(seconds)} numbers for {len(names)} rows ({', '.join(names)})")
-        return list(map(float, seconds))
-
 
 def ticks(
     stages: Sequence[BatchStage],
@@ -120,17 +67,15 @@ def ticks(
     depth: int,
     threads: Sequence[bool],
     streamed: bool,
-    order: Sequence[int | str] | None = None,
 ) -> TickPlan:
     """The plan of an overlap.
 
     ``threads`` has an entry for the source and for each stage. Where devices have streams (``streamed``), a stage with
-    one is a lane of its own. Without an order what runs ahead comes first, the older batch before the newer, so that it
-    is queued before the work of the step.
+    one is a lane of its own. What runs ahead comes first, the older batch before the newer, so that it is queued before
+    the work of the step.
 
     Raises:
-        PlanError: the order runs a stage on a batch before the one that makes it, or leaves some out; a lead is too
-            large, or larger than that of the stage before.
+        PlanError: a lead is too large, or larger than that of the stage before.
     """
     leads = _leads(stages, depth)
     lanes: dict[str, int] = {}
@@ -146,9 +91,11 @@ def ticks(
         rows.append(row(stage.name, lead, lane, thread, stage.lag))
     if fold:
         rows.append(row(fold.name, 0, "loop", thread=False))
-    numbers = _order(rows, order)
-    _check(rows, numbers)
-    return TickPlan(tuple(rows), numbers, tuple(lanes))
+    _check(rows)
+    inline = [number for number, row in enumerate(rows) if not row.thread]
+    inline.sort(key=lambda number: (rows[number].lead == 0, rows[number].lead))
+    threaded = [number for number, row in enumerate(rows) if row.thread]
+    return TickPlan(tuple(rows), (*threaded, *inline), tuple(lanes))
 
 
 def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
@@ -173,42 +120,11 @@ def _leads(stages: Sequence[BatchStage], depth: int) -> list[int]:
     return leads if depth else [0] * len(stages)
 
 
-def _order(rows: Sequence[TickRow], order: Sequence[int | str] | None) -> tuple[int, ...]:
-    inline = [number for number, row in enumerate(rows) if not row.thread]
-    others = tuple(number for number, row in enumerate(rows) if row.thread)
-    if order is None:
-        return (*others, *sorted(inline, key=lambda number: (rows[number].lead == 0, rows[number].lead, number)))
-    by_name = {row.name: number for number, row in enumerate(rows)}
-    numbers: list[int] = []
-    for entry in order:
-        number = (
-            by_name.get(entry) if isinstance(entry, str) else entry + 1 if type(entry) is int and entry >= 0 else None
-        )
-        if number is None or number >= len(rows):
-            raise PlanError(f"order names {entry!r}, which is no stage; there are: {', '.join(map(repr, by_name))}")
-        numbers.append(number)
-    if 0 in inline and 0 not in numbers:  # the source is drawn for the first stage, unless it has a place of its own
-        numbers.insert(numbers.index(1) if 1 in numbers else 0, 0)
-    if sorted(numbers) != inline:
-        names = ", ".join(repr(rows[number].name) for number in inline)
-        raise PlanError(f"order names every stage of the loop's thread once: {names}; got {list(order)!r}")
-    return (*others, *numbers)
-
-
-def _check(rows: Sequence[TickRow], order: tuple[int, ...]) -> None:
-    turns = {number: turn for turn, number in enumerate(order)}
-    faults: list[str] = []
-    for number, row in enumerate(rows):
-        before = rows[number - 1]
-        if number and before.lead < row.lead:
-            faults.append(
-                f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has "
-                "made it; leads fall from stage to stage"
-            )
-        # Also where stages with threads stand between the two: the loop would wait for its own later work.
-        faults += [
-            f"{row.name!r} stands before {earlier.name!r} in the order, and works on the same batch"
-            for other, earlier in enumerate(rows[:number])
-            if earlier.lead == row.lead and not (earlier.thread or row.thread) and turns[other] > turns[number]
-        ]
+def _check(rows: Sequence[TickRow]) -> None:
+    faults = [
+        f"{row.name!r} (lead {row.lead}) would run on a batch before {before.name!r} (lead {before.lead}) has made it; "
+        "leads fall from stage to stage"
+        for before, row in pairwise(rows)
+        if before.lead < row.lead
+    ]
     raise_all("this plan of an overlap cannot run:", faults)

@@ -141,8 +141,8 @@ class Workers:
     under way was drawn.
     """
 
-    def __init__(self, here: StreamSet, states: States, meters: Sequence[Meter], *, ring: bool) -> None:
-        self.here, self.states, self.meters, self.ring = here, states, meters, ring
+    def __init__(self, here: StreamSet, states: States, meters: Sequence[Meter]) -> None:
+        self.here, self.states, self.meters = here, states, meters
         self.all: Sequence[StageWorker] = ()
         self.process = os.getpid()
         self.end = sys.maxsize
@@ -150,8 +150,6 @@ class Workers:
         self.snapshots: deque[Any] = deque()
         self._started: list[Worker] = []
         self._abort: BaseException | None = None
-        self.lent: Item | None = None
-        """In a ring: the result that the loop has until it asks for the next one."""
         self._ending = threading.Lock()
 
     def start(self, workers: Sequence[StageWorker], first: int) -> None:
@@ -218,26 +216,8 @@ class Workers:
             self._started[0].end(PATIENCE)
         self._settle()
 
-    def take_back(self) -> None:
-        """In a ring: the loop is done with the last result."""
-        if self.lent is not None:
-            lent, self.lent = self.lent, None
-            self.give_back(len(self.all), Item(lent.value, marks=self.here.marks()))
-
-    def give_back(self, count: int, item: Item) -> None:
-        """Give a batch back that its reader is done with, after these marks, to the workers before ``count``.
-
-        To all of them: one that was only handed on may be an earlier one's.
-        """
-        for worker in self.all[1:count]:
-            worker.released.append(item)
-
     def _settle(self) -> None:
-        """Queue what the loop does next after all that was under way, and memory of streams after its readers."""
-        if self.lent is not None:
-            lent, self.lent = self.lent, None
-            self.here.use(lent.value, lent.marks)
+        """Queue what the loop does next after all that was under way."""
         for worker in self.all:
-            worker.reclaim()
             self.here.wait(worker.streams.marks())
         self.all = ()  # they know these workers: a circle would keep batches until the collector comes

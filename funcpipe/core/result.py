@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from funcpipe.core.arrows import Arrow
 from funcpipe.core.cost import Cost, PerStage
@@ -56,7 +56,7 @@ class Timeline:
         memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
         path: the critical path where it is known, as `simulate` knows it.
-        stages: the names of the stages, for traces; () where they are not known. Not compared, nor written as JSON.
+        stages: the names of the stages, for traces; () where they are not known. Not compared.
         arrows: which actions hand values to which, for the arrows of traces; likewise.
     """
 
@@ -249,15 +249,6 @@ def shares(timeline: Timeline) -> str:
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
     idle = f"idle {percent(timeline.idle)} of all device time"
     return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
-
-
-@runtime_checkable
-class Simulated(Protocol):
-    """What has a timeline of its own, though it is no schedule."""
-
-    def simulate(self) -> Timeline:
-        """The timeline, in units of a cost."""
-        ...
 
 
 class Loss(NamedTuple):

@@ -79,11 +79,11 @@ class Best:
         return self.value <= self.bound * (1 + ROUNDING)
 
     def begin(self, problems: Sequence[Problem], budget: Budget | None = None) -> None:
-        """Offer what a search begins with: published schedules and greedy ones."""
+        """Offer what a search begins with: the published schedules."""
         budget = budget or self.budget
+        self.budget.told.phase("published")
         for problem in problems:
             for source, schedule in starting_points(problem):
-                self.budget.told.phase("greedy" if source == "greedy" else "published")
                 self.offer(problem, schedule, source)
                 self.cut |= budget.late
                 if self.done or budget.late:

@@ -22,7 +22,7 @@ class Found:
             were tried.
         binds: what keeps a schedule from being shorter than the bound: the work or the memory of a device, or the way
             between devices; "a proof by the solver" where that raised it.
-        source: the origin of the schedule: a family, "greedy", "rules", "moves" or "exact".
+        source: the origin of the schedule: a family, "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
         ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
             "bound": nothing is left to find.

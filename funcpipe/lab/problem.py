@@ -167,11 +167,6 @@ class Problem:
         return tuple(self.num_microbatches * sum(self.least[stage] for stage in stages) for stages in self.local)
 
     @cached_property
-    def is_line(self) -> bool:
-        """Has each device one stage, in order."""
-        return self.device_of == tuple(range(self.num_devices))
-
-    @cached_property
     def is_v(self) -> bool:
         """Do the stages go down the devices and back up."""
         return self.device_of == (*range(self.num_devices), *reversed(range(self.num_devices)))

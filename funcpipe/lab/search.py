@@ -1,4 +1,4 @@
-"""Find a schedule: published ones under the true costs, greedy ones, then a search over rules."""
+"""Find a schedule: published ones under the true costs, then a search over rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from funcpipe.lab.problem import Budget, Objective, Problem, as_schedule
 from funcpipe.lab.problems import problems_of
 
 _BEGINS = 0.4
-"""Of the seconds, how many go into published and greedy schedules at most."""
+"""Of the seconds, how many go into published schedules at most."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
 """What rules, and then moves, take of their time where the solver follows, by the number of actions: of few it proves most."""
 _STEPS = 6
@@ -44,9 +44,8 @@ def search(
 ) -> Found:
     """Find a short schedule for given costs that stays within a memory limit.
 
-    First every published family is timed under the true costs, then greedy schedules that fill waits with W (zero
-    bubble, arXiv 2401.10241), then list schedules whose rules are improved step by step, at last single actions are
-    moved.
+    First every published family is timed under the true costs, then list schedules whose rules are improved step by
+    step, at last single actions are moved.
 
     >>> found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
     >>> found.makespan, found.lower_bound, found.gap

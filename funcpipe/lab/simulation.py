@@ -1,6 +1,6 @@
 """Devices that are given one action after the other: when each can begin, what it takes and frees, for whom it is.
 
-What goes next is decided elsewhere: by rules (`listing`), or as the zero-bubble papers build schedules (`greedy`).
+What goes next is decided elsewhere, by rules (`listing`).
 Where the order of every device is known, `schedules.clock` is the simulation.
 """
 

@@ -1,4 +1,4 @@
-"""Where a search begins: the published schedules, the greedy ones, and the least that memory allows."""
+"""Where a search begins: the published schedules, and the least that memory allows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from math import isfinite
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.schedule import Action, Kind, Schedule, action_of
 from funcpipe.lab.forms import forms
-from funcpipe.lab.greedy import on_a_line, on_a_v
-from funcpipe.lab.problem import ROUNDING, Problem, as_schedule
+from funcpipe.lab.problem import ROUNDING, Problem
 from funcpipe.schedules import families, v_shape
 from funcpipe.schedules.transforms import remat as rematted
 
@@ -34,7 +33,7 @@ _SMALL = 16
 
 
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """The published schedules for the forms of a problem, and the greedy ones; the best guesses first."""
+    """The published schedules for the forms of a problem; the best guesses first."""
     for form, lift in forms(problem):
         for source, schedule in _published(form):
             yield source, lift(schedule)
@@ -69,10 +68,6 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
         with suppress(ScheduleError):  # less than V-Min
             schedule = v_shape.v_adaptive(stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages)))
             yield schedule.name, schedule
-    greedy = on_a_line if problem.is_line else on_a_v if problem.is_v else None
-    if greedy is not None and devices > 1:
-        for lanes in greedy(problem):
-            yield "greedy", as_schedule(lanes, "search")
 
 
 def _one_at_a_time(problem: Problem) -> Schedule:

@@ -20,7 +20,6 @@ from funcpipe.core.plan import Plan
 from funcpipe.core.program import CALLER, LaneProgram
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
-from funcpipe.lower.proof import proven
 from funcpipe.runtime.address import machine
 from funcpipe.runtime.agreement import END, alike, other_places, refuse_others
 from funcpipe.runtime.alarms import Alarm, Telling, names_of
@@ -169,7 +168,6 @@ class Ranks(Lanes):
             )
         refuse_other_devices(self.lanes, self._own_devices, self.devices(plan))
         refuse_devices(plan)
-        proven(plan.program)
         refuse_uncarried(plan)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
@@ -183,8 +181,7 @@ class Ranks(Lanes):
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of the lanes that are here. Raises PlanError where lanes could wait for ever."""
-        proven(program)  # that of fewer microbatches is so where the plan's is; whoever made another one is told
+        """The programs of the lanes that are here."""
         return [lane_program(program, lane) for lane in self.lanes]
 
     def seat(self, lane: int) -> tuple[int, int]:

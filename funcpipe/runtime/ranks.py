@@ -10,7 +10,6 @@ from typing import Any
 
 from funcpipe.core.errors import PlanError, RanksError
 from funcpipe.core.plan import Plan
-from funcpipe.lower.proof import proven
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.rank_lanes import Ranks
@@ -68,7 +67,7 @@ def ranks(
     Raises:
         RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
             processes have other plans, versions or lanes.
-        PlanError: this is no plan, one for other devices, or one whose lanes are not proven to come to their end.
+        PlanError: this is no plan, or one for other devices.
         PlacementError: the devices of its lanes are not here.
         PeerError: a process did not come.
     """
@@ -91,7 +90,6 @@ def ranks(
         if timeout is not None:
             timeout = _checked_timeout(timeout)
         refuse_devices(plan)
-        proven(plan.program)
         rank_of = _ranks_of(plan, lanes, size)
         plan_devices(plan, [lane for lane, rank in enumerate(rank_of) if rank == me % size])
     except Exception as error:  # after any error the others would wait for this process

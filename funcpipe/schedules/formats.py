@@ -1,4 +1,4 @@
-"""Schedules, costs and timelines as files: JSON with a version.
+"""Schedules and costs as files: JSON with a version.
 
 What is written is read back equal. What is read may come from anywhere: it is data and never code, it is read in one
 pass, and everything wrong with it is said at once, with its place. The text form is `Schedule.parse` and `str`.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from funcpipe.core.cost import Cost
 from funcpipe.core.errors import ScheduleError, raise_all
 from funcpipe.core.kinds import SPELLING
-from funcpipe.core.result import Span, Timeline
 from funcpipe.core.schedule import Action, Pair, Schedule
 from funcpipe.core.spelling import is_word, unread, words_of
 from funcpipe.schedules.legal import MOST_FAULTS
@@ -23,15 +21,15 @@ VERSION = 1
 """Of the JSON; a reader refuses any other."""
 
 _MOST = 10**6
-"""Stages, microbatches and devices of a file are fewer: what walks over them stays quick whatever the file says."""
+"""Stages and microbatches of a file are fewer: what walks over them stays quick whatever the file says."""
 _MOST_LETTERS = 200
 
 Fault = Callable[[str], None]
 """Takes note of something wrong, ``place: what``."""
 
 
-def to_json(thing: Schedule | Cost | Timeline) -> str:
-    """A schedule, a cost or a timeline as JSON; `from_json` gives back an equal one.
+def to_json(thing: Schedule | Cost) -> str:
+    """A schedule or a cost as JSON; `from_json` gives back an equal one.
 
     >>> print(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
     {
@@ -48,21 +46,16 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
         thing: what to write. Of a plan, its ``schedule``.
 
     Raises:
-        ScheduleError: it is none of these, or holds what JSON or a reader has no place for: NaN, indices below 0, names
-            that do not print.
+        ScheduleError: it is neither, or holds what JSON or a reader has no place for: NaN, indices below 0, names that do
+            not print.
     """
-    if not isinstance(thing, (Schedule, Cost, Timeline)):
+    if not isinstance(thing, (Schedule, Cost)):
         hint = "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
-        raise ScheduleError(f"to_json takes a Schedule, a Cost or a Timeline; got a {type(thing).__name__}{hint}")
+        raise ScheduleError(f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}")
     if isinstance(thing, Schedule):
         fields: dict[str, Any] = {"name": thing.name, "orders": [*thing.lines()]}
-    elif isinstance(thing, Cost):
-        fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
     else:
-        fields = {name: getattr(thing, name) for name in ("name", "unit", "num_devices", "comm", "peak", "memory")}
-        fields |= {"lanes": thing.lanes} if thing.lanes else {}
-        fields |= {"path": list(map(str, thing.path))} if thing.path else {}
-        fields["spans"] = [[device, start, end, str(action)] for device, start, end, action in thing.spans]
+        fields = {name: getattr(thing, name) for name in thing.__dataclass_fields__}
     try:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
     except (TypeError, ValueError) as error:
@@ -75,7 +68,7 @@ def to_json(thing: Schedule | Cost | Timeline) -> str:
     return text
 
 
-def from_json(text: str) -> Schedule | Cost | Timeline:
+def from_json(text: str) -> Schedule | Cost:
     """Read what `to_json` wrote, or a person.
 
     The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated fields are refused.
@@ -107,10 +100,10 @@ def from_json(text: str) -> Schedule | Cost | Timeline:
 
 
 def _page(fields: Mapping[str, Any]) -> str:
-    """JSON with a line for each field, and for each row of a long one: such files can be compared line by line."""
+    """JSON with a line for each field, and for each device's order: such files can be compared line by line."""
     lines: list[str] = []
     for key, value in fields.items():
-        if key in ("orders", "spans") and value:
+        if key == "orders" and value:
             rows = ",\n  ".join(json.dumps(row, allow_nan=False) for row in value)
             lines.append(f'"{key}": [\n  {rows}\n ]')
         else:
@@ -195,61 +188,9 @@ def _is_skip(row: Any) -> bool:
     return isinstance(row, list) and len(row) == 3 and all(map(_is_index, row[:2])) and _is_number(row[2])
 
 
-def _timeline(data: dict[str, Any], fault: Fault) -> Timeline | None:
-    may = ("name", "unit", "comm", "peak", "memory", "lanes", "path")
-    _fields(data, need=("num_devices", "spans"), may=may, fault=fault)
-    devices = data.get("num_devices", 0)
-    if not _is_index(devices):
-        fault(f"num_devices: a whole number from 0 to {_MOST - 1}; got {shown(devices)}")
-        return None
-
-    def for_each(name: str, is_sound: Callable[[Any], bool], words: str) -> tuple[Any, ...]:
-        def are_sound(rows: Any) -> bool:
-            return _is_list(rows, is_sound) and len(rows) in (0, devices)
-
-        return tuple(_field(data, name, [], are_sound, f"{words}, or []", fault))
-
-    comm = _numbers(data.get("comm", 0.0), "comm", fault)
-    peak = for_each("peak", _is_number, f"a number from 0 for each of {devices} devices")
-    lanes = for_each("lanes", _is_text, f"a name for each of {devices} devices")
-    memory = for_each(
-        "memory", partial(_is_list, is_sound=_is_step), f"for each of {devices} devices a list of [time, amount]"
-    )
-    name = _field(data, "name", "", _is_label, _LABEL, fault)
-    unit = _field(data, "unit", "units", _is_label, _LABEL, fault)
-    known: dict[str, Action] = {}
-    seen: set[Action] = set()
-    spans: list[Span] = []
-    for at, row in enumerate(_field(data, "spans", [], _is_list, "a list", fault)):
-        sound = _is_list(row) and len(row) == 4 and _is_index(row[0]) and row[0] < devices
-        if not (sound and _is_number(row[1]) and _is_number(row[2]) and row[1] <= row[2] and _is_text(row[3])):
-            fault(
-                f'spans[{at}]: [device, start, end, "2F0"] with a device below {devices}, 0 <= start <= end; got '
-                f"{shown(row)}"
-            )
-            continue
-        for action in read_actions([row[3]], f"spans[{at}]", known=known, fault=fault):
-            if action in seen:
-                fault(f"spans[{at}]: {action} stands twice")
-            seen.add(action)
-            spans.append(Span(row[0], row[1], row[2], action))
-    words = _field(data, "path", [], partial(_is_list, is_sound=_is_text), "a list of actions, such as 2F0", fault)
-    path = read_actions(words, "path", known=known, fault=fault)
-    if not seen.issuperset(path):
-        fault("path: some of its actions have no span")
-    steps = tuple(tuple((time, amount) for time, amount in row) for row in memory)
-    return Timeline(tuple(spans), devices, peak, unit, comm, name, steps, lanes, path)
-
-
-def _is_step(step: Any) -> bool:
-    """Is it (from when, how much); an amount may be a rounding below zero."""
-    return _is_list(step, _is_finite) and len(step) == 2 and step[0] >= 0
-
-
-_READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | Timeline | None]] = {
+_READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | None]] = {
     "schedule": _schedule,
     "cost": _cost,
-    "timeline": _timeline,
 }
 
 
@@ -292,13 +233,12 @@ def _field(
     return default
 
 
-def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> Any:
-    """A number, or unless it must be single a tuple of them."""
-    values = tuple(value) if _is_list(value) and not single else (value,)
+def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> None:
+    """It is a number, or unless it must be single a list of them."""
+    values = value if _is_list(value) and not single else (value,)
     bad = [number for number in values if not _is_number(number)]
     if bad:
         fault(f"{name}: a number from 0{', or a list of them' * (not single)}; got {shown(bad[0])}")
-    return values if _is_list(value) else value
 
 
 _LABEL = f"a text of at most {_MOST_LETTERS} letters that print"
@@ -306,27 +246,19 @@ _LABEL = f"a text of at most {_MOST_LETTERS} letters that print"
 
 
 def _is_label(value: Any) -> bool:
-    return _is_text(value) and len(value) <= _MOST_LETTERS and value.isprintable()
+    return isinstance(value, str) and len(value) <= _MOST_LETTERS and value.isprintable()
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list(value: Any, is_sound: Callable[[Any], bool] | None = None) -> bool:
-    return isinstance(value, list) and (is_sound is None or all(map(is_sound, value)))
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _is_index(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
 
 
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < float("inf")
-
-
 def _is_number(value: Any) -> bool:
-    return _is_finite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value < float("inf")
 
 
 def shown(value: Any) -> str:

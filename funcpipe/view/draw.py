@@ -11,13 +11,13 @@ from typing import TypeAlias
 from funcpipe.core.errors import ScheduleError
 from funcpipe.core.notebook import page, picture
 from funcpipe.core.plan import Plan
-from funcpipe.core.result import Result, Simulated, Timeline
+from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
 from funcpipe.view.align import aligned
 from funcpipe.view.figure import frame_of, panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
-from funcpipe.view.svg import svg
+from funcpipe.view.svg import svg, too_many
 from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
@@ -27,7 +27,7 @@ _LEGIBLE = 0.75
 _MOST = 5_000
 """Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
 
-Drawn: TypeAlias = Schedule | Plan | Timeline | Simulated
+Drawn: TypeAlias = Schedule | Plan | Timeline
 
 
 def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
@@ -47,7 +47,6 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
         what: a timeline, simulated or measured. A schedule, or a plan with its slots and slices, is drawn as its
             simulation under the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(it, cost)`` for other
             costs.
-            The plan of an `overlap` is drawn with stages of one unit each.
         others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
             their devices work as long in sum, and a note in the picture tells the scale.
         memory: True: below each, what its devices hold over time.
@@ -74,8 +73,6 @@ def _timeline(source: Drawn) -> Timeline:
         return source
     if isinstance(source, (Schedule, Plan)):
         return simulate(source)
-    if isinstance(source, Simulated):
-        return source.simulate()
     hint = "; draw its timeline (run with record=True)" if isinstance(source, Result) or source is None else ""
     raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(source).__name__}{hint}")
 
@@ -115,8 +112,8 @@ class Drawing:
     def svg(self) -> str:
         """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
 
-        Where there are very many actions, those too narrow to see are joined to bars: the height of a colour is its
-        share.
+        Raises:
+            ScheduleError: it has more than 10,000 actions.
         """
         return self._svg(inline=False)
 
@@ -129,6 +126,7 @@ class Drawing:
 
         Raises:
             ValueError: it ends otherwise.
+            ScheduleError: it is to be an SVG with more than 10,000 actions.
         """
         file = Path(path)
         match file.suffix.lower():
@@ -145,6 +143,9 @@ class Drawing:
 
     def _svg(self, *, inline: bool) -> str:
         drawn = aligned([self.timeline, *self.others])
+        call = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
+        if reason := too_many(drawn.timelines, call):
+            raise ScheduleError(reason)
         return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
@@ -166,10 +167,11 @@ class Drawing:
 def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
     """What a notebook shows of these: the drawing; of what cannot be drawn its text and why."""
     if isinstance(thing, Timeline):
-        return draw(thing)._repr_html_()
+        reason = too_many([thing], "it.to_chrome_trace('trace.json')")
+        return page(repr(thing), [("large", reason)]) if reason else draw(thing)._repr_html_()
     schedule = thing.schedule if isinstance(thing, Plan) else thing
     if sum(map(len, schedule.orders)) > _MOST:
-        return page(repr(schedule), [("large", "fp.draw(it) draws it, and print(it) writes it")])
+        return page(repr(schedule), [("large", "print(fp.draw(it)) draws it, and print(it) writes it")])
     try:
         return draw(thing)._repr_html_()
     except ScheduleError as error:

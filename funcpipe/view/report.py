@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from textwrap import wrap
 
+from funcpipe.core.notebook import table as html_table
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
@@ -21,11 +22,9 @@ from funcpipe.view.align import aligned
 from funcpipe.view.figure import Panel, memory_scale, panels_of
 from funcpipe.view.findings import Findings, Table, findings
 from funcpipe.view.memory_levels import highest
-from funcpipe.view.svg import svg
+from funcpipe.view.svg import svg, too_many
 from funcpipe.view.text import text, width_of
 
-_MOST_SHAPES = 5000
-"""Shapes of each picture: with more the page would pass two megabytes. Actions too narrow to see are joined first."""
 _SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
 """Words of headings: columns of a text to leave out where there is no room, in this order."""
 _STYLE = """\
@@ -42,8 +41,6 @@ font-variant-numeric:tabular-nums;max-width:1400px}
 .funcpipe-report .wide{overflow-x:auto}
 .funcpipe-report .wide svg{display:block}
 .funcpipe-report .charts{margin-left:-10px}
-.funcpipe-report .zoom{display:flex;gap:12px;align-items:baseline;margin:0}
-.funcpipe-report .zoom input{margin:0 4px 0 0}
 .funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
 .funcpipe-report tr{background:none}
 .funcpipe-report th,.funcpipe-report td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;\
@@ -52,14 +49,6 @@ border-bottom:1px solid rgba(128,128,128,.35)}
 .funcpipe-report .word{text-align:left}
 """
 """Inherits colour and background, so that it fits the page or the notebook around it."""
-
-_ZOOM = (1, 2, 4, 8)
-_ZOOM_STYLE = "".join(
-    f".funcpipe-report:has(.x{times}:checked) .charts{{overflow:auto;max-height:85vh}}"
-    f".funcpipe-report:has(.x{times}:checked) .charts svg{{width:{times}00%!important;max-width:none!important}}\n"
-    for times in _ZOOM[1:]
-)
-"""Pictures as many times as large; without scripts, which notebooks and mail remove. Each report is its own form."""
 
 _PAGE = """\
 :root{color-scheme:light dark}
@@ -184,37 +173,35 @@ def _page(findings: Findings) -> str:
 
 def _body(findings: Findings) -> str:
     """The report as HTML for a place inside a page."""
-    timelines = _timelines(findings)
     pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in findings.headline)
-    panels = panels_of(aligned(timelines), memory=False)
-    if findings.held:
-        peak = highest(findings.held) or 1.0
-        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
-        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, peak))
-    charts = "".join(
-        svg([panel], timelines, inline=True, most=_MOST_SHAPES, explained=number == 0)
-        for number, panel in enumerate(panels)
-    )
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
-    checked = [' checked=""', *("" for _ in _ZOOM[1:])]
-    choices = "".join(
-        f'<label><input type="radio" name="zoom" class="x{times}"{now}/>{times}&times;</label>'
-        for times, now in zip(_ZOOM, checked, strict=True)
-    )
     return "\n".join(
         [
-            f'<div class="funcpipe-report"><style>{_STYLE}{_ZOOM_STYLE}</style>',
+            f'<div class="funcpipe-report"><style>{_STYLE}</style>',
             f"<h1>{escape(findings.title)}</h1>",
             f"<dl>{pairs}</dl>",
             f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
             "<h2>Timelines</h2>",
             f'<p class="soft">{escape(_sentence(findings.note))}</p>',
-            f'<form class="zoom soft">zoom {choices}</form>',
-            f'<div class="wide charts">{charts}</div>',
+            _charts(findings),
             *map(_table, findings.tables),
             "</div>",
         ]
     )
+
+
+def _charts(findings: Findings) -> str:
+    """The pictures of the timelines and of the residuals, or why there are none."""
+    timelines = _timelines(findings)
+    if reason := too_many(timelines, "report.measured.to_chrome_trace('trace.json')"):
+        return f"<p>{escape(_sentence(reason))}</p>"
+    panels = panels_of(aligned(timelines), memory=False)
+    if findings.held:
+        peak = highest(findings.held) or 1.0
+        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
+        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, peak))
+    charts = (svg([panel], timelines, inline=True, explained=number == 0) for number, panel in enumerate(panels))
+    return f'<div class="wide charts">{"".join(charts)}</div>'
 
 
 def _timelines(findings: Findings) -> list[Timeline]:
@@ -223,15 +210,8 @@ def _timelines(findings: Findings) -> list[Timeline]:
 
 
 def _table(table: Table) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        attributes = (' class="word"' if column < table.words else "" for column in range(len(cells)))
-        return "".join(
-            f"<{tag}{attribute}>{escape(cell)}</{tag}>" for attribute, cell in zip(attributes, cells, strict=True)
-        )
-
-    rows = "\n".join(f"<tr>{line('td', row)}</tr>" for row in table.rows)
-    head = f"<thead><tr>{line('th', table.heads)}</tr></thead>"
-    return f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>{head}\n<tbody>{rows}</tbody></table></div>'
+    cells = html_table(table.heads, table.rows, range(table.words))
+    return f'<h2>{escape(table.title)}</h2>\n<div class="wide">{cells}</div>'
 
 
 def _wrap(words: str, width: int, first: str = "") -> list[str]:

@@ -26,7 +26,7 @@ _STYLE = (
     ".funcpipe .top{stroke:currentColor;stroke-width:2;fill:none}"
     ".funcpipe .grid{stroke:currentColor;opacity:.16;fill:none}"
     f".funcpipe .num text{{fill:{_INK};text-anchor:middle;pointer-events:none}}"
-    ".funcpipe rect:hover,.funcpipe .mix:hover path{stroke:currentColor;stroke-width:1.5}"
+    ".funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
 )
 """The same in every drawing, as are the rules for shades: several drawings in one page cannot disturb each other."""
 
@@ -36,13 +36,23 @@ _ALONE = (
 )
 """Text colours for a file (the scheme lets browsers darken what is behind it); in a page they are those of the page."""
 
-_JOINED = "narrow actions are joined: the height of a colour is its share of the time"
 _LETTER = 6.4
 """The width of a letter, on average, at the size of most of the text."""
 _SMALLEST = 0.75
 """How far a page may shrink a picture, of its width: letters of 9 pixels can be read. Pages scroll what is wider."""
 _MOST = 10_000
-"""Shapes of a picture: with more a file would pass two megabytes, and nobody could tell them apart."""
+"""Actions of a figure, and levels of memory: with more a file would pass two megabytes, and nobody could tell them apart."""
+
+
+def too_many(timelines: Sequence[Timeline], call: str) -> str:
+    """Why timelines have too many actions for one figure, and what to call instead; "" where they do not."""
+    count = sum(len(timeline.spans) for timeline in timelines)
+    if count <= _MOST:
+        return ""
+    return (
+        f"{count:,} actions are too many for a picture, which has at most {_MOST:,}; save a Perfetto trace instead: "
+        f"{call}, and open it at ui.perfetto.dev"
+    )
 
 
 def svg(
@@ -51,7 +61,6 @@ def svg(
     *,
     by: By = "kind",
     inline: bool = False,
-    most: int = _MOST,
     explained: bool = True,
 ) -> str:
     """A figure as SVG.
@@ -62,14 +71,11 @@ def svg(
         by: what colours tell.
         inline: True: for a place inside an HTML page, whose text colour it takes. False: a file of its own, which
             follows the viewer's light or dark mode.
-        most: about how many shapes it may have; where there are more actions, those too narrow to see are joined.
         explained: is there a legend; False: another picture on the page has it.
     """
     frame = frame_of(timelines, by)
-    most //= max(1, len(panels))
     last = max((span.action.stage for panel in panels for span in panel.timeline.spans), default=0)
-    charts = [chart_of(panel, frame, last, most) for panel in panels]
-    joined = any(len(bar.spans) > 1 for chart in charts for track in chart.tracks for bar in track.bars)
+    charts = [chart_of(panel, frame, last) for panel in panels]
     entries = list(legend([panel.timeline for panel in panels if panel.levels is None], by))
     shades = {shade for swatches, _ in entries for shade in swatches}
     shades |= {shade for chart in charts for shade in chart.shades.values()}
@@ -82,10 +88,13 @@ def svg(
             y += 4
             continue
         if explained and number == 0 and panel.levels is None:
-            swatches, y = _legend(entries, frame, y - 16, joined=joined)
+            swatches, y = _legend(entries, frame, y - 16)
             body += swatches
         bottom = y + panel.timeline.num_devices * panel.lane.pitch
-        body += [*_axis(panel, frame, y, bottom), *_lanes(lanes_of(chart, frame, most), panel, frame, y)]
+        body += [
+            *_axis(panel, frame, y, bottom),
+            *_lanes(lanes_of(chart, frame, _MOST // len(panels)), panel, frame, y),
+        ]
         y = bottom + 30
     label = "; ".join(f"{panel.title}: {', '.join(panel.words)}" for panel in panels)
     width, height = pixels(frame.width), pixels(y + 12)
@@ -119,13 +128,9 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
     return out, y + (28 if panel.has_lanes else 6)
 
 
-def _legend(
-    entries: Sequence[tuple[tuple[Shade, ...], str]], frame: Frame, y: float, *, joined: bool
-) -> tuple[list[str], float]:
+def _legend(entries: Sequence[tuple[tuple[Shade, ...], str]], frame: Frame, y: float) -> tuple[list[str], float]:
     """Swatches and words above the first chart, and where its lanes begin."""
     out = ['<g class="legend">']
-    place = f'x="{pixels(frame.left + frame.chart)}" y="{pixels(y - 12)}"'
-    note = [f'<text class="soft end" {place}>{_JOINED}</text>'] if joined else []
     x = MARGIN
     for shades, word in entries:
         swatches = 12 * len(shades) + (6 if shades else 0)
@@ -137,7 +142,7 @@ def _legend(
         soft = "" if shades else 'class="soft" '
         out.append(f'<text {soft}x="{pixels(x + swatches)}" y="{pixels(y + 10.5)}">{word}</text>')
         x += width + 18
-    return [*out, *note, "</g>"], y + 32
+    return [*out, "</g>"], y + 32
 
 
 def _axis(panel: Panel, frame: Frame, top: float, bottom: float) -> list[str]:

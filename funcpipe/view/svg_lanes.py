@@ -1,8 +1,8 @@
-"""What is in the lanes of a figure, as SVG: actions, bars of joined ones, and levels of memory."""
+"""What is in the lanes of a figure, as SVG: actions and levels of memory."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
@@ -12,11 +12,8 @@ from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.result import Span
 from funcpipe.view import summary
 from funcpipe.view.figure import Frame, Panel
-from funcpipe.view.joined_bars import ActionBar, joined_bars
 from funcpipe.view.memory_levels import Level, coarse, highest
 from funcpipe.view.palette import Shade, kind_shade, shade_key, shades_of
-
-_ORDER = {kind: number for number, kind in enumerate(Kind)}
 
 
 class Track(NamedTuple):
@@ -25,7 +22,7 @@ class Track(NamedTuple):
     device: int
     top: float
     height: float
-    bars: list[ActionBar]
+    spans: list[Span]
 
 
 class Chart(NamedTuple):
@@ -40,12 +37,12 @@ class Chart(NamedTuple):
         return self.shades[shade_key(span)]
 
 
-def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
+def chart_of(panel: Panel, frame: Frame, last: int) -> Chart:
     """What runs in the lanes of a panel; what moves to the host (O) and back (L) has thin strips at the bottom.
 
     Two that overlap have half of the height each.
 
-    ``last`` is the last stage of all in the figure; more bars than ``limit`` are too many.
+    ``last`` is the last stage of all in the figure.
     """
     if panel.levels is not None:
         return Chart(panel, {}, [])
@@ -61,15 +58,13 @@ def chart_of(panel: Panel, frame: Frame, last: int, limit: int) -> Chart:
         place = places.get(span.action.kind) or halves.get(span.action, (0.0, full))
         rows.setdefault((span.device, *place), []).append(span)
     shades = shades_of(panel.timeline, frame.by, last)
-    ordered = sorted(rows.items())
-    bars = joined_bars([spans for _, spans in ordered], frame.scale, limit, lambda span: shades[shade_key(span)])
-    return Chart(panel, shades, [Track(*place, row) for (place, _), row in zip(ordered, bars, strict=True)])
+    return Chart(panel, shades, [Track(*place, spans) for place, spans in sorted(rows.items())])
 
 
-def lanes_of(chart: Chart, frame: Frame, limit: int) -> list[list[str]]:
-    """The SVG elements in the lane of each device."""
+def lanes_of(chart: Chart, frame: Frame, most_levels: int) -> list[list[str]]:
+    """The SVG elements in the lane of each device; more levels of memory than ``most_levels`` become fewer."""
     if chart.panel.levels is not None:
-        return [_levels(levels, chart.panel, frame) for levels in _fewer(chart.panel.levels, frame, limit)]
+        return [_levels(levels, chart.panel, frame) for levels in _fewer(chart.panel.levels, frame, most_levels)]
     lanes: list[list[str]] = [[] for _ in range(chart.panel.timeline.num_devices)]
     font, least = _numbers(chart.panel, frame)
     for track in chart.tracks:
@@ -78,21 +73,16 @@ def lanes_of(chart: Chart, frame: Frame, limit: int) -> list[list[str]]:
 
 
 def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float) -> Iterable[str]:
-    """The actions of a track in one group per shade, bars of joined ones, and over them numbers where they fit."""
+    """The actions of a track in one group per shade, and over them numbers where they fit."""
     times = summary.time_text(frame.axis)
     by_stage = frame.by == "stage"
     groups: defaultdict[Shade, list[str]] = defaultdict(list)
     edges: defaultdict[Kind, list[str]] = defaultdict(list)
-    mixed: list[str] = []
     numbers: list[str] = []
     edge = max(3.0, 0.2 * track.height)
     top = f' y="{pixels(track.top)}"' if track.top else ""
-    for bar in track.bars:
-        x, width = bar.start * frame.scale, (bar.end - bar.start) * frame.scale
-        if len(bar.spans) > 1:
-            mixed += _mixed(bar, track, chart, pixels(x), pixels(width), times)
-            continue
-        (span,) = bar.spans
+    for span in track.spans:
+        x, width = span.start * frame.scale, (span.end - span.start) * frame.scale
         # A hair of the lane stays between neighbours, and nothing is invisible.
         width = max(0.3, width - min(1.0, 0.12 * width))
         place = f'x="{pixels(x)}"{top} width="{pixels(width)}" height="{pixels(track.height)}"'
@@ -105,7 +95,6 @@ def _actions(track: Track, chart: Chart, frame: Frame, font: float, least: float
             numbers.append(f'<text x="{pixels(x + width / 2)}">{_number(span, by_stage)}</text>')
     for shade in sorted(groups):
         yield from (f'<g class="{shade.name}">', *groups[shade], "</g>")
-    yield from mixed
     for kind, paths in edges.items():
         yield f'<path class="{kind_shade(kind).name}" pointer-events="none" d="{"".join(paths)}"/>'
     if numbers:
@@ -132,29 +121,10 @@ def _numbers(panel: Panel, frame: Frame) -> tuple[float, float]:
     return font, longest * font + 3
 
 
-def _mixed(bar: ActionBar, track: Track, chart: Chart, x: str, width: str, times: summary.TimeText) -> Iterable[str]:
-    """Joined actions as a bar: the height of each shade is its share of the time."""
-    work: defaultdict[Shade, float] = defaultdict(float)
-    first: dict[Shade, tuple[int, int]] = {}
-    for span in bar.spans:
-        shade = chart.shade(span)
-        work[shade] += span.end - span.start
-        place = (_ORDER[span.action.kind], span.action.stage)
-        first[shade] = min(first.get(shade, place), place)
-    y, whole = track.top + track.height, bar.end - bar.start or 1.0
-    yield f'<g class="mix"><title>{_hover_all(bar, times)}</title>'
-    for shade in sorted(work, key=first.__getitem__):
-        height = track.height * work[shade] / whole
-        y -= height
-        if height >= 0.05:
-            yield f'<path class="{shade.name}" d="M{x} {pixels(y)}h{width}v{pixels(height)}h-{width}z"/>'
-    yield "</g>"
-
-
-def _fewer(devices: Sequence[Sequence[Level]], frame: Frame, limit: int) -> Sequence[Sequence[Level]]:
+def _fewer(devices: Sequence[Sequence[Level]], frame: Frame, most: int) -> Sequence[Sequence[Level]]:
     """The levels, in slices wide enough that there are not too many."""
-    step = max(1.0, len(devices) * frame.chart / (8 * limit))  # neighbours of one height will be joined
-    while sum(map(len, devices)) > limit and step < frame.chart:
+    step = max(1.0, len(devices) * frame.chart / (8 * most))  # neighbours of one height will be joined
+    while sum(map(len, devices)) > most and step < frame.chart:
         devices = [coarse(device, step / frame.scale) for device in devices]
         step *= 2
     return devices
@@ -189,21 +159,6 @@ def _hover(span: Span, times: summary.TimeText) -> str:
     which = f"stage {stage}" if kind in ONCE else f"stage {stage}, {number} {microbatch}"
     which += "" if slice_ is None else f", slice {slice_}"
     return f"{span.action} {KINDS[kind].word}, {which}: {when}"
-
-
-def _hover_all(bar: ActionBar, times: summary.TimeText) -> str:
-    """The tooltip of joined actions: how many of each kind, and the range of their stages and microbatches."""
-    actions = [span.action for span in bar.spans]
-    counts = Counter(action.kind for action in actions)
-    kinds = " ".join(f"{counts[kind]} {kind.value}" for kind in Kind if counts[kind])
-    stages = _range("stage", [action.stage for action in actions])
-    microbatches = _range("microbatch", [action.microbatch for action in actions])
-    return f"{kinds}, {stages}, {microbatches}: {escape(times.interval(bar.start, bar.end))}"
-
-
-def _range(word: str, numbers: list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{word} {low}" if low == high else f"{summary.plural(word)} {low} to {high}"
 
 
 def _fine(number: float) -> str:

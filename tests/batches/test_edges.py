@@ -210,21 +210,7 @@ def test_a_loader_can_be_used_again_after_a_break():
         assert next(loader) == 0
 
 
-def test_a_deadlock_through_a_thread_is_refused():
-    stages = [
-        fp.batches.BatchStage(lambda x: x, name="a", lead=1),
-        fp.batches.BatchStage(lambda x: x, name="t", lead=1, thread=True),
-        fp.batches.BatchStage(lambda x: x, name="b", lead=1),
-        fp.batches.Fold(lambda s, x: (s, x), 0, name="step"),
-    ]
-    with pytest.raises(fp.PlanError, match="'b' stands before 'a' in the order"):
-        fp.batches.overlap(range(3), stages, depth=1, thread=False, order=["b", "a", "step"])
-    assert list(fp.batches.overlap(range(3), stages, depth=1, thread=False, order=["a", "b", "step"])) == [0, 1, 2]
-
-
 def test_an_error_of_the_fold_waits_for_nothing():
-    """With a stage behind the fold in the order the next draw would come first."""
-
     def source():
         yield from (0, 1)
         pytest.fail("drawn after the error")
@@ -239,7 +225,6 @@ def test_an_error_of_the_fold_waits_for_nothing():
         [fp.batches.BatchStage(lambda x: x, name="copy"), fp.batches.Fold(step, 0, name="step")],
         depth=1,
         thread=False,
-        order=["step", "copy"],
     )
     with pytest.raises(OSError) as caught:  # noqa: PT011
         next(run)
@@ -392,8 +377,6 @@ def test_a_batch_that_cannot_move_says_so():
         (lambda: fp.batches.overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
         (lambda: fp.batches.overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
         (lambda: fp.batches.overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
-        (lambda: fp.batches.overlap([], [abs], thread=False, order=[None]), "order names None, which is no stage"),
-        (lambda: fp.batches.overlap([], [abs], thread=False, order=[-1, 0]), "order names -1, which is no stage"),
         (lambda: fp.batches.to_device(None), "to_device takes a device"),
         (lambda: fp.batches.loss_scale(1e39), "that single precision has"),
     ],
@@ -465,50 +448,6 @@ def data(count=9):
     return [{"x": torch.randn(3, 4), "y": torch.randn(3)} for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "tail",
-    [[], [fp.batches.BatchStage(lambda b: b, stream="caller")], [fp.batches.Fold(lambda s, b: (s, b), 0)]],
-    ids=["loop", "caller", "fold"],
-)
-def test_room_of_the_consumer_is_the_consumers(tail, recorder):
-    with recorder.watching():
-        run = fp.batches.overlap(data(), [fp.batches.to_device(DEVICE, memory="consumer"), *tail])
-        batch = next(run)
-        home = recorder.block(batch["x"]).home
-        assert home is recorder.current_stream(torch.device(DEVICE))
-        run.close()
-
-
-@pytest.mark.parametrize("form", ["result", "state"])
-def test_a_ring_lets_live_what_the_fold_hands_on(form, recorder):
-    """A result is good until the next one is asked for, and a state as long as it is one."""
-    init = torch.zeros(3)
-    recorder.put(init, torch.device(DEVICE))
-
-    def step(state, batch):
-        return (state, batch["y"]) if form == "result" else (batch["y"], state * 1)
-
-    with recorder.watching():
-        stages = [fp.batches.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.batches.Fold(step, init)]
-        for y in fp.batches.overlap(data(12), stages, memory="ring"):
-            y * 2
-            del y
-    assert recorder.finish() == []
-
-
-def test_a_ring_that_nobody_closes(recorder):
-    def loop():
-        for number, batch in enumerate(fp.batches.overlap(data(), [fp.batches.to_device(DEVICE)], memory="ring")):
-            if number == 3:
-                return batch
-
-    with recorder.watching():
-        batch = loop()
-        batch["x"] * 2
-        del batch
-    assert recorder.finish() == []
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_back_to_the_host(last, recorder):
     """Nothing on the host could wait for a stream later, so the copy is waited for."""
@@ -531,8 +470,3 @@ def test_memory_that_nobody_can_record_is_told(recorder):
     batches = [Blind(torch.ones(3)) for _ in range(5)]
     with recorder.watching(), pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"):
         next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))
-    with recorder.watching():
-        for batch in fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)], memory="ring"):
-            batch.value * 2
-            del batch
-    assert recorder.finish() == []

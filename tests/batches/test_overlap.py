@@ -660,7 +660,6 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
         (lambda: fp.batches.overlap([], [double], depth=-1), "depth is a whole number from 0; got -1"),
         (lambda: fp.batches.overlap([], [double], depth=True), "depth is a whole number from 0; got True"),
         (lambda: fp.batches.overlap([], [double], start_index=1.5), "start_index is a whole number"),
-        (lambda: fp.batches.overlap([], [double], memory="rign"), 'memory is "record" or "ring"'),
         (
             lambda: fp.batches.overlap([], [fp.batches.Fold(sgd, 0), double]),
             "stage 0 is a Fold, and only the last can be one",
@@ -687,21 +686,8 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
             ),
             r"'double_2' \(lead 1\) would run on a batch before 'double' \(lead 0\) has made it",
         ),
-        (
-            lambda: fp.batches.overlap([], [double, add_one], depth=1, thread=False, order=["add_one", "double"]),
-            "'add_one' stands before 'double' in the order, and works on the same batch",
-        ),
-        (
-            lambda: fp.batches.overlap([], [double], thread=False, order=["doble"]),
-            "order names 'doble', which is no stage",
-        ),
-        (
-            lambda: fp.batches.overlap([], [double, add_one], thread=False, order=[0]),
-            "names every stage of the loop's thread",
-        ),
         (lambda: fp.batches.to_device("gpu"), "to_device takes a device"),
         (lambda: fp.batches.to_device("cpu", pin="yes"), 'pin is True, False or "auto"'),
-        (lambda: fp.batches.to_device("cpu", memory="ring"), 'memory is "side" or "consumer"'),
     ],
 )
 def test_wrong_input(call, words):

@@ -13,6 +13,7 @@ from abstract_lanes import by_counts, by_replicas, by_slots, ends_of
 from common import schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_proof import prove
 from random_plans import plans
 
 from funcpipe import schedules as families
@@ -23,7 +24,6 @@ from funcpipe.core.program import CALLER, Call, Pool, Role
 from funcpipe.core.schedule import Kind, Schedule, serving
 from funcpipe.core.stage import Stage
 from funcpipe.lower.plan import make_plan, program_for
-from funcpipe.lower.proof import prove
 
 
 def proven(program: Lowered) -> bool:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from lane_proof import prove
 
 import funcpipe as fp
 from funcpipe.core.program import CALLER
-from funcpipe.lower.proof import prove
 
 
 def plan_of(schedule, spare):

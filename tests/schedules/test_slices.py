@@ -213,7 +213,6 @@ def test_files_and_pictures_have_slices():
     cost = fp.Cost(slices=[2, 1], attention=0.25)
     assert S.from_json(S.to_json(cost)) == cost
     timeline = fp.simulate(schedule, cost)
-    assert S.from_json(S.to_json(timeline)) == timeline
     events = [event for event in json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"] if event["ph"] == "X"]
     assert {event["args"]["slice"] for event in events} == {0, 1}
     picture = fp.draw(timeline)

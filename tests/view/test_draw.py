@@ -356,7 +356,6 @@ def test_drawing_needs_the_standard_library_only() -> None:
         "align",
         "memory_levels",
         "palette",
-        "joined_bars",
         "figure",
         "svg_lanes",
     )

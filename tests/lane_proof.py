@@ -62,7 +62,6 @@ from funcpipe.core.errors import raise_all
 from funcpipe.core.kinds import Kind
 from funcpipe.core.lowered import TAKEN, Lowered
 from funcpipe.core.program import CALLER, FROM, Call, Role, lane_name
-from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import action_of
 
 MOST_WAITS = 20
@@ -89,10 +88,6 @@ def prove(program: Lowered) -> None:
         told + [""] * (len(walk.faults) - len(told)),
         most=MOST_WAITS,
     )
-
-
-proven = Remembered(prove)
-"""`prove`, for each program once."""
 
 
 def _malformed(program: Lowered) -> Iterator[str]:
