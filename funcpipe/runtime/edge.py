@@ -141,10 +141,10 @@ class EdgeOut(_Edge):
         """Begin to send a value into a slot; of a device, once it is there. Raises PlanError for what cannot travel."""
         home = _at_host if self.stream is None else self.stream.at_home
         leaves = [home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
-        key = form_key(leaves, value.spec, value.flags)
+        key = form_key(leaves, value.spec, value.flags, value.shared)
         number, text = self.numbers.get(key), b""
         if number is None:
-            text = pack_form(form_of(leaves, value.spec, value.flags))
+            text = pack_form(form_of(leaves, value.spec, value.flags, value.shared))
             number = self.numbers[key] = len(self.numbers)
         post = partial(self._post, _HEAD.pack(number, len(text)) + text, (self.to, slot), self.box)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
@@ -305,6 +305,7 @@ class EdgeIn(_Edge):
             if self.stream is not None:
                 leaves, event = self.stream.from_host(leaves, free, place.stream)
         value = Border(leaves, form.spec, form.flags)
+        value.shared = form.shared
         if kind not in self.words:
             self.words[kind] = border_key_or_none(value)
         value.words = self.words[kind]

@@ -68,11 +68,13 @@ class TreeForm:
         spec: the structure; `LEAF` for a row of gradients, which have none.
         leaves: a `TensorLayout` in place of each tensor.
         flags: one for each leaf, or none.
+        shared: the numbers of the leaves that shared memory where they come from; see `Border`.
     """
 
     spec: Spec
     leaves: tuple[Any, ...]
     flags: tuple[bool, ...]
+    shared: tuple[int, ...] = ()
 
 
 def memory(tensor: Tensor) -> Tensor:
@@ -99,15 +101,16 @@ def sendable(leaf: Any) -> Any:
     return leaf
 
 
-def form_of(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool]) -> TreeForm:
+def form_of(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> TreeForm:
     """The form of leaves that are `sendable`."""
-    return TreeForm(spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)))
+    return TreeForm(spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared))
 
 
-def form_key(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool]) -> Any:
+def form_key(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> Any:
     """What equal forms have in common, and only these: to look them up by."""
     return (
         spec,
+        tuple(shared),
         *flags,
         *[
             (type(leaf), repr(leaf)) if not isinstance(leaf, Tensor) else (leaf.shape, leaf.stride(), leaf.dtype)
@@ -124,7 +127,7 @@ def pack_form(form: TreeForm) -> bytes:
     """A form as bytes. Raises PlanError for containers and leaves that cannot travel."""
     row = form.spec == LEAF and len(form.leaves) != 1
     skeleton = None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
-    return json.dumps([skeleton, [_coded(leaf) for leaf in form.leaves], form.flags]).encode()
+    return json.dumps([skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared]).encode()
 
 
 def unpack_form(data: bytes) -> TreeForm:
@@ -134,16 +137,18 @@ def unpack_form(data: bytes) -> TreeForm:
 
 def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
     try:
-        structure, leaves, flags = json.loads(data)
+        structure, leaves, flags, shared = json.loads(data)
         values = [_decoded(leaf, decoders) for leaf in leaves]
         numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
         if [*map(int, numbers)] != [*range(len(values))] or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError("its leaves are out of order")
+        if any(type(number) is not int or not 0 <= number < len(values) for number in shared):
+            raise ValueError("it has no such leaves")
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(f"what came from another process is damaged, {type(error).__name__}: {error}") from error
-    return TreeForm(spec, tuple(values), tuple(flags))
+    return TreeForm(spec, tuple(values), tuple(flags), tuple(shared))
 
 
 _KNOWN = 64

@@ -85,7 +85,7 @@ def test_containers_and_other_leaves():
 
 def test_a_form_has_no_numbers():
     leaves, spec = flatten((torch.ones(2, 3), "word", None))
-    form = form_of(leaves, spec, (True, False, False))
+    form = form_of(leaves, spec, (True, False, False), [0, 2])
     assert TensorLayout((2, 3), (3, 1), torch.float32) == form.leaves[0]
     assert form == unpack_form(pack_form(form))
     assert 24 == memory(leaves[0]).numel()
@@ -120,7 +120,14 @@ def test_what_cannot_travel_is_named():
     ],
 )
 def test_nothing_is_called_that_is_no_container(code):
-    data = json.dumps([code, [1], []]).encode()
+    data = json.dumps([code, [1], [], []]).encode()
+    with pytest.raises(fp.PlanError, match="damaged"):
+        unpack_form(data)
+
+
+@pytest.mark.parametrize("shared", [[1], [-1], ["0"], [True], 0])
+def test_shared_leaves_are_leaves(shared):
+    data = json.dumps([None, [1], [], shared]).encode()
     with pytest.raises(fp.PlanError, match="damaged"):
         unpack_form(data)
 

@@ -320,3 +320,15 @@ def boxes(rank, size):
         x, target = rows(4)
         loss = float(fp.run(plan, params, (x, target), executor=ranks).loss)
     return abs(loss / float(F.mse_loss(x * 6, target)) - 1) < 1e-5
+
+
+def in_place_behind_a_border(rank, size, inplace):
+    """Hand one tensor on twice to another process, which may write into one of the two in place."""
+    stages = [
+        fp.stage(lambda p, x: (x @ p,) * 2),
+        fp.stage(lambda p, pair: F.relu(pair[0], inplace=inplace) @ p + pair[1]),
+    ]
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    params = tuple(torch.eye(6) if stage == rank else None for stage in range(2))
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        return told(lambda: fp.run(plan, params, rows(4), executor=ranks, trainable=True).loss.item())

@@ -96,6 +96,13 @@ def test_a_dimension_of_the_mesh_that_is_not_named_is_warned_of(four):
 # -- torch's schedules -------------------------------------------------------------------------------------------------
 
 
+def test_an_in_place_write_into_memory_that_another_process_handed_on_twice_is_refused(two):
+    (plain, same), (first, second) = (two.all("process_tasks.in_place_behind_a_border", way) for way in (False, True))
+    assert plain == same
+    assert "writes in place into a value whose memory" in first[1] + second[1]
+    assert "PeerError" in (first[0], second[0])
+
+
 @pytest.mark.parametrize("scale_grads", [True, False])
 @pytest.mark.parametrize("loss", process_tasks.LOSSES)
 def test_the_schedule_of_ranks_gives_the_gradients_and_losses_of_torchs(two, loss, scale_grads):
