@@ -62,7 +62,11 @@ def _read_names(values: ValuesKey) -> list[str]:
 
 def _names(bound: EagerBound, args: StageArgs) -> list[str]:
     """The paths of the Python numbers in a signature, in its order."""
-    trees = [("params", unflatten(bound.spec, bound.leaves)), ("state", bound.state), ("x", args.x.tree())]
+    trees = [
+        ("params", unflatten(bound.params.spec, bound.params.leaves)),
+        ("state", bound.state),
+        ("x", args.x.tree()),
+    ]
     for kind, names, borders in (("skips", bound.stage.pop, args.skips), ("feeds", bound.stage.feeds, args.feeds)):
         trees += [(f"{kind}[{name!r}]", border.tree()) for name, border in zip(names, borders, strict=True)]
     trees += [] if args.target is None else [("target", args.target.tree())]

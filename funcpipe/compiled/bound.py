@@ -47,12 +47,17 @@ class _Identity:
         return id(self.thing)
 
 
-class CompiledBound(EagerBound):
-    """A stage run by its programs, as ``compiled`` makes them; what cannot be a program runs eagerly."""
+class CompiledBound:
+    """A stage run by its programs, as ``compiled`` makes them.
+
+    Attributes:
+        eager: the same stage by autograd, for what cannot be a program. Parameters, state and losses are its own.
+    """
 
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
-        super().__init__(*bound, **options)  # as `Program` says
-        self.compiled = compiled
+        self.compiled, self.eager = compiled, EagerBound(*bound, **options)  # as `Program` says
+        self.params = self.eager.params
+        self.params.when_forgotten(self._forget)
         self._bare = self._all_bare()
         self._complete: dict[Programs, list[Tensor]] = {}
         self._sums: list[Tensor] = []
@@ -61,30 +66,29 @@ class CompiledBound(EagerBound):
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
 
     def _all_bare(self) -> list[Tensor]:
-        return [leaf.detach() for leaf in tensors(self.leaves, self.state_leaves)]
+        return [leaf.detach() for leaf in tensors(self.params.leaves, self.eager.state_leaves)]
+
+    @property
+    def phase(self) -> str:
+        """The eager stage's."""
+        return self.eager.phase
 
     def rebase(self, state: Tree | None) -> None:
         """Take a state that another batch has left."""
-        super().rebase(state)
+        self.eager.rebase(state)
         if state is not None:
             self._bare = self._all_bare()
             self.__dict__.pop("_words", None)  # it may have another structure
         self._met, self._last = {}, ([], None)
 
-    def forget(self) -> None:
-        """Forget what C computed."""
-        super().forget()
+    def _forget(self) -> None:
+        """Forget what C computed, and which tensors have the sums."""
         self._complete.clear()
-
-    def spend(self) -> None:
-        """Forget the gradient sums, and what C computed of parameters that are others now."""
-        super().spend()
         self._sums = []
-        self.forget()
 
     def release(self) -> None:
         """Forget every tensor."""
-        super().release()
+        self.eager.release()
         self._bare, self._sums, self._last = [], [], ([], None)
         for remembered in (self._complete, self._ends, self._met):
             remembered.clear()
@@ -98,18 +102,18 @@ class CompiledBound(EagerBound):
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                super().forward(args, keep=False)  # an error of the stage itself is raised where it occurs
+                self.eager.forward(args, keep=False)  # an error of the stage itself is raised where it occurs
             programs = self._programs(args, signature)  # this error says how to go on
         if programs is None:
-            return super().forward(args, keep=keep)
+            return self.eager.forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
-        keys = [Keyring(self.keys, self.index, joint.draws, args.microbatch)] if joint.draws else []
+        keys = [Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)] if joint.draws else []
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
         if len(y.leaves) > 1:
             mark_memory_handed_on_twice(y)
-        if self.guessed and programs.means and report.loss is not None and report.loss.weight is None:
+        if self.eager.guessed and programs.means and report.loss is not None and report.loss.weight is None:
             refuse_left_out(_means(programs.means, args))
         if program.gives is None:
             program.gives = border_key_or_none(y)
@@ -124,7 +128,7 @@ class CompiledBound(EagerBound):
         complete = self._complete.get(programs)
         if complete is None:  # computed once (or after each gather), by the lane that runs them
             complete = self._complete[programs] = programs.complete(self._bare)
-        if self.autocast:
+        if self.eager.autocast:
             with no_autocast():
                 return program.call(complete, *values)
         return program.call(complete, *values)
@@ -136,43 +140,38 @@ class CompiledBound(EagerBound):
     def build(self, *, split: bool, remat: bool) -> None:
         """Write, or build, all programs that a step with the shapes of the last forward needs."""
         programs = self._last[1]
-        if programs is not None and self.backwards:
+        if programs is not None and self.eager.backwards:
             programs.build(split=split, remat=remat)
 
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self._last[0]:
             form = tuple(signature)
             if form not in self._met:  # a run keeps its programs, whatever else is made meanwhile
-                self._met[form] = self.compiled.programs((self._words, *form), self, args)
+                self._met[form] = self.compiled.programs((self._words, *form), self.eager, args)
             self._last = signature, self._met[form]
         return self._last[1]
 
     @cached_property
     def _words(self) -> Hashable:
         """The key of all that a program depends on besides what a forward gets."""
-        flags = (self.train, self.backwards, tuple(self.trainable), _Identity(self.loss))
-        leaves = (*self.leaves, *self.state_leaves)
-        return (flags, switches_key(), self.spec, self.state_spec, *map(leaf_key, leaves))
+        eager, params = self.eager, self.params
+        flags = (eager.train, eager.backwards, tuple(params.trainable), _Identity(eager.loss))
+        leaves = (*params.leaves, *eager.state_leaves)
+        return (flags, switches_key(), params.spec, eager.state_spec, *map(leaf_key, leaves))
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """B, as one program."""
-        if isinstance(residual, EagerResidual):
-            return super().backward(residual, y, stash)
-        programs = residual.programs
-        cotangents, missing = self._roots(residual, y, stash)
-        x, *skips = self._run(programs, programs.half(missing).whole, residual.values, cotangents, self._totals())
-        return Cotangents(x, skips)
-
-    def backward_input(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    def backward(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
     ) -> tuple[Cotangents, Any]:
-        """I: the gradients of the inputs, and what W needs."""
+        """B, as one program; with ``split`` I: the gradients of the inputs, and what W needs."""
         if isinstance(residual, EagerResidual):
-            return super().backward_input(residual, y, stash)
+            return self.eager.backward(residual, y, stash, split=split)
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
+        if not split:
+            x, *skips = self._run(programs, programs.half(missing).whole, residual.values, cotangents, self._totals())
+            return Cotangents(x, skips), None
         program = programs.half(missing).inputs
         sums = [] if program.part.sums is None else [self._totals()]
         (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
@@ -181,7 +180,7 @@ class CompiledBound(EagerBound):
     def backward_weight(self, residual: Any) -> None:
         """W: adds the gradients of the parameters into their sums."""
         if residual is None or isinstance(residual, EagerWeights):
-            super().backward_weight(residual)
+            self.eager.backward_weight(residual)
             return
         programs = residual.programs
         self._run(programs, programs.half(residual.missing).weights, residual.values, self._totals())
@@ -189,7 +188,7 @@ class CompiledBound(EagerBound):
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
         if not self._sums:
-            self._sums = self.sums.begin()
+            self._sums = self.params.sums.begin()
         return self._sums
 
     def _roots(
@@ -216,12 +215,12 @@ class CompiledBound(EagerBound):
 
     def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
         """The gradients of loss and side, made once for all microbatches of one weight: no program writes into them."""
-        loss, shares = residual.loss, self.shares
+        loss, shares = residual.loss, self.eager.shares
         if shares is None or residual.side is not None or loss is None or loss.weight is not None:
-            return self.loss_cotangents(residual)
+            return self.eager.loss_cotangents(residual)
         key = residual.programs, shares.factor(loss, residual.microbatch)
         if key not in self._ends:
-            self._ends[key] = self.loss_cotangents(residual)
+            self._ends[key] = self.eager.loss_cotangents(residual)
         return self._ends[key]
 
 

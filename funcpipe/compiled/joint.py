@@ -116,7 +116,7 @@ def trace(bound: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
 def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fixed = tensors(real.leaves, real.state_leaves)
+    fixed = tensors(real.params.leaves, real.state_leaves)
     arguments = tensors(*(border.leaves for border in args.borders()))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
@@ -191,19 +191,26 @@ class _TracedForward:
             new.shared = old.shared
             return new
 
-        params, state = unflatten(real.spec, put(real.leaves)), unflatten(real.state_spec, put(real.state_leaves))
+        params, state = (
+            unflatten(real.params.spec, put(real.params.leaves)),
+            unflatten(real.state_spec, put(real.state_leaves)),
+        )
         x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]
         traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)
         if bound is None:
-            options: dict[str, Any] = {"trainable": real.trainable, "train": real.train, "backwards": real.backwards}
+            options: dict[str, Any] = {
+                "trainable": real.params.trainable,
+                "train": real.train,
+                "backwards": real.backwards,
+            }
             options |= {"keys": Keys(None, [real.stage]), "loss": real.loss}
             bound = EagerBound(real.stage, 0, params, state, **options)
             bound.watched = real.watched
-        self.bound, self.parameters = bound, bound.inputs  # the bound forgets them
+        self.bound, self.parameters = bound, bound.params.inputs  # the bound forgets them
         self.watch = Watch(bound.fn.places)
         with self.watch:
             out = bound.evaluate(traced, keep=True)
-        if bound.written():
+        if bound.params.written():
             raise TraceError("it writes into its parameters; a stage is pure")
         self.residual = out.residual
         self.spec, self.outs = _output(out)
@@ -244,7 +251,7 @@ class _TracedForward:
         """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
         residual = self.residual
         borders = [(residual.x_count, residual.x), *residual.skips]
-        leaves = [*(leaf for _, by_number in borders for leaf in by_number.values()), *self.bound.inputs]
+        leaves = [*(leaf for _, by_number in borders for leaf in by_number.values()), *self.bound.params.inputs]
         gradients: list[Tensor | None] = [None] * len(leaves)
         if leaves and self.ends:
             with no_autocast():

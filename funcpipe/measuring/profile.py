@@ -260,7 +260,9 @@ class _Sweep:
         out = bound.forward(args, keep=True)
         stash = {name: [_ones(border)] for name, border in out.stash.items()}
         program = None if isinstance(out.residual, EagerResidual) else out.residual.nbytes
-        inputs, (_, weight_residual) = self.clock.time(lambda: bound.backward_input(out.residual, _ones(out.y), stash))
+        inputs, (_, weight_residual) = self.clock.time(
+            lambda: bound.backward(out.residual, _ones(out.y), stash, split=True)
+        )
         left = None if weight_residual is None else weight_residual.nbytes  # W lets go of it
         weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
         bound.release()
@@ -283,7 +285,7 @@ class _Sweep:
             loss=None,
             shares=None,
         )
-        bound.grads()  # fills the sums with zeros
+        bound.params.grads()  # fills the sums with zeros
         if layer.stage.program is not None:  # what depends on parameters alone
             bound.forward(args, keep=self.train)
         return bound

@@ -17,6 +17,7 @@ from funcpipe.core.stage import Stage
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.host_link import HostStream
+from funcpipe.runtime.params import StageParams
 from funcpipe.runtime.rng import Keys
 
 Gradients = list[Tensor | None]
@@ -99,6 +100,11 @@ class Bound(Protocol):
     """One stage with its parameters, for one run; used by one thread at a time."""
 
     @property
+    def params(self) -> StageParams:
+        """The parameters, with their gradient sums."""
+        ...
+
+    @property
     def phase(self) -> str:
         """Which part of a forward runs, where it is not the stage's own function."""
         ...
@@ -107,53 +113,18 @@ class Bound(Protocol):
         """Run F, or R: the same call, its outputs dropped."""
         ...
 
-    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """Run B: adds weight gradients into their sums."""
-        ...
-
-    def backward_input(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    def backward(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
     ) -> tuple[Cotangents, Any]:
-        """Run I. Returns also the residual for W."""
+        """Run B, or with ``split`` I: adds weight gradients into their sums. Returns also the residual for W, or None."""
         ...
 
     def backward_weight(self, residual: Any) -> None:
         """Run W: adds weight gradients into their sums."""
         ...
 
-    def forget(self) -> None:
-        """Forget what was computed of the parameters alone: their memory goes, and comes again before they are needed."""
-        ...
-
     def rebase(self, state: Tree | None) -> None:
-        """The parameters were stepped since they were bound: what they are now is what the run begins with.
-
-        So is a ``state`` that another batch has left; None: it is as it was.
-        """
-        ...
-
-    def spend(self) -> None:
-        """Forget the gradient sums: a step has used them."""
-        ...
-
-    def grads(self) -> list[Tensor | None]:
-        """The gradient sums, one for each leaf of the parameters."""
-        ...
-
-    def present_grads(self) -> list[Tensor | None]:
-        """Return the present gradient sums; None where no gradient has come yet."""
-        ...
-
-    def unused(self) -> list[int]:
-        """Trainable leaves (by number) that no backward added to."""
-        ...
-
-    def fixed(self) -> list[Any]:
-        """Parameters and state, which every forward and backward reads; never offloaded."""
-        ...
-
-    def written(self) -> list[int]:
-        """Parameter leaves (by number) that the stage wrote into, which it must not."""
+        """Begin the next batch with the parameters as they are now, and with its state; None: it is as it was."""
         ...
 
     def release(self) -> None:

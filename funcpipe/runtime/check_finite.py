@@ -22,16 +22,9 @@ class FiniteBound:
     """
 
     def __init__(self, inner: Bound, params: Tree, index: int, shares: Shares) -> None:
-        self.inner, self.shares = inner, shares
-        self.names, self.params = locations(params, f"params[{index}]"), flatten(params)[0]
-        self.grads, self.present_grads, self.unused, self.fixed, self.written = (
-            inner.grads,
-            inner.present_grads,
-            inner.unused,
-            inner.fixed,
-            inner.written,
-        )
-        self.forget, self.rebase, self.spend, self.release = inner.forget, inner.rebase, inner.spend, inner.release
+        self.inner, self.shares, self.params = inner, shares, inner.params
+        self.names, self.leaves = locations(params, f"params[{index}]"), flatten(params)[0]
+        self.rebase, self.release = inner.rebase, inner.release
 
     @property
     def phase(self) -> str:
@@ -58,19 +51,13 @@ class FiniteBound:
             self._refuse(faults, _border(args.x, "input") + skips, "call the stage alone to find the operation")
         return out
 
-    def backward(self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """Backward of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
-        cotangents = self.inner.backward(residual, y, stash)
-        self._check_gradients(cotangents, y)
-        return cotangents
-
-    def backward_input(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]]
+    def backward(
+        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
     ) -> tuple[Cotangents, Any]:
-        """I of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
-        cotangents, weight_residual = self.inner.backward_input(residual, y, stash)
+        """Backward of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
+        cotangents, weight_residual = self.inner.backward(residual, y, stash, split=split)
         self._check_gradients(cotangents, y)
-        return cotangents, (weight_residual, y)
+        return cotangents, (weight_residual, y) if split else None
 
     def backward_weight(self, residual: Any) -> None:
         """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
@@ -83,7 +70,7 @@ class FiniteBound:
         for number, skip in enumerate(cotangents.skips):
             faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
         faults += _leaves(
-            (f"the gradient of {name}", g) for name, g in zip(self.names, self.inner.present_grads(), strict=True)
+            (f"the gradient of {name}", g) for name, g in zip(self.names, self.params.present_grads(), strict=True)
         )
         if faults:
             incoming = _leaves((f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ()))
@@ -91,7 +78,7 @@ class FiniteBound:
 
     def _refuse(self, faults: list[str], incoming: Sequence[str], remedy: str) -> None:
         """Raise NotFiniteError with the faults and where they came from."""
-        sources = [*incoming, *_leaves(zip(self.names, self.params, strict=True))]
+        sources = [*incoming, *_leaves(zip(self.names, self.leaves, strict=True))]
         came = [f"it came in with {source}" for source in sources]
         came = came or [f"everything that came in was finite; {remedy}"]
         raise NotFiniteError(bullets("this stage made numbers that are not finite:", [*faults, *came]))

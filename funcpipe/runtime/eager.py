@@ -28,7 +28,6 @@ from funcpipe.core.tree import (
     refuse_hidden,
     unflatten,
 )
-from funcpipe.runtime.aliases import alias_of, differ, guarded, refuse_rebinding, versions
 from funcpipe.runtime.border import (
     LEAF,
     Border,
@@ -45,7 +44,7 @@ from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
 from funcpipe.runtime.global_draws import Recomputations
-from funcpipe.runtime.gradient_sums import GradientSums
+from funcpipe.runtime.params import StageParams, versions
 from funcpipe.runtime.reported import detached_loss, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
@@ -75,7 +74,7 @@ class EagerBound:
         guard: bool = False,
     ) -> None:
         self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
-        self.trainable, self.loss, self.shares, self._phase = trainable, loss, shares, ""
+        self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
         # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
@@ -85,18 +84,11 @@ class EagerBound:
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
-        self.leaves, self.spec = flatten(params)
-        # A stage may write into its parameters, also by ``.data``, which torch does not count. With a guard
-        # writes go into copies, which take memory only then. A stage's first run in a mode always has one.
+        # A stage's first run in a mode always has a guard.
         guard = guard or train not in stage.seen.kept
-        self.memory = [guarded(leaf) for leaf in self.leaves] if guard else self.leaves
-        self.versions = versions(self.leaves)
-        self.aliases = [alias_of(leaf, want) for leaf, want in zip(self.memory, trainable, strict=True)]
-        self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
-        self.alias_ids = frozenset(map(id, self.inputs))
-        self.sums = GradientSums(self.inputs)
+        self.params = StageParams(params, trainable, guard=guard)
         self.recomputations = Recomputations(index)
-        faults = refuse_hidden(params, f"params[{index}]", self.leaves, self.spec)
+        faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
 
@@ -105,12 +97,12 @@ class EagerBound:
         leaves, self.state_spec = flatten(state)
         self.state_leaves = share(leaves)
         self.state = unflatten(self.state_spec, self.state_leaves)
+        self.params.fixed = self.state_leaves
         return refuse_hidden(state, f"state[{self.index}]", leaves, self.state_spec)
 
     def _bind(self) -> None:
         """Give the stage the aliases, and the state."""
-        self.params = unflatten(self.spec, self.aliases)
-        self.fn = self.stage.bind(self.params, self.state)
+        self.fn = self.stage.bind(self.params.tree, self.state)
         self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
         if self.guessed:
             self.drawing.means = []
@@ -158,15 +150,15 @@ class EagerBound:
 
         The first run of a stage checks the first two graphs, and later runs check the second one.
         """
-        if not self.sums.begun:
-            refuse_backward(alias.grad for alias in self.inputs)
+        if not self.params.sums.begun:
+            refuse_backward(alias.grad for alias in self.params.inputs)
         if self.skips_first:
             self.skips_first = False
             return
-        refuse_rebinding(self.params, self.spec, self.aliases)
+        self.params.refuse_rebinding()
         borders = [residual.x, *(leaves for _, leaves in residual.skips)]
         inputs = [leaf for border in borders for leaf in border.values()]
-        known = self.alias_ids.union(map(id, inputs))
+        known = self.params.input_ids.union(map(id, inputs))
         graphs = [residual.y, *residual.stash.values(), residual.side or ()]
         roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
         visited: set[Any] = set()
@@ -180,7 +172,7 @@ class EagerBound:
             leaves, _ = leaves_behind([residual.loss.sum], visited)
             in_loss = [leaf for leaf in leaves if id(leaf) not in known]
             if in_loss:
-                refuse_in_loss(in_loss, self.leaves)
+                refuse_in_loss(in_loss, self.params.leaves)
         self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
         # A forward that makes leaves itself makes other ones in the next graph.
         self.looked, self.looked_once = self.looked_once and not foreign, True
@@ -201,7 +193,7 @@ class EagerBound:
         except Exception as error:
             names = [*(f"skips[{name!r}]" for name in self.stage.pop), "carry"]
             skips = {name: skip.tree() for name, skip in zip(names, args.skips, strict=False)}
-            explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.spec, self.leaves)})
+            explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.params.spec, self.params.leaves)})
             raise
         if shared:
             refuse_shared_writes(args.x, shared)
@@ -300,29 +292,33 @@ class EagerBound:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def backward(self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]) -> Cotangents:
-        """Plain autograd from the outputs into the leaves and the sums."""
+    def backward(
+        self,
+        residual: EagerResidual,
+        y: Gradients | None,
+        stash: dict[str, list[Gradients]],
+        *,
+        split: bool = False,
+    ) -> tuple[Cotangents, EagerWeights | None]:
+        """Plain autograd from the outputs into the leaves and the sums.
+
+        With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the
+        way.
+        """
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
-        leaves = [*self.inputs, *residual.inputs()]
+        inputs, parameters = residual.inputs(), self.params.inputs
+        if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
+            waiting: list[Waiting] = []
+            if roots:
+                self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, inputs, parameters)))
+            weights = EagerWeights(waiting, residual.replay) if waiting else None
+            return residual.cotangents(), weights
+        leaves = [*parameters, *inputs]
         if roots and leaves:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
             self._walk(residual, lambda: walk_back(roots, gradients, () if self.reentrant else leaves))
-        return residual.cotangents()
-
-    def backward_input(
-        self, residual: EagerResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
-    ) -> tuple[Cotangents, EagerWeights | None]:
-        """To the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the way."""
-        if self.whole or self.reentrant or (residual.replay and residual.inputs()) or not self.inputs:
-            return self.backward(residual, y, stash), None
-        roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
-        waiting: list[Waiting] = []
-        if roots:
-            inputs = residual.inputs()
-            self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, inputs, self.inputs)))
-        weights = EagerWeights(waiting, residual.replay) if waiting else None
-        return residual.cotangents(), weights
+        return residual.cotangents(), None
 
     def backward_weight(self, residual: EagerWeights | None) -> None:
         """To the parameters that wait."""
@@ -331,8 +327,9 @@ class EagerBound:
 
     def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
         """Walk back, and add what comes to the sums."""
-        if self.sums.lacking:
-            self.sums.prepare()
+        sums = self.params.sums
+        if sums.lacking:
+            sums.prepare()
         # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         if catcher or self.autocast:
@@ -340,8 +337,8 @@ class EagerBound:
                 walk()
         else:
             walk()
-        if self.sums.lacking or self.sums.sparse:
-            self.sums.adopt()
+        if sums.lacking or sums.sparse:
+            sums.adopt()
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
@@ -364,56 +361,17 @@ class EagerBound:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Forget values between actions: an eager stage keeps none."""
-
     def rebase(self, state: Tree | None) -> None:
-        """The parameters were stepped since they were bound; the aliases have their memory."""
-        self.versions = versions(self.leaves)
+        """Begin the next batch: the parameters were stepped; the aliases have their memory."""
+        self.params.rebase()
         if state is not None:
             raise_all("this is no tree of tensors:", self._take(state))
             self.fn.release()
             self._bind()
 
-    def spend(self) -> None:
-        """Forget the gradient sums."""
-        self.sums.clear()
-
-    def grads(self) -> list[Tensor | None]:
-        """The sum of each leaf; None where it is not trainable."""
-        return self._by_leaf(self.sums.all())
-
-    def present_grads(self) -> list[Tensor | None]:
-        """Return the present sum of each leaf; None where no gradient has come yet."""
-        return self._by_leaf(self.sums.present())
-
-    def _by_leaf(self, totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        sums = dict(zip(map(id, self.inputs), totals, strict=True))
-        return [sums.get(id(alias)) for alias in self.aliases]
-
-    def unused(self) -> list[int]:
-        """Trainable leaves (by number) that no backward added to."""
-        untouched = {id(self.inputs[number]) for number in self.sums.untouched()}
-        return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
-
-    def fixed(self) -> list[Any]:
-        """What every forward and backward reads: parameters and state; it stays where it is."""
-        return [*self.leaves, *self.state_leaves]
-
-    def written(self) -> list[int]:
-        """Parameter leaves (by number) that the stage wrote into, which it must not."""
-        now, counts = flatten(self.params)[0], zip(self.versions, versions(self.leaves), strict=True)
-        rows = zip(counts, self.aliases, now, self.memory, self.leaves, strict=False)
-        return [
-            number
-            for number, ((old, new), alias, leaf, kept, original) in enumerate(rows)
-            if old != new or alias is not leaf or differ(kept, original)
-        ]
-
     def release(self) -> None:
-        """Forget every tensor; the copy of a module goes back to its stage."""
+        """Drop every tensor; the copy of a module goes back to its stage."""
         self.fn.release()
-        self.sums.clear()
-        self.inputs, self.aliases, self.leaves, self.memory, self.state_leaves = [], [], [], [], []
-        self.params = self.state = None
+        self.params.release()
+        self.state, self.state_leaves = None, []
         self.stage.seen.kept.add(self.train)

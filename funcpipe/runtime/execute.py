@@ -300,7 +300,7 @@ class Execution:
         for lane in self.lanes:
             if lane.place.asynchronous:
                 for stage in {call.stage for call in lane.program.calls}:
-                    for gradient in self.ready.bounds[stage].grads():
+                    for gradient in self.ready.bounds[stage].params.grads():
                         lane.place.hand(here(gradient))
 
     def result(self) -> Result:

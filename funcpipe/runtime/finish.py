@@ -134,7 +134,7 @@ def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> 
         locations(ready.params[stage], f"params[{stage}]")[number]
         for stage, bound in ready.bounds.items()
         if stage not in but
-        for number in bound.written()
+        for number in bound.params.written()
     ]
     raise_all(title, faults)
 
@@ -212,7 +212,7 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
 
 def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
-    sums = {stage: bound.grads() for stage, bound in ready.bounds.items()}
+    sums = {stage: bound.params.grads() for stage, bound in ready.bounds.items()}
     if ready.part.replicas > 1:
         sums = {stage: dense(row) for stage, row in sums.items()}
     for stage, row in sums.items():  # all sums begin before the run waits for the first

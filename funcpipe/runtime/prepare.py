@@ -103,9 +103,9 @@ class Prepared:
         """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
         told, bound = partial(box.put, Summed(stage)), self.bounds[stage]
         if self.part.replicas > 1:
-            self.part.reduce(stage, dense(bound.grads()), self.cuts_of(stage), told)
+            self.part.reduce(stage, dense(bound.params.grads()), self.cuts_of(stage), told)
         else:
-            told(bound.grads)
+            told(bound.params.grads)
 
     def device(self, stage: int) -> torch.device:
         """Where a stage computes."""

@@ -203,9 +203,9 @@ class Loop:
         y_grads = None if y is None else self._to(y, stage)
         residual = self.residuals.pop((stage, m))
         if kind is Kind.I:
-            cotangents, self.residuals[stage, m] = bound.backward_input(residual, y_grads, stash)
+            cotangents, self.residuals[stage, m] = bound.backward(residual, y_grads, stash, split=True)
         else:
-            cotangents = bound.backward(residual, y_grads, stash)
+            cotangents, _ = bound.backward(residual, y_grads, stash)
         if stage:
             self.grads[stage - 1, m] = cotangents.x
         names = (*part.pop, CARRY) if part.carry and m % self.slices else part.pop

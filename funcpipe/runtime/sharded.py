@@ -183,7 +183,7 @@ def _computing(
         results = [params.apart(value) for value in step(reads, run)]
         if (run.call, run.microbatch) in last:
             params.drop()
-            bound.forget()
+            bound.params.forget()
         return results
 
     return compute

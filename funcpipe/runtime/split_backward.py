@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.gradient_graph import walk_back
-from funcpipe.runtime.aliases import versions
+from funcpipe.runtime.params import versions
 from funcpipe.runtime.saved_tensors import is_packed
 
 _ADDED = {"Addbmm": 0, "Addmm": 0, "Addmv": 0, "Baddbmm": 0, "Convolution": 2, "Linear": 2}

@@ -144,7 +144,7 @@ class Stepping:
     def step(self, stage: int) -> None:
         """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
         sums = self._sums.pop(stage, None)
-        if sums is None or self.ready.bounds[stage].written():  # what was written is told when the run ends
+        if sums is None or self.ready.bounds[stage].params.written():  # what was written is told when the run ends
             return
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
@@ -155,7 +155,7 @@ class Stepping:
             norms = [local_norm(stage, entry.gradient, self.ready.part.others) for entry in entries]
             trained = sum(gradient is not None for gradient in sums)
             self._spent[stage] = _Spent(norms, trained, unused_leaves(self.ready, [stage]))
-            self.ready.bounds[stage].spend()
+            self.ready.bounds[stage].params.spend()
 
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:
         """The gradients without the loss scale."""

@@ -118,10 +118,7 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
         y = None if output is None else reads[output].leaves
         stash = {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()} if stashed else {}
-        if split:
-            gradients, residual = bound.backward_input(reads[0], y, stash)
-        else:
-            gradients, residual = bound.backward(reads[0], y, stash), None
+        gradients, residual = bound.backward(reads[0], y, stash, split=split)
         out: list[Any] = [Border(gradients.x, LEAF, ())] if gives else []
         if gradients.skips:
             out += [Border(leaves, LEAF, ()) for leaves in gradients.skips]
@@ -134,7 +131,7 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
 
 def _move(call: Call, bound: Bound, host: HostLink) -> Step:
     if call.kind is Kind.O:
-        fixed = host.fixed | addresses(bound.fixed())
+        fixed = host.fixed | addresses([*bound.params.leaves, *bound.params.fixed])
 
         def offload(reads: list[Any], run: Run) -> Sequence[Any]:
             reads[0].move(host.out, fixed=fixed)

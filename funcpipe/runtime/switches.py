@@ -133,7 +133,9 @@ _thread = _WatchedThread()
 
 
 class SwitchWatch:
-    """Watches this thread while it runs the actions of lanes. Call `check` after each action that ``touched`` a setting or left another grad mode.
+    """Watches this thread while it runs the actions of lanes.
+
+    Call `check` after each action that ``touched`` a setting or left another grad mode.
 
     Args:
         alone: whether no other thread runs lanes of this run.

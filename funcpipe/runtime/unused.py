@@ -21,7 +21,7 @@ def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[
     return [
         (stage, number, repr(_key(ready, stage, number)))
         for stage in (ready.bounds if stages is None else stages)
-        for number in ready.bounds[stage].unused()
+        for number in ready.bounds[stage].params.unused()
     ]
 
 

@@ -206,11 +206,11 @@ class Probe:
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
-        first_grads = [None if grad is None else grad.clone() for grad in bound.grads()]
-        self.unused = [self.names[number] for number in bound.unused()]
+        first_grads = [None if grad is None else grad.clone() for grad in bound.params.grads()]
+        self.unused = [self.names[number] for number in bound.params.unused()]
         repeated = self._attempt(lambda: self._backward(bound, again), "in its second backward raises")
         # The same added to itself is twice the same, exactly.
-        second_grads = [None if grad is None else grad / 2 for grad in bound.grads()]
+        second_grads = [None if grad is None else grad / 2 for grad in bound.params.grads()]
         gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
         for name, gradient in {**dict(zip(self.names, second_grads, strict=True)), **repeated}.items():
             for line in differences(gradient, gradients[name], name)[0]:
@@ -239,7 +239,7 @@ class Probe:
 
         stash = {name: [some(stashed)] for name, stashed in out.stash.items()}
         with CatchDraws():
-            grads = bound.backward(out.residual, some(out.y), stash)
+            grads, _ = bound.backward(out.residual, some(out.y), stash)
         trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
         roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
         places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
