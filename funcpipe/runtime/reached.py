@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 from collections import deque
 from collections.abc import Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from funcpipe.core.captured import captured_values
 from funcpipe.core.stage import Stage
 
 _OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
@@ -96,28 +96,11 @@ class Reached:
     def _function(self, fn: FunctionType) -> None:
         if _foreign(fn):
             return
-        for key, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                self._look(key, cell.cell_contents)
-            except ValueError:
-                continue  # not assigned yet
-        for key in _globals(fn.__code__):
-            if key in fn.__globals__:
-                self._look(key, fn.__globals__[key])
+        for key, value in captured_values(fn).items():
+            self._look(key, value)
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             if not isinstance(default, (bool, int, float, str, type(None))):
                 self._look(f"a default of {fn.__name__}", default)
-
-
-def _globals(code: CodeType) -> list[str]:
-    """Names of globals that a function, or one inside of it, looks up."""
-    names = [
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
-    codes = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return list(dict.fromkeys([*names, *(name for inner in codes for name in _globals(inner))]))
 
 
 def _foreign(value: Any) -> bool:
