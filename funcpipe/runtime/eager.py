@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,9 @@ from funcpipe.runtime.params import StageParams, versions
 from funcpipe.runtime.reported import detached_loss, detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
-from funcpipe.runtime.split_backward import EagerWeights, Waiting, walk_to_inputs
+from funcpipe.runtime.split_backward import EagerWeights, walk_to_inputs
+
+T = TypeVar("T")
 
 _EMPTY: Tree = ()
 _NOTHING = ForwardReport(_EMPTY, None, None)
@@ -308,24 +310,22 @@ class EagerBound:
         roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
         inputs, parameters = residual.inputs(), self.params.inputs
         if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
-            waiting: list[Waiting] = []
-            if roots:
-                self._walk(residual, lambda: waiting.extend(walk_to_inputs(roots, gradients, inputs, parameters)))
+            waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters) if roots else []
             weights = EagerWeights(waiting, residual.replay) if waiting else None
             return residual.cotangents(), weights
         leaves = [*parameters, *inputs]
         if roots and leaves:
             # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
             # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
-            self._walk(residual, lambda: walk_back(roots, gradients, () if self.reentrant else leaves))
+            self._walk(residual, walk_back, roots, gradients, () if self.reentrant else leaves)
         return residual.cotangents(), None
 
     def backward_weight(self, residual: EagerWeights | None) -> None:
         """To the parameters that wait."""
         if residual is not None:
-            self._walk(residual, lambda: [waiting.walk() for waiting in residual.waiting])
+            self._walk(residual, residual.walk)
 
-    def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[[], Any]) -> None:
+    def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[..., T], *args: Any) -> T:
         """Walk back, and add what comes to the sums."""
         sums = self.params.sums
         if sums.lacking:
@@ -334,11 +334,12 @@ class EagerBound:
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         if catcher or self.autocast:
             with catcher or nullcontext(), no_autocast():
-                walk()
+                found = walk(*args)
         else:
-            walk()
+            found = walk(*args)
         if sums.lacking or sums.sparse:
             sums.adopt()
+        return found
 
     def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
         """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.

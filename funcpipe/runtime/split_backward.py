@@ -79,6 +79,11 @@ class EagerWeights(NamedTuple):
     waiting: Sequence[Waiting]
     replay: AbstractContextManager[Any] | None
 
+    def walk(self) -> None:
+        """Make all its walks."""
+        for waiting in self.waiting:
+            waiting.walk()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients that it holds; what autograd saved is not counted."""
