@@ -36,9 +36,10 @@ def run(
     optimizer: Optimizer | None = None,
     max_norm: float | None = None,
 ) -> Result:
-    """Run a plan on one batch: losses, gradients, new state, outputs. Nothing that you give is written to.
+    """Run a plan on one batch. Returns losses, gradients, new state and outputs.
 
-    The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat.
+    The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat. A run
+    without ``optimizer`` writes to nothing that you give; a stage that does so is refused, but for ``.data`` of its state.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
