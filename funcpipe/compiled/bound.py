@@ -66,7 +66,7 @@ class CompiledBound:
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
 
     def _all_bare(self) -> list[Tensor]:
-        return [leaf.detach() for leaf in tensors(self.params.leaves, self.eager.state_leaves)]
+        return [leaf.detach() for leaf in tensors(self.params.leaves, self.params.state_leaves)]
 
     @property
     def phase(self) -> str:
@@ -156,7 +156,7 @@ class CompiledBound:
         """The key of all that a program depends on besides what a forward gets."""
         eager, params = self.eager, self.params
         flags = (eager.train, eager.backwards, tuple(params.trainable), _Identity(eager.loss))
-        leaves = (*params.leaves, *eager.state_leaves)
+        leaves = (*params.leaves, *params.state_leaves)
         return (flags, switches_key(), params.spec, eager.state_spec, *map(leaf_key, leaves))
 
     # -- backward ----------------------------------------------------------------------------------------------------

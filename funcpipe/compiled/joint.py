@@ -116,7 +116,7 @@ def trace(bound: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
 def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fixed = tensors(real.params.leaves, real.state_leaves)
+    fixed = tensors(real.params.leaves, real.params.state_leaves)
     arguments = tensors(*(border.leaves for border in args.borders()))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
@@ -193,7 +193,7 @@ class _TracedForward:
 
         params, state = (
             unflatten(real.params.spec, put(real.params.leaves)),
-            unflatten(real.state_spec, put(real.state_leaves)),
+            unflatten(real.state_spec, put(real.params.state_leaves)),
         )
         x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]
         traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)

@@ -35,7 +35,6 @@ from funcpipe.runtime.border import (
     mark_memory_handed_on_twice,
     open_border,
     refuse_shared_writes,
-    share,
 )
 from funcpipe.runtime.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
 from funcpipe.runtime.context import autocasting, no_autocast
@@ -97,9 +96,8 @@ class EagerBound:
     def _take(self, state: Tree) -> list[str]:
         """Take copies of a state; what is wrong with it."""
         leaves, self.state_spec = flatten(state)
-        self.state_leaves = share(leaves)
-        self.state = unflatten(self.state_spec, self.state_leaves)
-        self.params.fixed = self.state_leaves
+        self.params.take_state(leaves)
+        self.state = unflatten(self.state_spec, self.params.state_leaves)
         return refuse_hidden(state, f"state[{self.index}]", leaves, self.state_spec)
 
     def _bind(self) -> None:
@@ -241,8 +239,9 @@ class EagerBound:
             skip_leaves.append((len(border.leaves), leaves))
         carry = skips.pop(CARRY, None)
         feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
-        looks = bool(self.state_leaves) and not getattr(self.fn, "guards_state", False)
-        before = versions(self.state_leaves) if looks else []
+        state_leaves = self.params.state_leaves
+        looks = bool(state_leaves) and not getattr(self.fn, "guards_state", False)
+        before = versions(state_leaves) if looks else []
         returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train, carry))
         if looks:
             self._refuse_state_writes(before)
@@ -283,9 +282,9 @@ class EagerBound:
 
     def _refuse_state_writes(self, before: list[int]) -> None:
         now = flatten(self.state)[0]
-        if len(now) == len(before) and all(map(is_, now, self.state_leaves)) and before == versions(now):
+        if len(now) == len(before) and all(map(is_, now, self.params.state_leaves)) and before == versions(now):
             return
-        rows = zip(locations(self.state, "state"), now, self.state_leaves, before, strict=False)
+        rows = zip(locations(self.state, "state"), now, self.params.state_leaves, before, strict=False)
         where = [name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]] or ["state"]
         raise PlanError(
             f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold "
@@ -374,5 +373,5 @@ class EagerBound:
         """Drop every tensor; the copy of a module goes back to its stage."""
         self.fn.release()
         self.params.release()
-        self.state, self.state_leaves = None, []
+        self.state = None
         self.stage.seen.kept.add(self.train)

@@ -129,13 +129,26 @@ def release(ready: Prepared) -> None:
 
 
 def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> None:
-    """Refuse parameters that were written into since they were bound, but for some stages. Raises PlanError."""
+    """Refuse parameters and states that were written into since they were bound, but for parameters of some stages.
+
+    Raises:
+        PlanError: it names them.
+    """
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
         for stage, bound in ready.bounds.items()
         if stage not in but
         for number in bound.params.written()
     ]
+    raise_all(title, faults)
+    faults = [
+        locations(ready.state[stage], f"state[{stage}]")[number]
+        for stage, bound in ready.bounds.items()
+        for number in bound.params.written_state()
+    ]
+    title = (
+        "a stage wrote into its state; a stage is pure: return statistics in Out(stats=...) and fold them in commit=:"
+    )
     raise_all(title, faults)
 
 

@@ -18,7 +18,7 @@ from funcpipe.runtime.plain_tensors import address
 
 
 class StageParams:
-    """The parameters that a stage is bound to, with their gradient sums. It does not own the stage's state.
+    """The parameters and the state that a stage is bound to, with the sums of the gradients.
 
     A stage may write into its parameters, also by ``.data``, which torch does not count. With ``guard`` such writes go into
     copies, which take memory only then.
@@ -31,7 +31,7 @@ class StageParams:
         inputs: the aliases that get gradients.
         input_ids: their identities.
         sums: the sums of their gradients.
-        fixed: other tensors that every action reads; like the leaves, they are never offloaded.
+        state_leaves: the copies of its state that the stage reads.
     """
 
     def __init__(self, tree: Tree, trainable: Sequence[bool], *, guard: bool) -> None:
@@ -44,8 +44,16 @@ class StageParams:
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.input_ids = frozenset(map(id, self.inputs))
         self.sums = GradientSums(self.inputs)
-        self.fixed: Sequence[Any] = ()
+        self.state_leaves: list[Any] = []
+        self._state_given: list[Any] = []
+        self._state_at: list[int | None] = []
         self._dependents: list[Callable[[], None]] = []
+
+    def take_state(self, leaves: list[Any]) -> None:
+        """Make copies of a state, which take memory only where somebody writes."""
+        self._state_given, self.state_leaves = leaves, share(leaves)
+        pairs = zip(self.state_leaves, leaves, strict=True)
+        self._state_at = [address(kept) if _shares_memory(kept, given) else None for kept, given in pairs]
 
     def when_forgotten(self, forget: Callable[[], None]) -> None:
         """Call ``forget`` when values that were computed of the parameters alone have to go."""
@@ -92,6 +100,19 @@ class StageParams:
             if old != new or alias is not leaf or differ(kept, original)
         ]
 
+    def written_state(self) -> list[int]:
+        """Return the leaves (by number) of the state that the stage wrote into, also by ``.data``.
+
+        Only copies that had the memory of the caller's tensors are looked at: a write moves them. The caller's own tensors
+        may be others by now.
+        """
+        rows = zip(self.state_leaves, self._state_given, self._state_at, strict=True)
+        return [
+            number
+            for number, (kept, given, before) in enumerate(rows)
+            if before is not None and address(kept) != before and differ(kept, given)
+        ]
+
     def refuse_rebinding(self) -> None:
         """Refuse a stage that put other values into its params, which the next microbatch would compute with.
 
@@ -111,7 +132,8 @@ class StageParams:
     def release(self) -> None:
         """Drop every tensor."""
         self.sums.clear()
-        self.inputs, self.aliases, self.leaves, self._memory, self.fixed = [], [], [], [], []
+        self.inputs, self.aliases, self.leaves, self._memory = [], [], [], []
+        self.state_leaves, self._state_given, self._state_at = [], [], []
         self.tree = None
         self._dependents.clear()
 
@@ -132,6 +154,11 @@ def guarded(leaf: Any) -> Any:
     # What has no memory yet, parameters that are gathered later, cannot be copied on a write.
     there = plain and (leaf.untyped_storage().nbytes() or not leaf.numel())
     return share([leaf])[0] if there else leaf
+
+
+def _shares_memory(kept: Any, given: Any) -> bool:
+    plain = type(given) is Tensor and given.is_cpu and given.layout is torch.strided
+    return plain and given.numel() > 0 and address(kept) == address(given)
 
 
 def differ(kept: Any, original: Any) -> bool:

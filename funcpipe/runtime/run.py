@@ -39,7 +39,7 @@ def run(
     """Run a plan on one batch. Returns losses, gradients, new state and outputs.
 
     The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat. A run
-    without ``optimizer`` writes to nothing that you give; a stage that does so is refused, but for ``.data`` of its state.
+    without ``optimizer`` writes to nothing that you give. On the CPU a stage that does so is refused, in every run.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)

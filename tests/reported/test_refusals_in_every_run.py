@@ -135,6 +135,38 @@ def test_a_write_into_parameters_is_refused_in_every_run_and_changes_nothing(nam
         assert torch.equal(params[0]["w"], torch.eye(2))
 
 
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_a_write_into_a_state_is_refused_in_every_run_and_changes_nothing(kind, name):
+    """The first microbatch would change what the second one computes with."""
+    runs = [0]
+
+    def writes(params, x, *, state):
+        if runs[0] > 1:
+            WRITES[name](state["w"])
+        return x @ (params["p"] + state["w"])
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(torch.zeros(2, 2))
+            self.register_buffer("w", torch.eye(2))
+
+        def forward(self, x):
+            return writes({"p": self.p}, x, state={"w": self.w})
+
+    x = torch.ones(4, 2)
+    stage, params, state = fp.stage(writes), {"p": torch.zeros(2, 2)}, {"w": torch.eye(2)}
+    if kind == "module":
+        stage, params, state = fp.from_module(Writes())
+    for runs[0] in (0, 1):
+        fp.run(plan_of([stage]), (params,), (x, x), state=(state,), trainable=True)
+    for runs[0] in (2, 3):
+        with pytest.raises(fp.PlanError, match=r"writes into its (state|buffers)|wrote into its state(.|\n)*'w'\]"):
+            fp.run(plan_of([stage]), (params,), (x, x), state=(state,), trainable=True)
+        assert torch.equal(state["w"], torch.eye(2))
+
+
 def test_an_optimizer_steps_the_callers_parameters_after_a_run():
     """The copies that guard parameters end with the run."""
     params, x = ({"w": torch.eye(2)},), torch.ones(4, 2)
