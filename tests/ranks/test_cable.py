@@ -188,7 +188,8 @@ class Ends:
         if slot not in self.receiver.came:
             self.into.bring(slot, self.receiver)
         self.receiver.wait(slot)
-        return self.receiver.came.pop(slot).value.leaves
+        value, _ = self.receiver.came.pop(slot)
+        return value.leaves
 
     def written(self, slot):
         self.sender.wait((1, slot))
