@@ -1,7 +1,7 @@
-"""Run the instructions of one lane, which depends on its program and its mailbox alone.
+"""Run the instructions of one lane. A lane depends on its program and its mailbox, not on other lanes.
 
-Everything that comes to a lane comes by `Mailbox.put`, whoever sends: values by slot, and by (lane, slot) the slots at other
-lanes that are free again.
+Other lanes call `Mailbox.put` to deliver to a lane. The key of a value is a slot of this lane. The key (lane, slot) says
+that a slot of another lane is free again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from funcpipe.runtime.stream import Channel, Place, Ticket
 
 
 class Lane:
-    """The state of one lane while it runs; ``timed`` measures every action.
+    """The state of one lane while it runs.
 
     Args:
-        boxes: the mailboxes of the lane itself, of all that it sends to, and of all that it gets values from.
-        edges: the channels that it sends on, and that of the caller's values, by (from, to).
-        caller: what the caller gives, by value number.
-        levels: how full each pool is, by (lane, slot).
-        coming: by slot, the event after which what lies there may be read.
+        boxes: the mailboxes of this lane, of its receivers and of its senders, by lane.
+        edges: the channels to its receivers, and the channel from the caller, by (from, to).
+        caller: the caller's values, by value number.
+        levels: the fill level of the pool of each slot, by (lane, slot).
 
     Attributes:
-        slots: what lies in each; None: nothing.
-        done: how many actions are done.
-        stop: how many are done when it ends.
-        clock: tells when actions begin and end; only where they are ``timed``.
+        steps: the function of each call; set them before `advance`.
+        slots: the values, by slot; None: the slot is empty.
+        coming: by slot, the event after which its value may be read.
+        done: the number of actions that are done.
+        stop: the number of actions after which the lane ends.
+        clock: reads the time of each action; None unless `measure` was called.
         thread: the identity of the thread that runs it; 0: none.
     """
 
@@ -57,24 +58,24 @@ class Lane:
         self._came = self.mail.came
         self._came.update(dict.fromkeys(program.outgoing))  # at the start all slots are free
         self._freed: dict[Any, Any] = {}
-        """The slots for what the caller gives that are free again, with the event after which they are."""
+        """The events after which free slots for values of the caller may be filled."""
         self._from_caller = edges.get((CALLER, program.lane))
-        self._ways = {
-            end: (edges[program.lane, end[0]], _putter(boxes[end[0]]), levels[end]) for end in program.outgoing
+        self._receivers = {
+            end: (edges[program.lane, end[0]], _put_function(boxes[end[0]]), levels[end]) for end in program.outgoing
         }
-        """By (lane, slot): the channel, what puts into the mailbox there, and the pool's level."""
-        self._fillers = [self._filler(slot, source, levels) for slot, source in enumerate(program.sources)]
+        """By (lane, slot): the channel, the function that puts into the mailbox there, and the pool's level."""
+        self._free_notices = [self._free_notice(slot, source, levels) for slot, source in enumerate(program.sources)]
 
-    def _filler(
+    def _free_notice(
         self, slot: int, source: int | None, levels: Mapping[tuple[int, int], PoolLevel]
     ) -> tuple[PoolLevel, Callable[[Any, Any], None], Any] | None:
-        """Who is told that a slot is free again: the pool's level, what tells, and the key. None: no other lane fills it."""
+        """Return the pool's level, the function to call when the slot is free, and its key; None: only this lane fills it."""
         if source is None:
             return None
         level = levels[self.program.lane, slot]
         if source == CALLER:
             return level, self._freed.__setitem__, slot
-        return level, _putter(self.boxes[source]), (self.program.lane, slot)
+        return level, _put_function(self.boxes[source]), (self.program.lane, slot)
 
     def measure(self) -> None:
         """Note when each action begins and ends."""
@@ -98,7 +99,7 @@ class Lane:
                     for slot in reads:
                         place.wait(coming.pop(slot, None))
                 results = self.steps[call](values, instruction)
-                for slot, result in zip(writes, results):
+                for slot, result in zip(writes, results, strict=True):
                     slots[slot] = result
                 result = None
                 del values, results  # else a value would outlive its free while this lane waits for a slot
@@ -106,7 +107,7 @@ class Lane:
                 value, source, slot = instruction
                 if slot not in came and source != CALLER:
                     self._wait_for_value(slot, source)
-                slots[slot], event = self._fetched(value, slot) if source == CALLER else came.pop(slot)
+                slots[slot], event = self._take_from_caller(value, slot) if source == CALLER else came.pop(slot)
                 if event is not None:
                     coming[slot] = event
             elif type(instruction) is Send:
@@ -114,8 +115,8 @@ class Lane:
                 end = (to, into)
                 if end not in came:
                     self.mail.wait(end)
-                channel, put, level = self._ways[end]
-                level.sent = sent = level.sent + 1
+                channel, put, level = self._receivers[end]
+                level.sent = sent = level.sent + 1  # `PoolLevel.add`, without a call
                 if sent - level.freed > level.most:
                     level.most = sent - level.freed
                 free = came.pop(end)
@@ -123,9 +124,9 @@ class Lane:
             else:
                 for slot in instruction.slots:
                     slots[slot] = None
-                    filler = self._fillers[slot]
-                    if filler is not None:
-                        level, put, key = filler
+                    notice = self._free_notices[slot]
+                    if notice is not None:
+                        level, put, key = notice
                         level.freed += 1
                         put(key, place.event() if place.asynchronous else None)
         self.done = number + 1
@@ -135,12 +136,12 @@ class Lane:
         if slot not in self._came:
             self.mail.wait(slot)
 
-    def _fetched(self, value: int, slot: int) -> Ticket:
-        """A value that the caller gives."""
-        filler = self._fillers[slot]
-        assert filler is not None
+    def _take_from_caller(self, value: int, slot: int) -> Ticket:
+        """Return a value of the caller, and the event after which it may be read."""
+        notice = self._free_notices[slot]
+        assert notice is not None
         assert self._from_caller is not None
-        filler[0].add()
+        notice[0].add()
         return self._from_caller.send(self.caller[value], self._freed.pop(slot, None))
 
     def spans(self) -> list[tuple[Action, int, int]]:
@@ -149,8 +150,8 @@ class Lane:
         return [(action, told(start), told(end)) for action, start, end in self._marks]
 
 
-def _putter(box: Mailbox) -> Callable[[Any, Any], None]:
-    """`Mailbox.put`; of a lane on this thread without a call."""
+def _put_function(box: Mailbox) -> Callable[[Any, Any], None]:
+    """Return `Mailbox.put`. For a lane on this thread, return the dictionary's own method, which saves a call."""
     return box.came.__setitem__ if type(box) is Mailbox else box.put
 
 

@@ -26,8 +26,8 @@ class StageParams:
     Attributes:
         leaves, spec: the caller's tree.
         trainable: which of the leaves get gradients.
-        aliases: what the stage computes with, leaf by leaf.
-        tree: the same as a tree.
+        aliases: the tensors that the stage computes with, leaf by leaf.
+        tree: the aliases as a tree.
         inputs: the aliases that get gradients.
         input_ids: their identities.
         sums: the sums of their gradients.
@@ -50,22 +50,22 @@ class StageParams:
         self._dependents: list[Callable[[], None]] = []
 
     def take_state(self, leaves: list[Any]) -> None:
-        """Make copies of a state, which take memory only where somebody writes."""
+        """Bind copies of a state. A copy takes memory only when it is written."""
         self._state_given, self.state_leaves = leaves, share(leaves)
         pairs = zip(self.state_leaves, leaves, strict=True)
         self._state_at = [address(kept) if _shares_memory(kept, given) else None for kept, given in pairs]
 
     def when_forgotten(self, forget: Callable[[], None]) -> None:
-        """Call ``forget`` when values that were computed of the parameters alone have to go."""
+        """Register a function that drops values computed from the parameters alone."""
         self._dependents.append(forget)
 
     def forget(self) -> None:
-        """Drop values that were computed of the parameters alone: the parameters change, or their memory goes."""
+        """Drop values computed from the parameters alone. Call it before parameters change or lose their memory."""
         for forget in self._dependents:
             forget()
 
     def rebase(self) -> None:
-        """Take the parameters as they are now for those that the run began with: they were stepped meanwhile."""
+        """Accept the present parameters as unwritten, after an optimizer step inside the run."""
         self._versions = versions(self.leaves)
 
     def spend(self) -> None:
@@ -101,10 +101,10 @@ class StageParams:
         ]
 
     def written_state(self) -> list[int]:
-        """Return the leaves (by number) of the state that the stage wrote into, also by ``.data``.
+        """Return the state leaves (by number) that the stage wrote into, also by ``.data``.
 
-        Only copies that had the memory of the caller's tensors are looked at: a write moves them. The caller's own tensors
-        may be others by now.
+        A write moves a copy that shared memory with the caller's tensor. Other copies are not checked: the caller may have
+        changed its tensor meanwhile, as `Pipe` does.
         """
         rows = zip(self.state_leaves, self._state_given, self._state_at, strict=True)
         return [

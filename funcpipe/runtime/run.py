@@ -39,7 +39,7 @@ def run(
     """Run a plan on one batch. Returns losses, gradients, new state and outputs.
 
     The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat. A run
-    without ``optimizer`` writes to nothing that you give. On the CPU a stage that does so is refused, in every run.
+    without ``optimizer`` does not write to your tensors. On the CPU it raises PlanError if a stage writes to its params.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
