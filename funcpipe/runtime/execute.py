@@ -129,7 +129,7 @@ class Execution:
         before: the one that its lanes do first; None: there is none.
         committed: where it is not alone, the states that it leaves, by stage.
         context: what the caller had switched on when it began.
-        lanes: those that are here.
+        lanes: the lanes of this process.
         boxes: their mailboxes, by lane.
         outboxes: of lanes that are not here, by (lane that is, lane that is not).
         level_of: how full the pool is that a slot belongs to, by (lane, slot).
