@@ -224,8 +224,8 @@ class _TracedForward:
             places += [("y", "", leaf, end) for leaf, end in enumerate(residual.y)]
         for name, ends in residual.stash.items():
             places += [("stash", name, leaf, end) for leaf, end in enumerate(ends)]
-        if residual.loss is not None:
-            places.append(("loss", "", 0, residual.loss.sum))
+        if residual.total is not None:
+            places.append(("loss", "", 0, residual.total))
         if residual.side is not None:
             places.append(("side", "", 0, residual.side[0]))
         live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from funcpipe.compiled.bound import CompiledBound
 from funcpipe.core.plan import Plan
 from funcpipe.core.progress import ProgressTo, telling
@@ -14,7 +12,7 @@ from funcpipe.core.schedule import Kind
 from funcpipe.core.stage import names_of
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.cache_key import leaf_key
-from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads
 from funcpipe.runtime.finish import release
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.prepare import Prepared, prepare
@@ -67,8 +65,7 @@ def warmup(
         with (
             telling("warmup", progress, unit="stages", total=total) as told,
             intra_op_threads(ready.threads),
-            no_autocast_cache(),
-            torch.autograd.set_multithreading_enabled(False),
+            CallerContext().computing(),
         ):
             told.phase(names[0], 0)
             calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))

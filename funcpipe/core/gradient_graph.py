@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.torch_names import run_backward
@@ -27,33 +26,29 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             todo += [successor for successor, _ in node.next_functions]
 
 
-def leaves_behind(roots: Sequence[Tensor], visited: set[Any]) -> tuple[list[Tensor], bool]:
-    """Collect the leaves behind some tensors, and report whether a reentrant checkpoint is in the graph.
-
-    Skips the nodes in ``visited``, and adds all others to it.
-    """
+def leaves_behind(roots: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """Collect the leaves behind some tensors, and report whether a reentrant checkpoint is in the graph."""
     leaves: list[Tensor] = []
     todo: list[Any] = []
     reentrant = False
     for root in roots:
         if root.grad_fn is None:
             leaves.append(root)
-        elif root.grad_fn not in visited:
-            visited.add(root.grad_fn)
+        else:
             todo.append(root.grad_fn)
+    visited = {*todo}
     while todo:
         node = todo.pop()
         successors = node.next_functions
-        if not successors:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves.append(leaf)
-        for successor, _ in successors:
-            if successor is not None and successor not in visited:
-                visited.add(successor)
-                todo.append(successor)
-        if isinstance(node, BackwardCFunction) and type(node).__name__ == "CheckpointFunctionBackward":
-            reentrant = True
+        if successors:
+            for successor, _ in successors:
+                if successor is not None and successor not in visited:
+                    visited.add(successor)
+                    todo.append(successor)
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                reentrant = True
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
     return leaves, reentrant
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, StageError
 from funcpipe.core.result import Loss
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, flatten, unflatten
 
 Weigh = Callable[[Tree, Tree], Any]
 """``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much as it has rows."""
@@ -181,17 +181,18 @@ def check_weight(weight: Any) -> None:
     )
 
 
-def read_loss(value: Any) -> Loss:
-    """What a loss function returned, as a Loss whose ``weight`` is None for a mean. Raises StageError."""
+def read_loss(value: Any) -> tuple[Tensor, Loss]:
+    """Return the sum that a loss function returned, with its graph, and all that it returned, without.
+
+    The ``weight`` is None for a mean. Raises StageError.
+    """
+    total, weight, aux = value, None, None
     if isinstance(value, Loss):
-        loss = value
+        total, weight, aux = value
     elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        loss = Loss(*value)
-    else:
-        loss = Loss(value)
-    total = loss.sum
-    if loss.weight is not None:
-        check_weight(loss.weight)
+        total, weight = value  # pyright: ignore[reportUnknownVariableType]
+    if weight is not None:
+        check_weight(weight)
     if not isinstance(total, Tensor) or total.numel() != 1 or not (total.is_floating_point() or total.is_complex()):
         got = f"a {type(total).__name__}"
         if isinstance(total, Tensor):
@@ -200,4 +201,17 @@ def read_loss(value: Any) -> Loss:
             "the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, "
             f"weight, aux); got {got}"
         )
-    return loss
+    return total, Loss(
+        total.detach(), None if weight is None else detached(weight), None if aux is None else detached(aux)
+    )
+
+
+def detached(tree: Tree) -> Tree:
+    """The tree with its tensors cut off from their graphs."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [cut_off(leaf) for leaf in leaves])
+
+
+def cut_off(leaf: Any) -> Any:
+    """A leaf without its graph."""
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf

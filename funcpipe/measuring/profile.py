@@ -25,7 +25,7 @@ from funcpipe.measuring.memory import memory
 from funcpipe.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe.runtime.border import Border, given
 from funcpipe.runtime.bound import Bound, Program, StageArgs
-from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, no_autocast_cache, pin, refuse_transforms
+from funcpipe.runtime.context import CallerContext, cores, intra_op_threads, pin, refuse_transforms
 from funcpipe.runtime.eager import EagerBound
 from funcpipe.runtime.residual import EagerResidual
 from funcpipe.runtime.rng import Keys
@@ -116,10 +116,8 @@ def profile(
         if lanes > 1:
             pin([lane], lanes, available)
         with (
-            context.entered(),
+            context.computing(),
             intra_op_threads(threads),
-            no_autocast_cache(),
-            torch.autograd.set_multithreading_enabled(False),
             torch.inference_mode(False),
             SwitchWatch(alone=lanes == 1),
         ):

@@ -1,13 +1,13 @@
-"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
+"""ThreadSettings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -18,6 +18,11 @@ from funcpipe.core.torch_names import DeviceContext, modes_on
 from funcpipe.core.tree import under_transform
 
 T = TypeVar("T")
+
+Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
+"""By kind of device: is autocast on, and to which type."""
+
+_KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
 """Inside of a run: returns the action that this thread is in. A stage that calls `run` is refused."""
@@ -66,30 +71,69 @@ def saved_tensors_are_hooked() -> bool:
         return True
 
 
+class ThreadSettings(NamedTuple):
+    """The settings of a thread that its computations depend on.
+
+    Attributes:
+        inference: whether inference mode is on.
+        device: the default device; None: nobody has set one.
+        autocast: by kind of device, is autocast on, and to which type.
+    """
+
+    inference: bool
+    device: torch.device | None
+    autocast: Casts
+
+
+def settings_now() -> ThreadSettings:
+    """The settings of this thread."""
+    device = torch.get_default_device() if modes_on("function") else None  # a default device is such a mode
+    return ThreadSettings(torch.is_inference_mode_enabled(), device, autocast_now())
+
+
 class CallerContext:
     """The settings of a run's caller, to be entered on every thread that works for the run."""
 
     def __init__(self) -> None:
-        self.inference = torch.is_inference_mode_enabled()
-        self.device = torch.get_default_device()
-        kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self.settings = settings_now()
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Enter these settings on this thread."""
+        now = settings_now()
+        return nullcontext() if now == self.settings else self._changed(now)
 
     @contextmanager
-    def entered(self) -> Generator[None]:
-        """Enter these settings on this thread."""
+    def _changed(self, now: ThreadSettings) -> Generator[None]:
+        inference, device, autocast = self.settings
         with ExitStack() as stack:
-            if self.inference is not torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self.inference))
-            dtypes = dict(self.autocast)
-            for kind in ("cpu", "cuda"):  # what is on now and was not then is switched off
-                if kind in dtypes:
-                    stack.enter_context(torch.autocast(kind, dtypes[kind], cache_enabled=False))
-                elif torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if self.device != torch.get_default_device():
-                stack.enter_context(self.device)
+            if inference is not now.inference:
+                stack.enter_context(torch.inference_mode(inference))
+            for kind, (on, dtype) in autocast.items():  # what is on now and was not then is switched off
+                if on or now.autocast[kind][0]:
+                    stack.enter_context(torch.autocast(kind, dtype if on else None, on, cache_enabled=False))
+            if device != now.device:
+                stack.enter_context(device or torch.device("cpu"))
             yield
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Enter these settings to compute stages on this thread: backwards stay on it, and autocast keeps no casts."""
+        return _Computing(self.entered())
+
+
+class _Computing:
+    def __init__(self, settings: AbstractContextManager[object]) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        self._settings.__enter__()
+        self._cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        self._on_this_thread = torch.autograd.set_multithreading_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        self._on_this_thread.__exit__(*error)
+        torch.set_autocast_cache_enabled(self._cache)
+        self._settings.__exit__(*error)
 
 
 @contextmanager
@@ -171,9 +215,21 @@ def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
         os.sched_setaffinity(0, [core for share in shares for core in share])
 
 
+def autocast_now() -> Casts:
+    """The autocast settings of this thread."""
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
+
+
+def set_autocast(casts: Casts) -> None:
+    """Set the autocast of this thread."""
+    for kind, (enabled, dtype) in casts.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
 def autocasting() -> list[str]:
     """The kinds of device with autocast on."""
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
 def no_autocast() -> AbstractContextManager[Any]:

@@ -44,7 +44,7 @@ from funcpipe.runtime.explain import explain
 from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_loss
 from funcpipe.runtime.global_draws import Recomputations
 from funcpipe.runtime.params import StageParams, versions
-from funcpipe.runtime.reported import detached_loss, detached_side, is_empty, kept_statistics
+from funcpipe.runtime.reported import detached_side, is_empty, kept_statistics
 from funcpipe.runtime.residual import EagerResidual, GradientLeaves
 from funcpipe.runtime.rng import KeyedDraws, Keys
 from funcpipe.runtime.split_backward import EagerWeights, walk_to_inputs
@@ -78,16 +78,16 @@ class EagerBound:
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
+        self.new = train not in stage.seen.kept  # whether this is the stage's first run in the mode
         # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
-        self.skips_first = self.looked_once = train in stage.seen.kept and shares is not None and len(shares.parts) > 1
-        self.looked, self.reentrant = False, train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
+        self.unlooked = 2 if self.new else 1
+        self.skipped = int(not self.new and shares is not None and len(shares.parts) > 1)
+        self.reentrant = train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
         # All microbatches and slices leave the same weights to W: otherwise sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
-        # A stage's first run in a mode always has a guard.
-        guard = guard or train not in stage.seen.kept
-        self.params = StageParams(params, trainable, guard=guard)
+        self.params = StageParams(params, trainable, guard=guard or self.new)
         self.recomputations = Recomputations(index)
         faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
@@ -141,41 +141,42 @@ class EagerBound:
             if keep:
                 out.residual.replay = drawing.replay()
             drawing.forget()
-        if keep and not self.looked:
-            self._look(args, out.residual)
+        if keep and self.unlooked:
+            self._look(out.residual)
         return out
 
-    def _look(self, args: StageArgs, residual: EagerResidual) -> None:
-        """Check a graph for foreign leaves, for replaced params and for gradients from a backward inside the stage.
+    def _look(self, residual: EagerResidual) -> None:
+        """Check a graph for leaves that are no parameters and no inputs: a run gives them no gradient.
 
         The first run of a stage checks the first two graphs, and later runs check the second one.
         """
-        if not self.params.sums.begun:
-            refuse_backward(alias.grad for alias in self.params.inputs)
-        if self.skips_first:
-            self.skips_first = False
+        if self.skipped:
+            self.skipped -= 1
             return
-        self.params.refuse_rebinding()
-        borders = [residual.x, *(leaves for _, leaves in residual.skips)]
-        inputs = [leaf for border in borders for leaf in border.values()]
-        known = self.params.input_ids.union(map(id, inputs))
-        graphs = [residual.y, *residual.stash.values(), residual.side or ()]
-        roots = [root for graph in graphs for root in graph if isinstance(root, Tensor) and root.requires_grad]
-        visited: set[Any] = set()
-        leaves, self.reentrant = leaves_behind(roots, visited)
+        if self.new:
+            self.params.refuse_rebinding()
+            refuse_backward(self.params.sums.strays())
+        inputs = residual.inputs()
+        known = {*self.params.input_ids, *map(id, inputs)}
+        leaves, self.reentrant = leaves_behind(residual.roots())
         if self.reentrant:
             self.stage.seen.reentrant.add(self.train)
         foreign = [leaf for leaf in leaves if id(leaf) not in known]
         if foreign:
-            refuse_foreign(self.stage, self.fn, foreign)
-        if residual.loss is not None and residual.loss.sum.requires_grad:
-            leaves, _ = leaves_behind([residual.loss.sum], visited)
-            in_loss = [leaf for leaf in leaves if id(leaf) not in known]
-            if in_loss:
-                refuse_in_loss(in_loss, self.params.leaves)
-        self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
-        # A forward that makes leaves itself makes other ones in the next graph.
-        self.looked, self.looked_once = self.looked_once and not foreign, True
+            self._refuse_foreign(foreign, residual)
+        else:  # a forward that makes leaves itself makes other ones in the next graph
+            self.unlooked -= 1
+        if self.new:
+            self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
+
+    def _refuse_foreign(self, foreign: Sequence[Tensor], residual: EagerResidual) -> None:
+        """Refuse foreign leaves of the stage and of the loss, which has those that nothing else reaches. Raises PlanError."""
+        reached = {id(leaf) for leaf in leaves_behind(residual.roots(loss=False))[0]}
+        of_stage = [leaf for leaf in foreign if id(leaf) in reached]
+        if of_stage:
+            refuse_foreign(self.stage, self.fn, of_stage)
+        if len(of_stage) < len(foreign):
+            refuse_in_loss([leaf for leaf in foreign if id(leaf) not in reached], self.params.leaves)
 
     def _refuse_means(self, out: StageOut) -> None:
         """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises BatchError."""
@@ -218,15 +219,15 @@ class EagerBound:
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is None and len(y.leaves) > 1:
             mark_memory_handed_on_twice(y)
-        loss = None if self.loss is None else self._loss(self.loss, args.target, y, graph)
+        total, loss = (None, None) if self.loss is None else self._loss(self.loss, args.target, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
             kept = stats if stats is _EMPTY else kept_statistics(stats)
-            report = ForwardReport(kept, loss and detached_loss(loss), side and detached_side(side))
+            report = ForwardReport(kept, loss, side and detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
         given = len(args.x.leaves), x_leaves, skip_leaves
-        residual = EagerResidual(args.microbatch, graph, graphs, loss, side, *given)
+        residual = EagerResidual(args.microbatch, graph, graphs, total, loss, side, *given)
         return StageOut(y, report, residual, stash)
 
     def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
@@ -247,8 +248,8 @@ class EagerBound:
             self._refuse_state_writes(before)
         return returned
 
-    def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> Loss:
-        """The plan's loss of one microbatch, on the dense outputs."""
+    def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> tuple[Tensor, Loss]:
+        """Return the plan's loss of one microbatch, on the dense outputs: its sum with the graph, and all of it without."""
         assert target is not None
         self._phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
@@ -259,18 +260,18 @@ class EagerBound:
             tree = unflatten(y.spec, leaves)
         try:
             if self.watched is None:
-                loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
+                total, loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
             else:
                 with self.watched:
                     value = fn(tree, open_border(target, grad=False)[0])
-                loss = read_loss(value)
+                total, loss = read_loss(value)
                 self.watched.check(fn, loss)
                 self.watched = None
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
         self._phase = ""
-        return loss
+        return total, loss
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
@@ -306,7 +307,8 @@ class EagerBound:
         With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the
         way.
         """
-        roots, gradients = residual.outset(y, stash, self.loss_cotangents(residual))
+        ends = self.loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
+        roots, gradients = residual.outset(y, stash, ends)
         inputs, parameters = residual.inputs(), self.params.inputs
         if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
             waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters) if roots else []
@@ -345,19 +347,19 @@ class EagerBound:
 
         Factor 0 is left out: it adds exactly nothing, even where the loss is nan.
         """
-        shares, ends = self.shares, list[tuple[str, Any, float]]()
-        if shares is None or (residual.loss is None and residual.side is None):
-            return {}
+        shares, ends = self.shares, dict[str, Tensor]()
+        if shares is None:
+            return ends
         if residual.loss is not None:
-            ends.append(("loss", residual.loss.sum, shares.factor(residual.loss, residual.microbatch)))
+            factor = shares.factor(residual.loss, residual.microbatch)
+            if factor:
+                ends["loss"] = torch.full_like(residual.loss.sum, factor * shares.loss_scale)
         if residual.side is not None:
             total, weight = residual.side
-            ends.append(("side", total, shares.part(residual.microbatch) / float(weight) if float(weight) else 0.0))
-        return {
-            name: torch.full_like(total, factor * shares.loss_scale, requires_grad=False)
-            for name, total, factor in ends
-            if factor and isinstance(total, Tensor)
-        }
+            factor = shares.part(residual.microbatch) / float(weight) if float(weight) else 0.0
+            if factor and isinstance(total, Tensor):
+                ends["side"] = torch.full_like(total, factor * shares.loss_scale)
+        return ends
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import Any, ClassVar
-
-import torch
 
 from funcpipe.core.arrows import arrows_of
 from funcpipe.core.errors import FuncpipeError, Where, located
@@ -22,7 +20,7 @@ from funcpipe.core.result import Result, RunStats, Span, Timeline
 from funcpipe.core.schedule import Kind
 from funcpipe.core.tree import Tree, map_leaves
 from funcpipe.runtime.border import Border
-from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, no_autocast_cache
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads
 from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
 from funcpipe.runtime.finish import commit, commits, finish, release, statistics_of
@@ -39,7 +37,7 @@ from funcpipe.runtime.replicas import here
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place
+from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place, lie_on_host
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -180,8 +178,9 @@ class Execution:
     def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
         """The channels between lanes that are here, from the caller, and to lanes that are not here."""
         ends = {CALLER: None, **places}
+        how = {"threaded": self.executor.threaded, "on_host": lie_on_host(self.caller.values())}
         return {
-            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], threaded=self.executor.threaded)
+            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], **how)
             if pool.lane in places
             else HandOut()
             for pool in self.ready.program.pools
@@ -249,15 +248,14 @@ class Execution:
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """What the caller gives for the next part, one value per microbatch."""
         self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
+        if not lie_on_host(pieces):
+            for lane in self.lanes:
+                if lane.from_caller is not None:
+                    lane.from_caller.at_once = False
 
-    @contextmanager
-    def entered(self) -> Generator[None]:
-        """What every thread of a walk is inside of."""
-        # Eager stages catch their draws, and each forward would else ask for them anew.
-        eager = any(part.program is None for part in self.ready.plan.stages)
-        draws = CatchDraws() if eager else nullcontext()
-        with self.context.entered(), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False), draws:
-            yield
+    def catching(self) -> AbstractContextManager[object]:
+        """Return what a thread of a walk is inside of, so that not each forward of an eager stage asks for draws anew."""
+        return CatchDraws() if any(part.program is None for part in self.ready.plan.stages) else nullcontext()
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 

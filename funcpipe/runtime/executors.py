@@ -37,7 +37,8 @@ class Serial(LaneExecutor):
         with (
             interrupting(execution, ready.options.timeout),
             intra_op_threads(ready.threads),
-            execution.entered(),
+            execution.context.computing(),
+            execution.catching(),
             SwitchWatch(alone=True) as switches,
         ):
             try:

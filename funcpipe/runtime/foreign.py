@@ -70,9 +70,9 @@ def hidden_in(module: nn.Module | None) -> dict[int, str]:
     return found
 
 
-def refuse_backward(gradients: Iterable[Tensor | None]) -> None:
-    """Refuse a stage that calls backward itself: it leaves these gradients before the run does. Raises PlanError."""
-    if any(gradient is not None for gradient in gradients):
+def refuse_backward(left: Sequence[int]) -> None:
+    """Refuse a stage that calls backward itself: it has left gradients at these parameters. Raises PlanError."""
+    if left:
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "
             "loss, alone. A gradient that belongs to the forward is torch.autograd.grad(y, x, create_graph=True)"

@@ -6,13 +6,14 @@ else has its memory; that saves a zero, an addition and a pass over memory for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.torch_names import is_shared_lazily, storage_number, storage_users, version
+from funcpipe.runtime.foreign import refuse_backward
 from funcpipe.runtime.plain_tensors import is_plain
 
 
@@ -33,39 +34,44 @@ class GradientSums:
         self._negative: set[int] = set()
         """Those of them that may be negative zeros still."""
 
-    @property
-    def begun(self) -> bool:
-        """Is there any."""
-        return len(self.lacking) < len(self._aliases)
+    def strays(self) -> list[int]:
+        """Return the numbers of those that have a gradient and no sum: the forward left it there."""
+        return [number for number in self.lacking if self._aliases[number].grad is not None]
 
     def prepare(self) -> None:
-        """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are."""
-        self._begin_as_zeros(lambda alias: not is_plain(alias))
+        """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are.
+
+        Raises:
+            PlanError: the stage called backward itself.
+        """
+        refuse_backward(self.strays())
+        for number in [number for number in self.lacking if not is_plain(self._aliases[number])]:
+            self._begin_as_zeros(number)
 
     def begin(self) -> list[Any]:
         """Return every sum, to add to."""
-        self._begin_as_zeros(lambda alias: True)
+        for number in [*self.lacking]:
+            self._begin_as_zeros(number)
         return self.present()
 
     def adopt(self) -> None:
-        """After a backward: make sums of the first gradients."""
-        self._join_rows()
-        with torch.no_grad():
-            for number in [*self.lacking]:
-                gradient = self._aliases[number].grad
-                if gradient is not None and gradient.is_sparse:
-                    self.sparse.append(number)
-                    self._begin(number, gradient.clone().coalesce())  # its values may be a view
-                elif gradient is not None:
-                    alone = may_grow(gradient)
-                    self._begin(number, gradient if alone else _begun_with(self._aliases[number], gradient))
+        """After a backward: make sums of the first gradients, which have no graph."""
+        if self.sparse:
+            self._join_rows()
+        for number in [*self.lacking]:
+            gradient = self._aliases[number].grad
+            if gradient is not None and gradient.is_sparse:
+                self.sparse.append(number)
+                self._begin(number, gradient.clone().coalesce())  # its values may be a view
+            elif gradient is not None:
+                alone = may_grow(gradient)
+                self._begin(number, gradient if alone else _begun_with(self._aliases[number], gradient))
 
     def all(self) -> list[Tensor | None]:
         """Every sum; zeros where no gradient has come."""
         totals = self.begin()
-        with torch.no_grad():
-            for number in self._negative & {*self.untouched()}:
-                self._zeros[number] = version(totals[number].zero_())
+        for number in self._negative & {*self.untouched()}:
+            self._zeros[number] = version(totals[number].zero_())
         self._negative.clear()
         return totals
 
@@ -100,13 +106,11 @@ class GradientSums:
                 total = total.coalesce()
             self._aliases[number].grad = total
 
-    def _begin_as_zeros(self, which: Callable[[Tensor], bool]) -> None:
-        with torch.no_grad():
-            for number in [number for number in self.lacking if which(self._aliases[number])]:
-                total = _negative_zeros(self._aliases[number])
-                self._zeros[number] = version(total)
-                self._negative.add(number)
-                self._begin(number, total)
+    def _begin_as_zeros(self, number: int) -> None:
+        total = _negative_zeros(self._aliases[number])
+        self._zeros[number] = version(total)
+        self._negative.add(number)
+        self._begin(number, total)
 
     def _begin(self, number: int, total: Tensor) -> None:
         self._aliases[number].grad = total

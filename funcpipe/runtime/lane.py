@@ -33,6 +33,7 @@ class Lane:
         coming: by slot, the event after which its value may be read.
         done: the number of actions that are done.
         stop: the number of actions after which the lane ends.
+        from_caller: the channel from the caller; None: nothing comes from there.
         clock: reads the time of each action; None unless `measure` was called.
         thread: the identity of the thread that runs it; 0: none.
     """
@@ -59,7 +60,7 @@ class Lane:
         self._came.update(dict.fromkeys(program.outgoing))  # at the start all slots are free
         self._freed: dict[Any, Any] = {}
         """The events after which free slots for values of the caller may be filled."""
-        self._from_caller = edges.get((CALLER, program.lane))
+        self.from_caller = edges.get((CALLER, program.lane))
         self._receivers = {
             end: (edges[program.lane, end[0]], _put_function(boxes[end[0]]), levels[end]) for end in program.outgoing
         }
@@ -105,9 +106,12 @@ class Lane:
                 del values, results  # else a value would outlive its free while this lane waits for a slot
             elif type(instruction) is Receive:
                 value, source, slot = instruction
-                if slot not in came and source != CALLER:
-                    self._wait_for_value(slot, source)
-                slots[slot], event = self._take_from_caller(value, slot) if source == CALLER else came.pop(slot)
+                if source == CALLER:
+                    slots[slot], event = self._take_from_caller(value, slot)
+                else:
+                    if slot not in came:
+                        self._wait_for_value(slot, source)
+                    slots[slot], event = came.pop(slot)
                 if event is not None:
                     coming[slot] = event
             elif type(instruction) is Send:
@@ -116,7 +120,7 @@ class Lane:
                 if end not in came:
                     self.mail.wait(end)
                 channel, put, level = self._receivers[end]
-                level.sent = sent = level.sent + 1  # `PoolLevel.add`, without a call
+                level.sent = sent = level.sent + 1
                 if sent - level.freed > level.most:
                     level.most = sent - level.freed
                 free = came.pop(end)
@@ -138,11 +142,15 @@ class Lane:
 
     def _take_from_caller(self, value: int, slot: int) -> Ticket:
         """Return a value of the caller, and the event after which it may be read."""
-        notice = self._free_notices[slot]
+        notice, channel = self._free_notices[slot], self.from_caller
         assert notice is not None
-        assert self._from_caller is not None
-        notice[0].add()
-        return self._from_caller.send(self.caller[value], self._freed.pop(slot, None))
+        assert channel is not None
+        level = notice[0]
+        level.sent = sent = level.sent + 1  # `PoolLevel.add`, without a call, here and in `advance`
+        if sent - level.freed > level.most:
+            level.most = sent - level.freed
+        free = self._freed.pop(slot, None)
+        return (self.caller[value], None) if channel.at_once else channel.send(self.caller[value], free)
 
     def spans(self) -> list[tuple[Action, int, int]]:
         """(action, start, end) of all that is done, in nanoseconds; where nothing is measured none."""

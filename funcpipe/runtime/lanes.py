@@ -210,7 +210,8 @@ class Lanes(LaneExecutor):
             pin([own], seats, self._cores)
             place.backend.use(place.device)
             with (
-                execution.entered(),
+                execution.context.computing(),
+                execution.catching(),
                 place.active(),
                 beside_others(several=self.count > 1),
                 SwitchWatch(alone=self.count == 1) as switches,

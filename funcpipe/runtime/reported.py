@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from funcpipe.core.errors import StageError, raise_all
-from funcpipe.core.result import Loss
+from funcpipe.core.losses import cut_off, detached
 from funcpipe.core.tree import Tree, flatten, refuse_hidden, unflatten
 
 
@@ -22,7 +20,7 @@ def kept_statistics(stats: Tree) -> Tree:
         return stats
     leaves, spec = flatten(stats)
     raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
-    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
+    return unflatten(spec, [cut_off(leaf) for leaf in leaves])
 
 
 def _is_apart(stats: Tree) -> bool:
@@ -38,21 +36,3 @@ def detached_side(side: Any) -> tuple[Any, Any] | None:
         raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
     total, weight = side  # pyright: ignore[reportUnknownVariableType]
     return (detached(total), detached(weight))
-
-
-def detached_loss(loss: Loss) -> Loss:
-    """A loss without its graph."""
-    total, weight, aux = loss
-    return Loss(total.detach(), None if weight is None else detached(weight), None if aux is None else detached(aux))
-
-
-def detached(tree: Tree) -> Tree:
-    """The tree with its tensors cut off from their graphs."""
-    if isinstance(tree, Tensor) or is_empty(tree):
-        return _cut_off(tree)
-    leaves, spec = flatten(tree)
-    return unflatten(spec, [_cut_off(leaf) for leaf in leaves])
-
-
-def _cut_off(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf

@@ -29,7 +29,10 @@ class EagerResidual:
     microbatch: int
     y: list[Any]
     stash: dict[str, list[Any]]
+    total: Tensor | None
+    """The sum of its losses, with the graph."""
     loss: Loss | None
+    """The loss without its graph."""
     side: tuple[Any, Any] | None
     x_count: int
     x: GradientLeaves
@@ -56,6 +59,15 @@ class EagerResidual:
             leaves += of_skip.values()
         return leaves
 
+    def roots(self, *, loss: bool = True) -> list[Tensor]:
+        """Return all results that have a graph, from the last one on: the loss, the outputs, and the auxiliary loss."""
+        ends: list[Any] = [self.total, *self.y] if loss and self.total is not None else [*self.y]
+        for leaves in self.stash.values():
+            ends += leaves
+        if self.side is not None:
+            ends.append(self.side[0])
+        return [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
+
     def outset(
         self, y: Gradients | None, stash: dict[str, list[Gradients]], losses: dict[str, Tensor]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
@@ -66,9 +78,8 @@ class EagerResidual:
             _root(self.y, y, roots, gradients)
         for name, parts in stash.items():
             _root(self.stash[name], add_gradients(None, *parts) or (), roots, gradients)
-        totals = {"loss": self.loss and self.loss.sum, "side": self.side and self.side[0]}
         for name, gradient in losses.items():
-            total = totals[name]
+            total = self.total if name == "loss" else self.side and self.side[0]
             if isinstance(total, Tensor) and total.requires_grad:
                 roots.append(total)
                 gradients.append(gradient)
@@ -101,7 +112,7 @@ class EagerResidual:
         ends = [
             self.y,
             *self.stash.values(),
-            (self.loss.sum if self.loss else None, self.side[0] if self.side else None),
+            (self.total, self.side[0] if self.side else None),
         ]
         roots = [edge for row in ends for edge in row if isinstance(edge, (Tensor, GradientEdge))]
         self._pieces = saved_pieces(take_out(roots, to, fixed))

@@ -18,7 +18,7 @@ from funcpipe.core.tree import Tree
 from funcpipe.lower.skips import routes
 from funcpipe.runtime.border import Border
 from funcpipe.runtime.bound import Gradients, StageArgs
-from funcpipe.runtime.context import RUNNING, intra_op_threads, no_autocast_cache, outside_of_graphs
+from funcpipe.runtime.context import RUNNING, CallerContext, intra_op_threads, outside_of_graphs
 from funcpipe.runtime.drawing import CatchDraws
 from funcpipe.runtime.finish import finish, release
 from funcpipe.runtime.options import RunOptions
@@ -75,7 +75,7 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
     token = RUNNING.set(loop.where)
     began = perf_counter()
     try:
-        with intra_op_threads(ready.threads), no_autocast_cache(), torch.autograd.set_multithreading_enabled(False):
+        with intra_op_threads(ready.threads), CallerContext().computing():
             with loop.switches, CatchDraws():
                 loop.run()
             seconds = perf_counter() - began

@@ -81,7 +81,7 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
 
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
         target = reads[feeds] if loss else None
-        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds], target, run.microbatch)
+        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds] if feeds > pops else (), target, run.microbatch)
         out = forward(args, keep=keeps)
         if drops and isinstance(out.residual, EagerResidual):
             out.residual.stash.pop(CARRY, None)  # nobody reads it, so nothing comes back to it

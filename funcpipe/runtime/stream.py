@@ -8,7 +8,7 @@ A tensor that a stream uses but did not allocate is recorded on it, so its memor
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -124,6 +124,11 @@ def _apart(value: Border) -> Border:
     they are; they are told by having no flags.
     """
     return value.mapped(torch.clone) if value.flags else value
+
+
+def lie_on_host(values: Iterable[Border]) -> bool:
+    """Whether all tensors of some values lie in the host's memory."""
+    return all(leaf.is_cpu for value in values for leaf in value.leaves if isinstance(leaf, Tensor))
 
 
 def _without_gaps(value: Border) -> Border:
@@ -245,12 +250,20 @@ class HandOut:
 
 
 class CopyEdge:
-    """The channel within a process: copies from one lane (or the caller, None) to another."""
+    """The channel within a process: copies from one lane (or the caller, None) to another.
 
-    def __init__(self, source: Place | None, target: Place, *, threaded: bool = False) -> None:
+    Args:
+        source, target: the two ends.
+        threaded: whether they are on threads of their own.
+        on_host: whether all that the caller sends lies in the host's memory.
+    """
+
+    def __init__(self, source: Place | None, target: Place, *, threaded: bool = False, on_host: bool = False) -> None:
         self.source, self.target, self.threaded = source, target, threaded
         self._on_host = source is not None and not source.asynchronous and not target.asynchronous
-        self.at_once = self._on_host and not threaded
+        # What the caller gives is never written to, so that lanes on threads may share it.
+        alike = on_host and target.device.type == "cpu" and not target.asynchronous
+        self.at_once = alike if source is None else self._on_host and not threaded
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:

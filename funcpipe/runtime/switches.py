@@ -13,18 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch.backends import ContextProp
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.torch_names import FORWARD_MODE, switch_of
-
-Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
-"""By kind of device: is autocast on, and to which type."""
-
-_KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+from funcpipe.runtime.context import autocast_now, set_autocast
 
 
 class Switch(NamedTuple):
@@ -223,18 +219,6 @@ class SwitchWatch:
             set_autocast(self._casts)
             left["autocast"] = None
         return [*left]
-
-
-def autocast_now() -> Casts:
-    """Return the autocast settings of this thread."""
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
-
-
-def set_autocast(casts: Casts) -> None:
-    """Set the autocast of this thread."""
-    for kind, (enabled, dtype) in casts.items():
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
 
 
 def autocast_depth() -> int:

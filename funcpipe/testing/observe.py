@@ -24,7 +24,8 @@ from funcpipe.core.tree import (
     map_tensors,
     refuse_hidden,
 )
-from funcpipe.runtime.switches import Switch, autocast_now, set_autocast, switches
+from funcpipe.runtime.context import autocast_now, set_autocast
+from funcpipe.runtime.switches import Switch, switches
 from funcpipe.testing.around import StageCall, hooked
 from funcpipe.testing.snapshot import Snapshot, named
 

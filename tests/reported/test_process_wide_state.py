@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcpipe as fp
-from funcpipe.runtime.switches import SwitchWatch, autocast_depth, autocast_now, switches
+from funcpipe.runtime.context import autocast_now
+from funcpipe.runtime.switches import SwitchWatch, autocast_depth, switches
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
