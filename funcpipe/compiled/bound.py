@@ -61,7 +61,6 @@ class CompiledBound:
         self._bare = self._all_bare()
         self._complete: dict[Programs, list[Tensor]] = {}
         self._sums: list[Tensor] = []
-        self._ends: dict[tuple[Programs, float], dict[str, Tensor]] = {}
         self._met: dict[Hashable, Programs | None] = {}
         self._last: tuple[list[Hashable], Programs | None] = ([], None)
 
@@ -90,7 +89,7 @@ class CompiledBound:
         """Forget every tensor."""
         self.eager.release()
         self._bare, self._sums, self._last = [], [], ([], None)
-        for remembered in (self._complete, self._ends, self._met):
+        for remembered in (self._complete, self._met):
             remembered.clear()
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -198,7 +197,11 @@ class CompiledBound:
         cotangents: list[Tensor | None] = []
         missing = _ALL_THERE
         added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
-        ends = self._loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
+        ends: dict[str, Tensor | None] = {}
+        if residual.loss is not None:
+            ends["loss"] = self.eager.loss_gradient(residual.loss, residual.microbatch)
+        if residual.side is not None:
+            ends["side"] = self.eager.side_gradient(residual.side, residual.microbatch)
         for kind, name, leaf, stride in residual.programs.joint.roots:
             if kind == "y":
                 gradient = y[leaf] if y is not None else None
@@ -212,16 +215,6 @@ class CompiledBound:
                 gradient = laid_out(gradient, stride)
             cotangents.append(gradient)
         return cotangents, missing
-
-    def _loss_cotangents(self, residual: ProgramResidual) -> dict[str, Tensor]:
-        """The gradients of loss and side, made once for all microbatches of one weight: no program writes into them."""
-        loss, shares = residual.loss, self.eager.shares
-        if shares is None or residual.side is not None or loss is None or loss.weight is not None:
-            return self.eager.loss_cotangents(residual)
-        key = residual.programs, shares.factor(loss, residual.microbatch)
-        if key not in self._ends:
-            self._ends[key] = self.eager.loss_cotangents(residual)
-        return self._ends[key]
 
 
 def _means(means: Sequence[tuple[bool, int]], args: StageArgs) -> list[MeanOverTargets]:

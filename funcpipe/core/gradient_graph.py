@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.torch_names import run_backward
+
+_Leaf: type[Any] = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # pyright: ignore
+"""The class of the nodes of leaves."""
 
 
 def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[Any]:
@@ -26,30 +30,36 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             todo += [successor for successor, _ in node.next_functions]
 
 
-def leaves_behind(roots: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-    """Collect the leaves behind some tensors, and report whether a reentrant checkpoint is in the graph."""
-    leaves: list[Tensor] = []
-    todo: list[Any] = []
-    reentrant = False
+def reaches_others(roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]) -> bool:
+    """Whether a leaf behind some tensors is neither known nor an input, by identity. Every run asks for each stage."""
+    nodes: list[Any] = []
     for root in roots:
-        if root.grad_fn is None:
-            leaves.append(root)
-        else:
-            todo.append(root.grad_fn)
-    visited = {*todo}
-    while todo:
-        node = todo.pop()
-        successors = node.next_functions
-        if successors:
-            for successor, _ in successors:
-                if successor is not None and successor not in visited:
-                    visited.add(successor)
-                    todo.append(successor)
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                reentrant = True
-        elif (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-    return leaves, reentrant
+        if root.grad_fn is not None:
+            nodes.append(root.grad_fn)
+        elif id(root) not in known and id(root) not in inputs:
+            return True
+    visited = {*nodes}
+    for node in nodes:  # it grows meanwhile
+        for successor, _ in node.next_functions:
+            if type(successor) is _Leaf:
+                leaf = id(successor.variable)
+                if leaf not in known and leaf not in inputs:
+                    return True
+            elif successor is not None and successor not in visited:
+                visited.add(successor)
+                nodes.append(successor)
+    return False
+
+
+def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Collect the leaves behind some tensors."""
+    leaves = [root for root in roots if root.is_leaf]
+    return leaves + [node.variable for node in nodes_of(roots) if type(node) is _Leaf]
+
+
+def has_reentrant_checkpoint(roots: Sequence[Tensor]) -> bool:
+    """Whether a reentrant ``torch.utils.checkpoint`` is in the graph behind some tensors."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of(roots))
 
 
 def walk_back(

@@ -28,6 +28,9 @@ Spec: TypeAlias = optree.PyTreeSpec
 Path: TypeAlias = tuple[Any, ...]
 
 _NAMESPACE = "funcpipe"
+LEAF: Spec = optree.tree_structure(cast("Any", None), none_is_leaf=True, namespace=_NAMESPACE)
+"""The structure of a tree that is one leaf."""
+_EMPTY: Spec = optree.tree_structure(cast("Any", ()), none_is_leaf=True, namespace=_NAMESPACE)
 _registering = threading.Lock()
 _registered: set[type] = set()
 
@@ -40,6 +43,11 @@ def flatten(tree: Tree, whole: Callable[[Any], bool] | None = None) -> tuple[Lea
     Raises:
         PlanError: the tree contains itself.
     """
+    kind = type(tree)
+    if kind is Tensor or tree is None:  # much of what a run takes apart is one tensor, or nothing
+        return [tree], LEAF
+    if kind is tuple and not tree and whole is None:
+        return [], _EMPTY
     try:
         leaves, spec = optree.tree_flatten(tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError:

@@ -19,10 +19,17 @@ from funcpipe.runtime.marks import Axis, Microbatches, Replicate
 
 
 class BatchTree:
-    """One tree of the batch, its leaves with their places and axes."""
+    """One tree of the batch, its leaves with their places and axes.
 
-    def __init__(self, name: str, tree: Tree, *, sliced: bool = False) -> None:
-        self.name, self.sliced = name, sliced
+    Args:
+        name: what errors call it.
+        tree: as the caller gave it.
+        sliced: whether microbatches are cut into slices.
+        keyed: whether stages look programs up by the shapes of microbatches, of which most have the same.
+    """
+
+    def __init__(self, name: str, tree: Tree, *, sliced: bool = False, keyed: bool = False) -> None:
+        self.name, self.sliced, self.keyed = name, sliced, keyed
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
         if self.faults:
@@ -162,10 +169,11 @@ class BatchTree:
         keys: dict[tuple[int, int], Hashable] = {}
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
-            length = slices[len(out) % len(slices)] if slices else 0
-            if (size, length) not in keys:
-                keys[size, length] = border_key_or_none(border)
-            border.words = keys[size, length]
+            if self.keyed:
+                length = slices[len(out) % len(slices)] if slices else 0
+                if (size, length) not in keys:
+                    keys[size, length] = border_key_or_none(border)
+                border.words = keys[size, length]
             out.append(border)
         return out
 

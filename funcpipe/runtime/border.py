@@ -12,6 +12,7 @@ from torch import Tensor
 from funcpipe.core.errors import PlanError, raise_all
 from funcpipe.core.torch_names import storage_number, version
 from funcpipe.core.tree import (
+    LEAF,
     Spec,
     Tree,
     cow_clone,
@@ -21,9 +22,6 @@ from funcpipe.core.tree import (
     under_transform,
     unflatten,
 )
-
-LEAF: Spec = flatten(None)[1]
-"""The structure of a tree that is one leaf."""
 
 
 class Border:

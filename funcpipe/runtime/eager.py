@@ -7,7 +7,7 @@ is safe; nothing of the caller's is touched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, TypeVar
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.gradient_graph import leaves_behind, walk_back
+from funcpipe.core.gradient_graph import has_reentrant_checkpoint, leaves_behind, reaches_others, walk_back
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
+from funcpipe.core.torch_names import version
 from funcpipe.core.tree import (
     Tree,
     cow_clone_unchecked,
@@ -45,7 +46,7 @@ from funcpipe.runtime.foreign import refuse_backward, refuse_foreign, refuse_in_
 from funcpipe.runtime.global_draws import Recomputations
 from funcpipe.runtime.params import StageParams, versions
 from funcpipe.runtime.reported import detached_side, is_empty, kept_statistics
-from funcpipe.runtime.residual import EagerResidual, GradientLeaves
+from funcpipe.runtime.residual import EagerResidual, GradientLeaves, add_root
 from funcpipe.runtime.rng import KeyedDraws, Keys
 from funcpipe.runtime.split_backward import EagerWeights, walk_to_inputs
 
@@ -89,6 +90,7 @@ class EagerBound:
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
         self.params = StageParams(params, trainable, guard=guard or self.new)
         self.recomputations = Recomputations(index)
+        self._root: tuple[float, Tensor] = 0.0, torch.empty(0)
         faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
@@ -153,30 +155,33 @@ class EagerBound:
         if self.skipped:
             self.skipped -= 1
             return
+        roots, inputs = residual.roots(), residual.inputs()
+        input_ids = {id(leaf) for leaf in inputs}
         if self.new:
-            self.params.refuse_rebinding()
-            refuse_backward(self.params.sums.strays())
-        inputs = residual.inputs()
-        known = {*self.params.input_ids, *map(id, inputs)}
-        leaves, self.reentrant = leaves_behind(residual.roots())
-        if self.reentrant:
-            self.stage.seen.reentrant.add(self.train)
-        foreign = [leaf for leaf in leaves if id(leaf) not in known]
-        if foreign:
-            self._refuse_foreign(foreign, residual)
+            self._look_first(roots)
+        if reaches_others(roots, self.params.input_ids, input_ids):
+            self._refuse_foreign(residual, self.params.input_ids | input_ids)
         else:  # a forward that makes leaves itself makes other ones in the next graph
             self.unlooked -= 1
         if self.new:
             self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
 
-    def _refuse_foreign(self, foreign: Sequence[Tensor], residual: EagerResidual) -> None:
+    def _look_first(self, roots: Sequence[Tensor]) -> None:
+        """Check what the end of a run finds too, but not the microbatch; and note what does not change later."""
+        self.params.refuse_rebinding()
+        refuse_backward(self.params.sums.strays())
+        if has_reentrant_checkpoint(roots):
+            self.stage.seen.reentrant.add(self.train)
+            self.reentrant = True
+
+    def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
         """Refuse foreign leaves of the stage and of the loss, which has those that nothing else reaches. Raises PlanError."""
-        reached = {id(leaf) for leaf in leaves_behind(residual.roots(loss=False))[0]}
-        of_stage = [leaf for leaf in foreign if id(leaf) in reached]
+        of_stage = {id(leaf): leaf for leaf in leaves_behind(residual.roots(loss=False)) if id(leaf) not in known}
         if of_stage:
-            refuse_foreign(self.stage, self.fn, of_stage)
-        if len(of_stage) < len(foreign):
-            refuse_in_loss([leaf for leaf in foreign if id(leaf) not in reached], self.params.leaves)
+            refuse_foreign(self.stage, self.fn, [*of_stage.values()])
+        of_loss = [leaf for leaf in leaves_behind(residual.roots()) if id(leaf) not in {*known, *of_stage}]
+        if of_loss:
+            refuse_in_loss(of_loss, self.params.leaves)
 
     def _refuse_means(self, out: StageOut) -> None:
         """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises BatchError."""
@@ -307,8 +312,11 @@ class EagerBound:
         With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the
         way.
         """
-        ends = self.loss_cotangents(residual) if residual.loss is not None or residual.side is not None else {}
-        roots, gradients = residual.outset(y, stash, ends)
+        roots, gradients = residual.outset(y, stash)
+        if residual.loss is not None:
+            add_root(residual.total, self.loss_gradient(residual.loss, residual.microbatch), roots, gradients)
+        if residual.side is not None:
+            add_root(residual.side[0], self.side_gradient(residual.side, residual.microbatch), roots, gradients)
         inputs, parameters = residual.inputs(), self.params.inputs
         if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
             waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters) if roots else []
@@ -342,24 +350,29 @@ class EagerBound:
             sums.adopt()
         return found
 
-    def loss_cotangents(self, residual: Any) -> dict[str, Tensor]:
-        """Where gradients begin: at the loss ("loss") and the stage's auxiliary loss ("side"), each with its factor.
+    def loss_gradient(self, loss: Loss, microbatch: int) -> Tensor | None:
+        """Return the gradient where a backward begins at the loss; None: the loss counts nothing.
 
-        Factor 0 is left out: it adds exactly nothing, even where the loss is nan.
+        Factor 0 is left out: it adds exactly nothing, even where the loss is nan. Most microbatches have one in common, as
+        long as no backward writes into it.
         """
-        shares, ends = self.shares, dict[str, Tensor]()
-        if shares is None:
-            return ends
-        if residual.loss is not None:
-            factor = shares.factor(residual.loss, residual.microbatch)
-            if factor:
-                ends["loss"] = torch.full_like(residual.loss.sum, factor * shares.loss_scale)
-        if residual.side is not None:
-            total, weight = residual.side
-            factor = shares.part(residual.microbatch) / float(weight) if float(weight) else 0.0
-            if factor and isinstance(total, Tensor):
-                ends["side"] = torch.full_like(total, factor * shares.loss_scale)
-        return ends
+        if self.shares is None:
+            return None
+        total, factor = loss.sum, self.shares.factor(loss, microbatch) * self.shares.loss_scale
+        before, gradient = self._root
+        alike = gradient.dtype is total.dtype and gradient.is_same_size(total) and gradient.device == total.device
+        if before != factor or not alike or version(gradient):
+            gradient = torch.full_like(total, factor)
+            self._root = factor, gradient
+        return gradient if factor else None
+
+    def side_gradient(self, side: tuple[Any, Any], microbatch: int) -> Tensor | None:
+        """Return the same for the auxiliary loss (sum, weight) of a stage."""
+        total, weight = side
+        if self.shares is None or not isinstance(total, Tensor) or not float(weight):
+            return None
+        factor = self.shares.part(microbatch) / float(weight)
+        return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -91,8 +91,7 @@ class LaneExecutor(ABC):
     def walk(self, executions: Sequence[Execution]) -> None:
         """Do the part that is aimed at, ``execution.part``, of each; come back when all are done, or raise what failed.
 
-        There are several only where lanes have threads: each does one after the other, and none waits for the others in
-        between.
+        Of several each lane does one after the other, and none waits for the others in between.
         """
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
@@ -230,8 +229,9 @@ class Execution:
     def begin(self, lane: Lane) -> None:
         """A lane begins, in its thread; its stages are as the batch before has left them."""
         if self.before is not None:
-            for stage in {call.stage for call in lane.program.calls}:
-                self.ready.bounds[stage].rebase(self.before.committed.get(stage))
+            with lane.place.active():
+                for stage in {call.stage for call in lane.program.calls}:
+                    self.ready.bounds[stage].rebase(self.before.committed.get(stage))
         self.executor.begin(self, lane)
 
     def end(self, lane: Lane) -> None:
@@ -242,8 +242,9 @@ class Execution:
         for stage in {call.stage for call in lane.program.calls}:
             if commits(self.ready.plan, stage):
                 known = {} if self.before is None else self.before.committed
-                state = known.get(stage, self.ready.state[stage])
-                self.committed[stage] = commit(self.ready, stage, state, statistics_of(self.ready, stage, reports))
+                state, stats = known.get(stage, self.ready.state[stage]), statistics_of(self.ready, stage, reports)
+                with lane.place.active():
+                    self.committed[stage] = commit(self.ready, stage, state, stats)
 
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """What the caller gives for the next part, one value per microbatch."""

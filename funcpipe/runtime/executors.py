@@ -28,32 +28,36 @@ class Serial(LaneExecutor):
         """Accepts every plan."""
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the actions in ``execution.part``; on one thread there is one execution at a time."""
-        (execution,) = executions
-        ready, lanes = execution.ready, execution.lanes
-        for lane in lanes:
-            execution.begin(lane)
-        RUNNING.set(lambda: execution.where(lanes[execution.turn]))  # whoever began the run sets it back
+        """Run the actions in ``execution.part`` of one execution after the other; devices need not be done in between."""
+        first = executions[0]
         with (
-            interrupting(execution, ready.options.timeout),
-            intra_op_threads(ready.threads),
-            execution.context.computing(),
-            execution.catching(),
+            interrupting(executions, first.ready.options.timeout),
+            intra_op_threads(first.ready.threads),
+            first.context.computing(),
+            first.catching(),
             SwitchWatch(alone=True) as switches,
         ):
-            try:
-                for number in islice(ready.program.lane_order, *execution.part):
-                    execution.turn = number
-                    lane = lanes[number]
-                    if lane.place.asynchronous:
-                        with lane.place.active():
+            for execution in executions:
+                lanes = execution.lanes
+                # Whoever began the run sets it back.
+                RUNNING.set(lambda execution=execution: execution.where(execution.lanes[execution.turn]))
+                try:
+                    for execution.turn, lane in enumerate(lanes):
+                        execution.begin(lane)
+                    for number in islice(execution.ready.program.lane_order, *execution.part):
+                        execution.turn = number
+                        lane = lanes[number]
+                        if lane.place.asynchronous:
+                            with lane.place.active():
+                                lane.advance()
+                        else:
                             lane.advance()
-                    else:
-                        lane.advance()
-                    if switches.touched or torch.is_grad_enabled() is not switches.grad:
-                        switches.check()
-            except BaseException as error:  # in here: context managers write to the exceptions that they see
-                raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
+                        if switches.touched or torch.is_grad_enabled() is not switches.grad:
+                            switches.check()
+                    for execution.turn, lane in enumerate(lanes):
+                        execution.end(lane)
+                except BaseException as error:  # in here: context managers write to the exceptions that they see
+                    raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 
 
 class Threads(LaneExecutor):

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcpipe.core.errors import BatchError, PlanError, fail, raise_all
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Loss, Result, RunStats, Timeline
-from funcpipe.core.tree import Tree, flatten, locations, map_tensors, unflatten
+from funcpipe.core.tree import Tree, locations, map_tensors, unflatten
 from funcpipe.runtime.agreement import END
 from funcpipe.runtime.border import caller_copy
 from funcpipe.runtime.bound import Shares
@@ -248,7 +248,8 @@ def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: floa
         # Nobody steps before all have their sums.
         ready.part.exchange("the sums of tied leaves", None)
     given = {stage: spread.as_given(sums[stage]) for stage, spread in ready.spread.items()}
-    trees = {stage: unflatten(flatten(ready.params[stage])[1], row) for stage, row in {**sums, **given}.items()}
+    specs = {stage: bound.params.spec for stage, bound in ready.bounds.items()}
+    trees = {stage: unflatten(specs[stage], row) for stage, row in {**sums, **given}.items()}
     return tuple([trees.get(stage) for stage in range(ready.plan.num_stages)])
 
 

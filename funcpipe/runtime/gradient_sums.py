@@ -28,6 +28,7 @@ class GradientSums:
     def __init__(self, aliases: Sequence[Tensor]) -> None:
         self.lacking = [*range(len(aliases))]
         self._aliases = aliases
+        self._odd = [number for number, alias in enumerate(aliases) if not is_plain(alias)]
         self.sparse: list[int] = []
         self._zeros: dict[int, int] = {}
         """Of those that began as zeros their versions then."""
@@ -45,13 +46,14 @@ class GradientSums:
             PlanError: the stage called backward itself.
         """
         refuse_backward(self.strays())
-        for number in [number for number in self.lacking if not is_plain(self._aliases[number])]:
-            self._begin_as_zeros(number)
+        while self._odd:
+            self._begin_as_zeros(self._odd.pop())
 
     def begin(self) -> list[Any]:
         """Return every sum, to add to."""
         for number in [*self.lacking]:
             self._begin_as_zeros(number)
+        self._odd = []
         return self.present()
 
     def adopt(self) -> None:

@@ -123,13 +123,19 @@ def _move(tree: Tree, device: torch.device) -> Tree:
     return map_leaves(move, tree)
 
 
-def misplaced(plan: Plan, trees: Sequence[Tree], by_lane: Sequence[torch.device], root: str) -> list[str]:
-    """The tensors that do not lie on their stage's device, one line each."""
+def misplaced(
+    plan: Plan,
+    trees: Sequence[Tree],
+    by_lane: Sequence[torch.device],
+    root: str,
+    rows: Sequence[Sequence[Any]] | None = None,
+) -> list[str]:
+    """The tensors that do not lie on their stage's device, one line each. ``rows`` are the leaves, if at hand."""
     device_of = plan.schedule.device_of
     faults: list[str] = []
     for stage, tree in enumerate(trees):
         device = by_lane[device_of[stage]]
-        leaves = flatten(tree)[0]
+        leaves = flatten(tree)[0] if rows is None else rows[stage]
         if all(same_device(leaf.device, device) for leaf in leaves if isinstance(leaf, Tensor)):
             continue
         for name, leaf in zip(locations(tree, f"{root}[{stage}]"), leaves, strict=True):

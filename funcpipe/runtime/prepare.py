@@ -154,7 +154,8 @@ def prepare(
     trees = _per_stage("params", params, plan, here)
     states = _states(options.state, plan, here)
     devices = part.devices(plan)
-    faults = misplaced(plan, trees, devices, "params") + misplaced(plan, states, devices, "state")
+    leaves = [flatten(tree)[0] for tree in trees]
+    faults = misplaced(plan, trees, devices, "params", leaves) + misplaced(plan, states, devices, "state")
     raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
     absent = batch is None and len(here) < plan.num_stages
     inputs, target = (None, None) if absent else split_batch(plan, batch)
@@ -170,7 +171,6 @@ def prepare(
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
     spread = _spread(part, trees)
-    leaves = [flatten(tree)[0] for tree in trees]
     parts = [spread[stage].parts if stage in spread else row for stage, row in enumerate(leaves)]
     weights = weighed(cut, plan)
     marked = is_marked(leaves)
@@ -199,7 +199,7 @@ def prepare(
     unclear = agreed.rows_unclear
     shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear)
     unmarked = [[False] * len(row) for row in leaves]
-    trained = trainable_leaves(trees, trainable, marked=agreed.marked) if backward else unmarked
+    trained = trainable_leaves(trees, trainable, marked=agreed.marked, leaves=leaves) if backward else unmarked
     ties = resolve_ties(plan, trees, trained, here)
     if len(words) == 1 and ties:
         compare_tied(part.compared, trees, leaves, ties)

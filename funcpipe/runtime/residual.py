@@ -69,20 +69,17 @@ class EagerResidual:
         return [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
 
     def outset(
-        self, y: Gradients | None, stash: dict[str, list[Gradients]], losses: dict[str, Tensor]
+        self, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
-        """Where a backward begins, and with which gradients: of the output, of what was stashed, and of the losses."""
+        """Return where a backward begins, and with which gradients: of the output, and of what was stashed."""
         roots: list[Tensor | GradientEdge] = []
         gradients: list[Tensor] = []
         if y is not None:
-            _root(self.y, y, roots, gradients)
+            for end, gradient in zip(self.y, y, strict=True):
+                add_root(end, gradient, roots, gradients)
         for name, parts in stash.items():
-            _root(self.stash[name], add_gradients(None, *parts) or (), roots, gradients)
-        for name, gradient in losses.items():
-            total = self.total if name == "loss" else self.side and self.side[0]
-            if isinstance(total, Tensor) and total.requires_grad:
-                roots.append(total)
-                gradients.append(gradient)
+            for end, gradient in zip(self.stash[name], add_gradients(None, *parts) or (), strict=True):
+                add_root(end, gradient, roots, gradients)
         return roots, gradients
 
     def cotangents(self) -> Cotangents:
@@ -152,11 +149,8 @@ def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
     return gradients
 
 
-def _root(graph: list[Any], gradients: Sequence[Tensor | None], roots: list[Any], cotangents: list[Tensor]) -> None:
-    """Add the tensors (or what is left of moved ones: edges) that have a gradient to the roots of a backward."""
-    for tensor, gradient in zip(graph, gradients, strict=True):
-        if gradient is None:
-            continue
-        if (isinstance(tensor, Tensor) and tensor.requires_grad) or isinstance(tensor, GradientEdge):
-            roots.append(tensor)
-            cotangents.append(gradient)
+def add_root(end: Any, gradient: Tensor | None, roots: list[Tensor | GradientEdge], gradients: list[Tensor]) -> None:
+    """Let a backward begin at an end of a graph too (a tensor, or the edge that is left of one), if that has a gradient."""
+    if gradient is not None and (isinstance(end, GradientEdge) or (isinstance(end, Tensor) and end.requires_grad)):
+        roots.append(end)
+        gradients.append(gradient)

@@ -57,11 +57,11 @@ def run_batches(
 
     It is all batches or none: after an error parameters, the optimizer and the scheduler are what they were before the first.
 
-    Some batches go one by one all the same: of a plan with ties, on one thread (the default on CUDA), with an optimizer that has
-    hooks or holds other leaves, of replicas that have state which a batch changes or other numbers of microbatches, and the
-    first that a plan ever runs. Where gradients of one turn out to be clipped, or not finite under a loss scale, what was done
-    is undone, and all are done again one by one. What undoes steps is a copy of parameters and the optimizer's state; one by
-    one there are two.
+    Some batches go one by one all the same: of a plan with ties, with an optimizer that has hooks or holds other leaves, of
+    replicas that have state which a batch changes or other numbers of microbatches, and the first that a plan ever runs. Where
+    gradients of one turn out to be clipped, or not finite under a loss scale, what was done is undone, and all are done again
+    one by one. What undoes steps is a copy of parameters and the optimizer's state; one by one there are two. On one thread
+    (the default on CUDA) it is the devices that do not wait: their actions of all batches are queued one after the other.
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
@@ -194,7 +194,7 @@ class _Work:
 
     def _together(self, check: Callable[[], None] = lambda: None) -> bool | None:
         """Do all that are left at once. False: they cannot be done so; None: they were, and it is undone."""
-        if self.lanes is None or not self.lanes.threaded:
+        if self.lanes is None:
             check()
             return False
         rates: Rates | None = None

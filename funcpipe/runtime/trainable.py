@@ -22,14 +22,23 @@ def is_marked(leaves: Iterable[Iterable[Any]]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for row in leaves for leaf in row)
 
 
-def trainable_leaves(trees: Sequence[Tree], trainable: Trainable, *, marked: bool | None = None) -> list[list[bool]]:
-    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know. Raises PlanError."""
-    flat = [flatten(tree)[0] for tree in trees]
+def trainable_leaves(
+    trees: Sequence[Tree],
+    trainable: Trainable,
+    *,
+    marked: bool | None = None,
+    leaves: Sequence[Sequence[Any]] | None = None,
+) -> list[list[bool]]:
+    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know. Raises PlanError.
+
+    ``leaves`` are those of the trees, where they are at hand.
+    """
+    flat = leaves or [flatten(tree)[0] for tree in trees]
     if trainable is None:
         marked = is_marked(flat) if marked is None else marked
-        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in leaves] for leaves in flat]
+        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in row] for row in flat]
     if isinstance(trainable, bool):
-        return [[trainable and is_differentiable(leaf) for leaf in leaves] for leaves in flat]
+        return [[trainable and is_differentiable(leaf) for leaf in row] for row in flat]
     if callable(trainable):
         chosen: list[list[bool]] = []
         for stage, tree in enumerate(trees):

@@ -209,8 +209,8 @@ class interrupting:
     The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next bytecode.
     """
 
-    def __init__(self, execution: Execution, timeout: float | None) -> None:
-        self.dog = None if timeout is None else Watchdog([execution], timeout, self._bite)
+    def __init__(self, executions: Sequence[Execution], timeout: float | None) -> None:
+        self.dog = None if timeout is None else Watchdog(executions, timeout, self._bite)
         self._identity = threading.get_ident()
 
     def _bite(self) -> None:

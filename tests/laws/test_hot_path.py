@@ -15,7 +15,7 @@ from funcpipe.runtime.lane import Lane
 
 PACKAGE = str(Path(fp.__file__).parent)
 S, M = 2, 4
-LIMITS = {"0F": (15, 6), "1F": (22, 7), "0B": (11, 5), "1B": (14, 7)}
+LIMITS = {"0F": (15, 6), "1F": (22, 7), "0B": (12, 5), "1B": (15, 7)}
 """By stage and kind: the most calls, and the most files."""
 
 

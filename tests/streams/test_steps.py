@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from common import same
 
 import funcpipe as fp
+from funcpipe.runtime.executors import Serial
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.stream import Place
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder
 
 S, M = 4, 3
+TOGETHER = {"together": "threads", "together, on one thread": "serial"}
 PLACES = {"two devices": ["cpu:0", "cpu:1"], "one device": ["cpu:0", "cpu:0"]}
 
 
@@ -37,8 +39,8 @@ def train(stages, params, state, schedule, devices, how, watching=nullcontext):
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=devices, outputs=True)
     optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
     given = {"optimizer": optimizer, "threads_per_lane": 1}
-    if how == "together":
-        results = fp.run_batches(plan, params, batches, state=state, executor="threads", **given)
+    if how in TOGETHER:
+        results = fp.run_batches(plan, params, batches, state=state, executor=TOGETHER[how], **given)
     else:
         results = []
         for batch in batches:
@@ -53,7 +55,9 @@ def train(stages, params, state, schedule, devices, how, watching=nullcontext):
 
 @pytest.mark.parametrize("place", PLACES)
 # Statistics of runs that are alone are committed by the caller, whom the recorder does not see.
-@pytest.mark.parametrize(("how", "norm"), [("threads", False), ("together", False), ("together", True)])
+@pytest.mark.parametrize(
+    ("how", "norm"), [("threads", False), *((how, norm) for how in TOGETHER for norm in (False, True))]
+)
 @pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zero_bubble])
 def test_steps_are_in_order(family, how, norm, place, monkeypatch):
     """Nothing is read before it is written, or given out while it is in use, from one batch to the next either."""
@@ -61,16 +65,19 @@ def test_steps_are_in_order(family, how, norm, place, monkeypatch):
     stages, params, state = net(norm)
     want = train(stages, params, state, schedule, "cpu", "serial")
     _, params, state = net(norm)
-    recorder, walks, walk = Recorder(), [], Lanes.walk
+    recorder, walks = Recorder(), []
     monkeypatch.setattr(Place, "backend", recorder)
-    monkeypatch.setattr(Lanes, "walk", lambda self, all_of: (walks.append(len(all_of)), walk(self, all_of))[1])
+    for executor in (Lanes, Serial):
+        walk = executor.walk
+        noted = lambda self, all_of, walk=walk: (walks.append(len(all_of)), walk(self, all_of))[1]
+        monkeypatch.setattr(executor, "walk", noted)
     devices = PLACES[place]
     for stage, tree in enumerate(zip(params, state, strict=True)):
         recorder.put(tree, torch.device(devices[schedule.device_of[stage]]))
     got = train(stages, params, state, schedule, devices, how, recorder.watching)
     assert recorder.finish() == []
     assert same(want, got)
-    assert walks == ([4] if how == "together" else [1] * 4)
+    assert walks == ([4] if how in TOGETHER else [1] * 4)
     assert len(recorder.points) > 50
 
 
