@@ -166,7 +166,7 @@ def _unfit(program: Lowered, call: Call) -> Iterator[str]:
             fits = (role, at) == (program.wires[wire].role, lane) and role not in TAKEN
             if not fits or (source != call.lane if sent else source == CALLER and not given):
                 yield f"{_name(program, wire)} in a pool for {role.value} from {lane_name(source)} to {at}"
-        elif program.wires[wire].role in TAKEN and wire not in call.writes:
+        elif program.wires[wire].role in TAKEN - {Role.SUMS} and wire not in call.writes:
             yield f"{_name(program, wire)} is the caller's"
     for wire, *_ in call.sends:
         if wire not in call.writes:

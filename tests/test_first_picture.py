@@ -10,12 +10,29 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
 
 
-@pytest.fixture(scope="module")
-def first_picture():
-    spec = importlib.util.spec_from_file_location("first_picture", FOLDER / "first_picture.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def first_picture():
+    return script("first_picture")
+
+
+def test_the_picture_of_data_flow_is_drawn_from_the_plan_of_its_page():
+    """Every pool of the plan has an arrow, and every lane a mailbox."""
+    data_flow = script("data_flow")
+    plan = data_flow.small_plan()
+    drawn = data_flow.drawn(plan)
+    if WRITE:
+        data_flow.PICTURE.write_text(drawn, newline="\n")
+    assert data_flow.PICTURE.read_text() == drawn
+    assert drawn.count("mailbox</text>") == len(plan.program.lanes)
+    for pool in plan.program.pools:
+        assert f"{pool.role.value}: {pool.slots} slot" in drawn
 
 
 def test_it_is_drawn_by_its_code(first_picture):

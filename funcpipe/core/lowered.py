@@ -32,8 +32,8 @@ from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Action, action_of
 from funcpipe.core.shown import guarded, line
 
-TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD})
-"""What the caller takes at the end."""
+TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.SUMS})
+"""What the caller takes at the end; no action frees it, also if it reads it."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,8 @@ class _Writer:
         self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
         self.read = read
         """The wires that an action of the lane reads."""
+        self.taken = frozenset([number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN])
+        """The wires of what the caller takes."""
         self.calls: dict[int, _Form] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
@@ -305,8 +307,8 @@ class _Writer:
         ]
         writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
         sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
-        taken = [wire * count for wire in call.writes if wires[wire].role in TAKEN]
-        unread = [wire * count for wire in call.writes if wire not in self.read and wires[wire].role not in TAKEN]
+        taken = [wire * count for wire in call.writes if wire in self.taken]
+        unread = [wire * count for wire in call.writes if wire not in self.read | self.taken]
         return _Form(len(self.calls), reads, writes, sends, taken, unread)
 
     def write(self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
@@ -315,7 +317,11 @@ class _Writer:
         where, again, add = self.where, self.again, self.instructions.append
         reads = self._received(form, microbatch)
         done, self.late = self.late, []
-        done += [base + microbatch for wire, base, *_ in form.reads if (position, wire) not in again]
+        done += [
+            base + microbatch
+            for wire, base, *_ in form.reads
+            if (position, wire) not in again and wire not in self.taken
+        ]
         if after is not None:
             self._received(self._get(after[0]), after[1])
             self.pairs.append(len(self.ends))

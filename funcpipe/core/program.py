@@ -62,6 +62,9 @@ class Role(Enum):
     CARRY_GRAD = "carry_grad"
     """The gradient of what a slice was handed; read by the piece before the one that made it."""
 
+    SUMS = "sums"
+    """The sums of a stage's gradients over its replicas, under way; S reads them, and the caller takes them."""
+
     __hash__ = object.__hash__
 
 

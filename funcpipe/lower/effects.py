@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
@@ -22,6 +22,7 @@ class EffectContext:
         loss: does the last stage end in the plan's loss.
         outputs: does the caller get the last stage's outputs.
         inputs: does the caller get the gradients of the inputs.
+        reduced: the stages with a G, which begins to sum their gradients; of others S does.
     """
 
     stages: Sequence[Stage]
@@ -29,6 +30,7 @@ class EffectContext:
     loss: bool
     outputs: bool
     inputs: bool = False
+    reduced: Collection[int] = ()
 
 
 class Among(NamedTuple):
@@ -88,7 +90,12 @@ def effects(
             return [Wire(Role.OFFLOADED, stage)], [residual]
         case Kind.W:
             return [Wire(Role.WEIGHT_RESIDUAL, stage)], []
-        case Kind.G | Kind.U | Kind.S:
-            return [], []  # the sums of gradients, and the parameters, are the stage's own
+        case Kind.G:
+            return [], [Wire(Role.SUMS, stage)]
+        case Kind.S:
+            sums = [Wire(Role.SUMS, stage)]
+            return (sums, []) if stage in context.reduced else ([], sums)
+        case Kind.U:
+            return [], []  # the parameters are the stage's own
         case _:
             assert_never(kind)

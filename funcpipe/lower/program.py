@@ -61,7 +61,9 @@ def lower(
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
     if halves:
         _refuse_mixed(schedule)
-    calls = _Calls(EffectContext(stages, routes(stages), loss, outputs or halves, halves), schedule, legal)
+    reduced = {action.stage for order in schedule.orders for action in order if action.kind is Kind.G}
+    context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced)
+    calls = _Calls(context, schedule, legal)
     order, pairs = calls.order()
     if halves:  # no lane's own order changes: what belongs to the first half is first already
         order = _forwards_first(order, calls.calls, schedule)

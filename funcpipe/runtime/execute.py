@@ -33,7 +33,7 @@ from funcpipe.runtime.part import PlanPart, whole
 from funcpipe.runtime.plain_tensors import addresses
 from funcpipe.runtime.prepare import Prepared, prepare
 from funcpipe.runtime.ranges import ranged
-from funcpipe.runtime.replicas import here
+from funcpipe.runtime.replicas import Reduction, here
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.steps import make_step
@@ -206,8 +206,6 @@ class Execution:
             lane.measure()
         if options.ranges:
             lane.steps = [ranged(step, program, place.device) for step in lane.steps]
-        if self.stepping is not None:
-            lane.steps = self.stepping.waiting(program, lane.steps, lane.mail)
         if ready.spread:
             lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
         return lane
@@ -292,6 +290,10 @@ class Execution:
                     lane.slots[slot] = None
         return out
 
+    def reductions(self) -> dict[int, Reduction]:
+        """The sums over replicas that lanes have begun, by stage; they leave the slots."""
+        return {stage: reduction for (stage, _), reduction in self.collect(Role.SUMS).items()}
+
     def hand_sums(self) -> None:
         """The sums of gradients, which lanes have made, are the caller's; of replicas other sums are made of them."""
         if self.ready.part.replicas > 1:
@@ -305,7 +307,7 @@ class Execution:
     def result(self) -> Result:
         """Fold what has come out."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
-        reports, outputs = self.collect(Role.REPORT), self.collect(Role.OUTPUT)
+        reports, outputs, begun = self.collect(Role.REPORT), self.collect(Role.OUTPUT), self.reductions()
         self.check_empty()
         if backward and (self.stepping is None or not self.stepping.spends):
             self.hand_sums()
@@ -315,7 +317,16 @@ class Execution:
         given = {stage: _handed(tree, places[stage]) for stage, tree in self.committed.items()}
         left = None if self.number is None else given
         with intra_op_threads(ready.threads):
-            result = finish(ready, reports, outputs, *how, backward=backward, stepping=self.stepping, committed=left)
+            result = finish(
+                ready,
+                reports,
+                outputs,
+                *how,
+                backward=backward,
+                stepping=self.stepping,
+                committed=left,
+                begun=begun,
+            )
         release(ready)
         self.settle()
         return result
@@ -381,7 +392,7 @@ def walk(executions: Sequence[Execution]) -> None:
         execution.seconds += seconds / len(executions)
 
 
-def _unstepped(stage: int) -> None:
+def _unstepped(stage: int, reduction: Reduction) -> None:
     """A run without an optimizer steps nothing; it has been refused where the schedule wants one."""
 
 

@@ -19,7 +19,8 @@ from funcpipe.runtime.bound import Shares
 from funcpipe.runtime.columns import Columns, apart, joined
 from funcpipe.runtime.joining import merge
 from funcpipe.runtime.prepare import Prepared
-from funcpipe.runtime.sparse_gradients import added, dense
+from funcpipe.runtime.replicas import Reduction
+from funcpipe.runtime.sparse_gradients import added
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.unused import UnusedLeaf, unused_in_all, unused_keys, unused_leaves
 
@@ -37,11 +38,12 @@ def finish(
     backward: bool,
     stepping: Stepping | None = None,
     committed: Mapping[int, Tree] | None = None,
+    begun: Mapping[int, Reduction] | None = None,
 ) -> Result:
     """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards.
 
     It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have
-    ``committed`` is that; None: they do not.
+    ``committed`` is that; None: they do not. Sums over replicas that have ``begun`` are waited for, the others begin now.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
@@ -50,7 +52,7 @@ def finish(
     if stepping is not None and stepping.spends:
         sums, (trained, untouched) = None, stepping.reached
     else:
-        sums = gradient_sums(ready) if backward else {}
+        sums = gradient_sums(ready, begun or {}) if backward else {}
         untouched = unused_leaves(ready) if backward else []
         trained = sum(gradient is not None for row in sums.values() for gradient in row)
     # A list: a generator would make another error of a StopIteration.
@@ -223,14 +225,11 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
     return total
 
 
-def gradient_sums(ready: Prepared) -> dict[int, list[Tensor | None]]:
+def gradient_sums(ready: Prepared, begun: Mapping[int, Reduction]) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
-    sums = {stage: bound.params.grads() for stage, bound in ready.bounds.items()}
-    if ready.part.replicas > 1:
-        sums = {stage: dense(row) for stage, row in sums.items()}
-    for stage, row in sums.items():  # all sums begin before the run waits for the first
-        ready.part.reduce(stage, row, ready.cuts_of(stage))
-    return {stage: ready.part.reduced(stage, row) for stage, row in sums.items()}
+    # All sums begin before the run waits for the first.
+    reductions = {stage: begun.get(stage) or ready.reduce(stage) for stage in ready.bounds}
+    return {stage: reduction.at_end() for stage, reduction in reductions.items()}
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:

@@ -15,7 +15,7 @@ from funcpipe.core.program import LaneProgram
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.replicas import Sharding, Told, unheard
+from funcpipe.runtime.replicas import GiveSums, Sharding, Told
 from funcpipe.runtime.same_numbers import ComparedLeaves
 
 
@@ -105,24 +105,19 @@ class PlanPart(Protocol):
         ...
 
     def reduce(
-        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
-    ) -> None:
-        """Begin to sum the gradients of a stage that is here over the replicas; nothing where that has begun.
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> Callable[[], GiveSums]:
+        """Begin to sum the gradients of a stage that is here over the replicas.
 
         Args:
             stage: whose.
             gradients: of all its leaves; they have no memory afterwards.
             cuts: of which this replica gets its part.
             told: called, maybe from another thread, with what gives the sums.
+
+        Returns:
+            What lets the caller's thread wait for them. It raises PeerError.
         """
-        ...
-
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The sums of the gradients of a stage over the replicas, which `reduce` has begun."""
-        ...
-
-    def spend(self, stage: int) -> None:
-        """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
         ...
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
@@ -170,16 +165,11 @@ class WholePlan:
         done(None)
 
     def reduce(
-        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
-    ) -> None:
-        """There is nothing to add."""
-
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients themselves."""
-        return gradients
-
-    def spend(self, stage: int) -> None:
-        """Nothing was begun."""
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> Callable[[], GiveSums]:
+        """There is nothing to add: the sums are the gradients."""
+        told(lambda: gradients)
+        return lambda: lambda: gradients
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
         """What is here, in order."""

@@ -74,7 +74,9 @@ def place(
         except PlanError:  # state has other paths than params, and nothing in it is tied
             ties = None
         if ties is not None:
-            refuse_undeclared_ties(params, trained, ties)  # copies on several devices would go apart
+            refuse_undeclared_ties(
+                params, [flatten(tree)[0] for tree in params], trained, ties
+            )  # copies on several devices would go apart
     if shard and (ranks is None or ranks.mesh is None):
         raise PlacementError(
             "shard=True spreads parameters over replicas, and there are none: fp.ranks(plan, mesh, dp=...)"

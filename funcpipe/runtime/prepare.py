@@ -6,7 +6,6 @@ import hashlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -42,7 +41,7 @@ from funcpipe.runtime.refusals import (
     refuse_unstepped,
     refuse_untrained,
 )
-from funcpipe.runtime.replicas import Sharding, Summed
+from funcpipe.runtime.replicas import Reduction, Sharding
 from funcpipe.runtime.rng import Keys
 from funcpipe.runtime.sharded import ShardedParams
 from funcpipe.runtime.shares import Weighed, shares_of, weighed
@@ -99,13 +98,15 @@ class Prepared:
         """How the replicas have those parameters of a stage that are cut, by leaf number."""
         return self.spread[stage].cuts if stage in self.spread else {}
 
-    def reduce(self, stage: int, box: Mailbox) -> None:
-        """Begin to sum the gradients of a stage over its replicas; its lane gets the sums through the mailbox."""
-        told, bound = partial(box.put, Summed(stage)), self.bounds[stage]
+    def reduce(self, stage: int, box: Mailbox | None = None) -> Reduction:
+        """Begin to sum the gradients of a stage over its replicas; its lane may wait for the sums by its mailbox."""
+        reduction, params = Reduction(stage, box), self.bounds[stage].params
         if self.part.replicas > 1:
-            self.part.reduce(stage, dense(bound.params.grads()), self.cuts_of(stage), told)
+            gradients, cuts = dense(params.grads()), self.cuts_of(stage)
+            reduction.wait = self.part.reduce(stage, gradients, cuts, reduction.told)
         else:
-            told(bound.params.grads)
+            reduction.told(params.grads)
+        return reduction
 
     def device(self, stage: int) -> torch.device:
         """Where a stage computes."""
@@ -204,7 +205,7 @@ def prepare(
     if len(words) == 1 and ties:
         compare_tied(part.compared, trees, leaves, ties)
     if backward:
-        refuse_undeclared_ties(trees, trained, ties)
+        refuse_undeclared_ties(trees, leaves, trained, ties)
     if backward and not halves:
         refuse_untrained(trees, leaves, states, trained)
         refuse_frozen(leaves, trainable, marked=agreed.marked)

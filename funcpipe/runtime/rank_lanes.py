@@ -39,7 +39,7 @@ from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
 from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.refusals import refuse_options
-from funcpipe.runtime.replicas import Sharding, Told, unheard
+from funcpipe.runtime.replicas import GiveSums, Sharding, Told
 from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
 from funcpipe.runtime.store import LIMIT, STALL, below, connections
@@ -103,7 +103,6 @@ class Ranks(Lanes):
         self._turn = threading.Lock()
         self._over = False
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
-        self._reducing: dict[int, Any] = {}
         self._executions: Sequence[Execution] = ()
         self._at = OUTSIDE
         self._did: tuple[bool, str] | None = None
@@ -137,7 +136,7 @@ class Ranks(Lanes):
         if not self._turn.acquire(blocking=False):
             raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
         try:
-            self.runs, self._over, self._did, self._reducing = self.runs + 1, False, None, {}
+            self.runs, self._over, self._did = self.runs + 1, False, None
             self.compared.begin()
             with Telling(self._failed):
                 link = self._open()
@@ -313,23 +312,17 @@ class Ranks(Lanes):
             )
 
     def reduce(
-        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told = unheard
-    ) -> None:
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> Callable[[], GiveSums]:
         """Begin to sum the gradients of a stage over the replicas."""
-        if self.replicas > 1 and stage not in self._reducing:
-            self._reducing[stage] = self._open().replicas[stage].begin(gradients, cuts, told)
+        answers = self._open().replicas[stage].begin(gradients, cuts, told)
 
-    def reduced(self, stage: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The sums of the gradients of a stage over the replicas, which have begun. Raises PeerError."""
-        if self.replicas == 1:
-            return gradients
-        with Telling(self._failed):
-            self._at = f"at the sums of stage {stage} ({self.runs})"
-            return self._open().take(self._reducing[stage])()
+        def wait() -> GiveSums:
+            with Telling(self._failed):
+                self._at = f"at the sums of stage {stage} ({self.runs})"
+                return self._open().take(answers)
 
-    def spend(self, stage: int) -> None:
-        """The sums of the gradients of a stage are used; those that `reduce` begins next are others."""
-        self._reducing.pop(stage, None)
+        return wait
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
         """Return a context that sends an error inside to the other ranks, which raise PeerError.

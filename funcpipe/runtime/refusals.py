@@ -110,10 +110,9 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
 
 def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: bool) -> None:
     """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
-    tensors = [leaf for row in leaves for leaf in row if isinstance(leaf, Tensor)]
     if trainable is not None or marked:
         return
-    if any(isinstance(leaf, torch.nn.Parameter) for leaf in tensors):
+    if any(isinstance(leaf, torch.nn.Parameter) for row in leaves for leaf in row):
         raise PlanError(
             "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
             "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "

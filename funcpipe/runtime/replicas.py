@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcpipe.runtime.connection import LostError, Way, lost_by_device
+from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.worker import Worker
 
 GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
@@ -24,15 +25,54 @@ Told: TypeAlias = Callable[[GiveSums], None]
 """Who is told that they are there, from any thread."""
 
 
-def unheard(sums: GiveSums) -> None:
-    """Nobody is told of the sums."""
-
-
 @dataclass(frozen=True)
 class Summed:
     """The key under which a lane is given the `GiveSums` of a stage. No tuple: those are the keys of free slots."""
 
     stage: int
+
+
+class Reduction:
+    """The sums of a stage's gradients over its replicas, under way: what G writes, S reads, and the caller takes.
+
+    Args:
+        stage: whose they are.
+        box: the mailbox by which its lane waits for them; None: only the caller does.
+
+    Attributes:
+        wait: lets the caller's thread wait for them.
+    """
+
+    def __init__(self, stage: int, box: Mailbox | None) -> None:
+        self._key, self._box = Summed(stage), box
+        self._give: GiveSums | None = None
+        self.wait: Callable[[], GiveSums] | None = None
+
+    def told(self, give: GiveSums) -> None:
+        """Take the news that they are there, from any thread."""
+        self._give = give
+        if self._box is not None:
+            self._box.put(self._key, give)
+
+    def on_lane(self) -> list[Tensor | None]:
+        """Return the sums to the stage's lane, which waits for them."""
+        box = self._box
+        assert box is not None
+        if self._key not in box.came:
+            box.wait(self._key)
+        return box.came.pop(self._key)()
+
+    def at_end(self) -> list[Tensor | None]:
+        """Return the sums to the caller, who waits for them. Raises PeerError."""
+        give = self._give
+        if give is None:
+            assert self.wait is not None
+            give = self.wait()
+        return give()
+
+    def spend(self) -> None:
+        """Forget them: a step has used them up."""
+        self._give = self.wait = None
 
 
 class Sharding(NamedTuple):
@@ -109,8 +149,8 @@ class Replicas:
             with torch.no_grad(), queued:
                 sums = [total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)]
             ready = partial(self._taken, sums, self._over([]))
-            answers.put((ready,))
             told(ready)
+            answers.put((ready,))
 
         self._give(work, "gradients cannot be summed")
         return answers

@@ -17,19 +17,15 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from funcpipe.core.exchange import alone
-from funcpipe.core.program import LaneProgram, Run
 from funcpipe.core.result import Result
-from funcpipe.core.schedule import Kind
 from funcpipe.core.torch_names import STEPPED, storage_number
 from funcpipe.core.tree import flatten, leaves, unflatten
 from funcpipe.runtime.leaf_gradients import LeafGradient, by_leaf
-from funcpipe.runtime.mail import Mailbox
 from funcpipe.runtime.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
 from funcpipe.runtime.optim import apply_gradients, held_of, is_torchs, refuse_unheld
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.prepare import Prepared
-from funcpipe.runtime.replicas import Summed
-from funcpipe.runtime.steps import Step
+from funcpipe.runtime.replicas import Reduction
 from funcpipe.runtime.undo import Undo
 from funcpipe.runtime.unused import UnusedLeaf, unused_leaves
 
@@ -104,7 +100,6 @@ class Stepping:
         self.stepped: set[int] = set()
         self.late = False
         self.early: frozenset[int] = frozenset()
-        self._sums: dict[int, list[Tensor | None]] = {}
         self._spent: dict[int, _Spent] = {}
         self._moved = False
         mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
@@ -116,35 +111,14 @@ class Stepping:
         if apart and ready.even and not ready.plan.stages[-1].seen.late:
             self.early = frozenset(ready.bounds) - _joined(ready)
 
-    def waiting(self, program: LaneProgram, steps: Sequence[Step], box: Mailbox) -> list[Step]:
-        """The steps of a lane, where each S first waits, in the mailbox, for what other replicas have of its gradients."""
-        out = [*steps]
-        for number, call in enumerate(program.calls):
-            if call.kind is Kind.S:
-                out[number] = self._waiting(steps[number], call.stage, box)
-        return out
-
-    def _waiting(self, step: Step, stage: int, box: Mailbox) -> Step:
-        def waited(reads: list[Any], run: Run) -> Sequence[Any]:
-            if self.ready.even:
-                # In all replicas, also in one that does not step here: others may wait for it.
-                self.ready.reduce(stage, box)
-                if stage in self.early:
-                    if Summed(stage) not in box.came:
-                        box.wait(Summed(stage))
-                    self._sums[stage] = box.came.pop(Summed(stage))()
-            try:
-                return step(reads, run)
-            finally:
-                if self.spends:
-                    self.ready.part.spend(stage)
-
-        return waited
-
-    def step(self, stage: int) -> None:
+    def step(self, stage: int, reduction: Reduction) -> None:
         """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
-        sums = self._sums.pop(stage, None)
-        if sums is None or self.ready.bounds[stage].params.written():  # what was written is told when the run ends
+        if stage not in self.early:
+            return
+        sums = reduction.on_lane()
+        if self.spends:
+            reduction.spend()
+        if self.ready.bounds[stage].params.written():  # what was written is told when the run ends
             return
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)

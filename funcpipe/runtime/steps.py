@@ -13,6 +13,7 @@ from funcpipe.runtime.border import LEAF, Border
 from funcpipe.runtime.bound import Bound, StageArgs, StageOut
 from funcpipe.runtime.host_link import HostLink
 from funcpipe.runtime.plain_tensors import addresses
+from funcpipe.runtime.replicas import Reduction
 from funcpipe.runtime.residual import EagerResidual
 
 Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
@@ -25,8 +26,8 @@ def make_step(
     stage: Stage,
     bound: Bound,
     host: HostLink | None,
-    reduce: Callable[[int], None],
-    advance: Callable[[int], None],
+    reduce: Callable[[int], Reduction],
+    advance: Callable[[int, Reduction], None],
 ) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
     wires = program.wires
@@ -48,17 +49,14 @@ def make_step(
         case Kind.U:
             return _nothing  # of parameters that are here; of others `sharded.holding` makes more of it
         case Kind.G:
-
-            def sums(reads: list[Any], run: Run) -> Sequence[Any]:
-                reduce(call.stage)
-                return ()
-
-            return sums
+            return lambda reads, run: [reduce(call.stage)]
         case Kind.S:
 
             def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
-                advance(call.stage)
-                return ()
+                written = [] if reads else [reduce(call.stage)]  # no G has begun it
+                (reduction,) = reads or written
+                advance(call.stage, reduction)
+                return written
 
             return stepped
         case _:

@@ -139,13 +139,16 @@ def tied_members(
 
 
 def refuse_undeclared_ties(
-    trees: Sequence[Tree], trained: list[list[bool]], ties: Sequence[Sequence[tuple[int, int]]]
+    trees: Sequence[Tree],
+    leaves: Sequence[Sequence[Any]],
+    trained: list[list[bool]],
+    ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
     """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be summed."""
     declared = {member: number for number, group in enumerate(ties) for member in group}
     first: dict[int, tuple[int, int]] = {}
-    for stage, tree in enumerate(trees):
-        for number, leaf in enumerate(flatten(tree)[0]):
+    for stage, row in enumerate(leaves):
+        for number, leaf in enumerate(row):
             if not trained[stage][number]:
                 continue
             other = first.setdefault(id(leaf), (stage, number))
@@ -153,7 +156,7 @@ def refuse_undeclared_ties(
                 continue
             group = declared.get((stage, number))
             if group is None or group != declared.get(other):
-                here, there = paths(tree)[number], paths(trees[other[0]])[other[1]]
+                here, there = paths(trees[stage])[number], paths(trees[other[0]])[other[1]]
                 raise PlanError(
                     f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor "
                     f"in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, "

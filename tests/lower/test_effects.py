@@ -23,7 +23,7 @@ def net() -> list[Stage]:
 
 def table(stages: list[Stage], *, loss: bool, outputs: bool) -> dict[str, str]:
     """``reads -> writes`` for each kind of each stage; ``F-`` is a forward that keeps nothing."""
-    given = EffectContext(stages, routes(stages), loss, outputs)
+    given = EffectContext(stages, routes(stages), loss, outputs, reduced=range(len(stages)))
     out: dict[str, str] = {}
     for s in range(len(stages)):
         rows = [("F-", Kind.F, False), *((kind.name, kind, True) for kind in Kind)]
@@ -50,8 +50,8 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "0W": "weight_residual0 -> ",
         "0O": "residual0 -> offloaded0",
         "0L": "offloaded0 -> residual0",
-        "0G": " -> ",
-        "0S": " -> ",
+        "0G": " -> sums0",
+        "0S": "sums0 -> ",
         "1F": "act0 skip0(e) feed0(mask) -> act1 report1 residual1",
         "1F-": "act0 skip0(e) feed0(mask) -> act1 report1",
         "1R": "act0 skip0(e) feed0(mask) -> residual1",
@@ -60,8 +60,8 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "1W": "weight_residual1 -> ",
         "1O": "residual1 -> offloaded1",
         "1L": "offloaded1 -> residual1",
-        "1G": " -> ",
-        "1S": " -> ",
+        "1G": " -> sums1",
+        "1S": "sums1 -> ",
         "2F": "act1 skip0(e) target2 -> report2 residual2",
         "2F-": "act1 skip0(e) target2 -> report2",
         "2R": "act1 skip0(e) target2 -> residual2",
@@ -70,8 +70,8 @@ def test_the_table_of_a_net_with_a_skip_two_pops_and_a_feed() -> None:
         "2W": "weight_residual2 -> ",
         "2O": "residual2 -> offloaded2",
         "2L": "offloaded2 -> residual2",
-        "2G": " -> ",
-        "2S": " -> ",
+        "2G": " -> sums2",
+        "2S": "sums2 -> ",
         "0U": " -> ",
         "1U": " -> ",
         "2U": " -> ",
@@ -96,10 +96,23 @@ def test_outputs_come_only_from_the_last_stage() -> None:
 def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
     """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
     given = EffectContext(net(), routes(net()), True, False)
-    expected = {Kind.R: [Role.RESIDUAL], Kind.W: [], Kind.O: [Role.OFFLOADED], Kind.L: [Role.RESIDUAL], Kind.G: []}[
-        kind
-    ]
+    expected = {
+        Kind.R: [Role.RESIDUAL],
+        Kind.W: [],
+        Kind.O: [Role.OFFLOADED],
+        Kind.L: [Role.RESIDUAL],
+        Kind.G: [Role.SUMS],
+    }[kind]
     assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
+
+
+def test_a_step_without_a_reduction_before_it_begins_the_sums_itself() -> None:
+    """And leaves them to the caller, as the reduction does."""
+    given = EffectContext(net(), routes(net()), True, False, reduced={0})
+    rows = [effects(Kind.S, s, True, given) for s in range(3)]
+    assert [("sums0", ""), ("", "sums1"), ("", "sums2")] == [
+        (" ".join(map(show, reads)), " ".join(map(show, writes))) for reads, writes in rows
+    ]
 
 
 def test_one_stage_reads_the_input_and_writes_only_its_report() -> None:
