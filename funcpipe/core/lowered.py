@@ -308,7 +308,7 @@ class _Writer:
         writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
         sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
         taken = [wire * count for wire in call.writes if wire in self.taken]
-        unread = [wire * count for wire in call.writes if wire not in self.read | self.taken]
+        unread = [wire * count for wire in call.writes if wire not in self.read and wire not in self.taken]
         return _Form(len(self.calls), reads, writes, sends, taken, unread)
 
     def write(self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None) -> None:

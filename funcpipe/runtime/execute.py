@@ -195,8 +195,18 @@ class Execution:
             fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
             host = HostLink(place, lane.coming, fixed)
         ready, options = self.ready, self.ready.options
-        reduce = partial(ready.reduce, box=lane.mail)
         advance = _unstepped if self.stepping is None else self.stepping.step
+        early = frozenset[int]() if self.stepping is None else self.stepping.early
+
+        mail, coming = lane.mail, lane.coming  # the lane itself would be in a cycle, and outlive the run
+
+        def reduce(stage: int, slot: int) -> Reduction:
+            """Begin the sums of a stage, which come into a slot. If the lane steps the stage, it waits for them at S."""
+            reduction = ready.reduce(stage, mail)
+            if stage in early:
+                coming[slot] = reduction
+            return reduction
+
         stages, bounds = ready.plan.stages, ready.bounds
         lane.steps = [
             make_step(call, program, stages[call.stage], bounds[call.stage], host, reduce, advance)

@@ -103,7 +103,7 @@ class Prepared:
         reduction, params = Reduction(stage, box), self.bounds[stage].params
         if self.part.replicas > 1:
             gradients, cuts = dense(params.grads()), self.cuts_of(stage)
-            reduction.wait = self.part.reduce(stage, gradients, cuts, reduction.told)
+            reduction.answer = self.part.reduce(stage, gradients, cuts, reduction.told)
         else:
             reduction.told(params.grads)
         return reduction

@@ -40,13 +40,13 @@ class Reduction:
         box: the mailbox by which its lane waits for them; None: only the caller does.
 
     Attributes:
-        wait: lets the caller's thread wait for them.
+        answer: lets the caller's thread wait for them.
     """
 
     def __init__(self, stage: int, box: Mailbox | None) -> None:
         self._key, self._box = Summed(stage), box
         self._give: GiveSums | None = None
-        self.wait: Callable[[], GiveSums] | None = None
+        self.answer: Callable[[], GiveSums] | None = None
 
     def told(self, give: GiveSums) -> None:
         """Take the news that they are there, from any thread."""
@@ -54,25 +54,31 @@ class Reduction:
         if self._box is not None:
             self._box.put(self._key, give)
 
+    def wait(self, stream: Any = None) -> None:
+        """Let the stage's lane wait for them, as for an event; it waits by its mailbox, whatever stream it uses."""
+        assert self._box is not None
+        if self._key not in self._box.came:
+            self._box.wait(self._key)
+
+    synchronize = wait
+
     def on_lane(self) -> list[Tensor | None]:
         """Return the sums to the stage's lane, which waits for them."""
-        box = self._box
-        assert box is not None
-        if self._key not in box.came:
-            box.wait(self._key)
-        return box.came.pop(self._key)()
+        self.wait()
+        assert self._box is not None
+        return self._box.came.pop(self._key)()
 
     def at_end(self) -> list[Tensor | None]:
         """Return the sums to the caller, who waits for them. Raises PeerError."""
         give = self._give
         if give is None:
-            assert self.wait is not None
-            give = self.wait()
+            assert self.answer is not None
+            give = self.answer()
         return give()
 
     def spend(self) -> None:
         """Forget them: a step has used them up."""
-        self._give = self.wait = None
+        self._give = self.answer = None
 
 
 class Sharding(NamedTuple):

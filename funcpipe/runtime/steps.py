@@ -26,7 +26,7 @@ def make_step(
     stage: Stage,
     bound: Bound,
     host: HostLink | None,
-    reduce: Callable[[int], Reduction],
+    reduce: Callable[[int, int], Reduction],
     advance: Callable[[int, Reduction], None],
 ) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
@@ -49,11 +49,11 @@ def make_step(
         case Kind.U:
             return _nothing  # of parameters that are here; of others `sharded.holding` makes more of it
         case Kind.G:
-            return lambda reads, run: [reduce(call.stage)]
+            return lambda reads, run: [reduce(call.stage, run.writes[0])]
         case Kind.S:
 
             def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
-                written = [] if reads else [reduce(call.stage)]  # no G has begun it
+                written = [] if reads else [reduce(call.stage, run.writes[0])]  # no G has begun it
                 (reduction,) = reads or written
                 advance(call.stage, reduction)
                 return written

@@ -214,7 +214,7 @@ class Place:
         if event is None:
             return
         if self.asynchronous:
-            self.stream.wait_event(event)
+            event.wait(self.stream)
         else:
             event.synchronize()
 

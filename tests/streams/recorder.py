@@ -106,6 +106,9 @@ class Event:
     def synchronize(self) -> None:
         self.recorder.host.wait(self.stream, self.clock or {})
 
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
 
 @dataclass
 class Block:
