@@ -1,4 +1,4 @@
-"""ThreadSettings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
+"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class Serial(LaneExecutor):
                 # Whoever began the run sets it back.
                 RUNNING.set(lambda execution=execution: execution.where(execution.lanes[execution.turn]))
                 try:
-                    for execution.turn, lane in enumerate(lanes):
+                    for number, lane in enumerate(lanes):
+                        execution.turn = number
                         execution.begin(lane)
                     for number in islice(execution.ready.program.lane_order, *execution.part):
                         execution.turn = number
@@ -54,7 +55,8 @@ class Serial(LaneExecutor):
                             lane.advance()
                         if switches.touched or torch.is_grad_enabled() is not switches.grad:
                             switches.check()
-                    for execution.turn, lane in enumerate(lanes):
+                    for number, lane in enumerate(lanes):
+                        execution.turn = number
                         execution.end(lane)
                 except BaseException as error:  # in here: context managers write to the exceptions that they see
                     raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
