@@ -341,11 +341,15 @@ class EagerBound:
             sums.prepare()
         # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
-        if catcher or self.autocast:
-            with catcher or nullcontext(), no_autocast():
+        try:
+            if catcher or self.autocast:
+                with catcher or nullcontext(), no_autocast():
+                    found = walk(*args)
+            else:
                 found = walk(*args)
-        else:
-            found = walk(*args)
+        except RuntimeError:
+            self.params.refuse_rebinding()  # the graph of a value that a microbatch put into params is freed after it
+            raise
         if sums.lacking or sums.sparse:
             sums.adopt()
         return found

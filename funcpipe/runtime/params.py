@@ -91,8 +91,11 @@ class StageParams:
         return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
 
     def written(self) -> list[int]:
-        """Return the leaves (by number) that the stage wrote into or replaced, which it must not."""
-        now, counts = flatten(self.tree)[0], zip(self._versions, versions(self.leaves), strict=True)
+        """Return the leaves (by number) that the stage wrote into or replaced, which it must not; all if its keys changed."""
+        now, spec = flatten(self.tree)
+        if spec != self.spec:
+            return [*range(len(self.leaves))]
+        counts = zip(self._versions, versions(self.leaves), strict=True)
         rows = zip(counts, self.aliases, now, self._memory, self.leaves, strict=False)
         return [
             number

@@ -273,3 +273,42 @@ def test_a_skip_is_a_value_of_its_own():
     params, x = tuple(torch.eye(4) for _ in range(3)), torch.randn(8, 4)
     result = fp.run(plan_of(stages), params, (x, x), trainable=True)
     torch.testing.assert_close(result.loss, F.mse_loss(x.relu() + x, x))
+
+
+def _adds(p):
+    p.setdefault("z", p["w"] * 2)
+
+
+def _adds_without_a_graph(p):
+    p.setdefault("z", p["w"].detach() * 2)
+
+
+def _replaces(p):
+    p["w"] = p["w"] * 2
+
+
+def _deletes(p):
+    p.pop("b", None)
+
+
+@pytest.mark.parametrize("change", [_adds, _adds_without_a_graph, _replaces, _deletes])
+@pytest.mark.parametrize("refused_in", [1, 2, 3])
+def test_a_stage_that_puts_other_values_into_its_params(change, refused_in):
+    """In whichever run; the next microbatch would compute with them."""
+    number = 0
+
+    @fp.stage
+    def stage(p, x):
+        if number == refused_in:
+            change(p)
+        return x @ p.get("z", p["w"])
+
+    params = ({"w": torch.eye(2), "b": torch.zeros(2)},)
+    x = torch.ones(8, 2)
+    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 4), loss=F.mse_loss, devices="cpu")
+    for number in range(1, refused_in):  # noqa: B007
+        fp.run(plan, params, (x, x), trainable=True)
+    number = refused_in
+    with pytest.raises(fp.PlanError, match="puts other values into its params|wrote into its parameters"):
+        fp.run(plan, params, (x, x), trainable=True)
+    assert sorted(params[0]) == ["b", "w"]
