@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from funcpipe.core.torch_names import run_backward
 
-_Leaf: type[Any] = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # pyright: ignore
-"""The class of the nodes of leaves."""
+_LeafNode: type[Any] = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # pyright: ignore
+"""The class of autograd nodes that accumulate into a leaf."""
 
 
 def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[Any]:
@@ -30,8 +30,11 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             todo += [successor for successor, _ in node.next_functions]
 
 
-def reaches_others(roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]) -> bool:
-    """Whether a leaf behind some tensors is neither known nor an input, by identity. Every run asks for each stage."""
+def has_foreign_leaf(roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]) -> bool:
+    """Whether the graph behind some tensors has a leaf whose ``id`` is in neither collection.
+
+    Every run calls this for each stage, so it stops at the first such leaf, and collects nothing.
+    """
     nodes: list[Any] = []
     for root in roots:
         if root.grad_fn is not None:
@@ -39,9 +42,9 @@ def reaches_others(roots: Sequence[Tensor], known: Collection[int], inputs: Coll
         elif id(root) not in known and id(root) not in inputs:
             return True
     visited = {*nodes}
-    for node in nodes:  # it grows meanwhile
+    for node in nodes:  # the loop appends to the list
         for successor, _ in node.next_functions:
-            if type(successor) is _Leaf:
+            if type(successor) is _LeafNode:
                 leaf = id(successor.variable)
                 if leaf not in known and leaf not in inputs:
                     return True
@@ -54,7 +57,7 @@ def reaches_others(roots: Sequence[Tensor], known: Collection[int], inputs: Coll
 def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
     """Collect the leaves behind some tensors."""
     leaves = [root for root in roots if root.is_leaf]
-    return leaves + [node.variable for node in nodes_of(roots) if type(node) is _Leaf]
+    return leaves + [node.variable for node in nodes_of(roots) if type(node) is _LeafNode]
 
 
 def has_reentrant_checkpoint(roots: Sequence[Tensor]) -> bool:

@@ -182,7 +182,7 @@ def check_weight(weight: Any) -> None:
 
 
 def read_loss(value: Any) -> tuple[Tensor, Loss]:
-    """Return the sum that a loss function returned, with its graph, and all that it returned, without.
+    """Return the loss as a tensor with its graph, and as a detached `Loss`.
 
     The ``weight`` is None for a mean. Raises StageError.
     """

@@ -33,7 +33,7 @@ from funcpipe.core.schedule import Action, action_of
 from funcpipe.core.shown import guarded, line
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.SUMS})
-"""What the caller takes at the end; no action frees it, also if it reads it."""
+"""The values that the caller takes at the end. No action frees them, even an action that reads them."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Role(Enum):
     """The gradient of what a slice was handed; read by the piece before the one that made it."""
 
     SUMS = "sums"
-    """The sums of a stage's gradients over its replicas, under way; S reads them, and the caller takes them."""
+    """The reduction of a stage's gradients over its replicas; S reads it, and the caller takes it."""
 
     __hash__ = object.__hash__
 

@@ -25,11 +25,11 @@ class BatchTree:
         name: what errors call it.
         tree: as the caller gave it.
         sliced: whether microbatches are cut into slices.
-        keyed: whether stages look programs up by the shapes of microbatches, of which most have the same.
+        has_cache_keys: whether stages look programs up by the shapes of microbatches, of which most have the same.
     """
 
-    def __init__(self, name: str, tree: Tree, *, sliced: bool = False, keyed: bool = False) -> None:
-        self.name, self.sliced, self.keyed = name, sliced, keyed
+    def __init__(self, name: str, tree: Tree, *, sliced: bool = False, has_cache_keys: bool = False) -> None:
+        self.name, self.sliced, self.has_cache_keys = name, sliced, has_cache_keys
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
         if self.faults:
@@ -169,7 +169,7 @@ class BatchTree:
         keys: dict[tuple[int, int], Hashable] = {}
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
-            if self.keyed:
+            if self.has_cache_keys:
                 length = slices[len(out) % len(slices)] if slices else 0
                 if (size, length) not in keys:
                     keys[size, length] = border_key_or_none(border)

@@ -76,7 +76,7 @@ class ThreadSettings(NamedTuple):
 
     Attributes:
         inference: whether inference mode is on.
-        device: the default device; None: nobody has set one.
+        device: the default device; None: it is not set.
         autocast: by kind of device, is autocast on, and to which type.
     """
 
@@ -108,7 +108,7 @@ class CallerContext:
         with ExitStack() as stack:
             if inference is not now.inference:
                 stack.enter_context(torch.inference_mode(inference))
-            for kind, (on, dtype) in autocast.items():  # what is on now and was not then is switched off
+            for kind, (on, dtype) in autocast.items():  # also switch off autocast that the caller did not have
                 if on or now.autocast[kind][0]:
                     stack.enter_context(torch.autocast(kind, dtype if on else None, on, cache_enabled=False))
             if device != now.device:
@@ -116,11 +116,13 @@ class CallerContext:
             yield
 
     def computing(self) -> AbstractContextManager[object]:
-        """Enter these settings to compute stages on this thread: backwards stay on it, and autocast keeps no casts."""
+        """Enter these settings, disable autocast's cache, and keep backwards on this thread."""
         return _Computing(self.entered())
 
 
 class _Computing:
+    """The context of `CallerContext.computing`, without generators: every run enters it."""
+
     def __init__(self, settings: AbstractContextManager[object]) -> None:
         self._settings = settings
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.gradient_graph import has_reentrant_checkpoint, leaves_behind, reaches_others, walk_back
+from funcpipe.core.gradient_graph import has_foreign_leaf, has_reentrant_checkpoint, leaves_behind, walk_back
 from funcpipe.core.losses import read_loss
 from funcpipe.core.result import Loss
 from funcpipe.core.stage import CARRY, Out, Stage, carried, side_loss
-from funcpipe.core.torch_names import version
+from funcpipe.core.torch_names import lazy_clone
 from funcpipe.core.tree import (
     Tree,
     cow_clone_unchecked,
@@ -79,18 +79,18 @@ class EagerBound:
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
-        self.new = train not in stage.seen.kept  # whether this is the stage's first run in the mode
+        self.is_first_run = train not in stage.seen.kept  # whether this is the stage's first run in the mode
         # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
-        self.unlooked = 2 if self.new else 1
-        self.skipped = int(not self.new and shares is not None and len(shares.parts) > 1)
+        self.graphs_to_check = 2 if self.is_first_run else 1
+        self.graphs_to_skip = int(not self.is_first_run and shares is not None and len(shares.parts) > 1)
         self.reentrant = train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
         # All microbatches and slices leave the same weights to W: otherwise sums would be added in another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
         self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
-        self.params = StageParams(params, trainable, guard=guard or self.new)
+        self.params = StageParams(params, trainable, guard=guard or self.is_first_run)
         self.recomputations = Recomputations(index)
-        self._root: tuple[float, Tensor] = 0.0, torch.empty(0)
+        self._last_loss_gradient: tuple[float, Tensor] = 0.0, torch.empty(0)
         faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
         raise_all("these are no trees of tensors:", faults + self._take(state))
         self._bind()
@@ -143,39 +143,46 @@ class EagerBound:
             if keep:
                 out.residual.replay = drawing.replay()
             drawing.forget()
-        if keep and self.unlooked:
-            self._look(out.residual)
+        if keep and self.graphs_to_check:
+            self._check_graph(out.residual)
         return out
 
-    def _look(self, residual: EagerResidual) -> None:
-        """Check a graph for leaves that are no parameters and no inputs: a run gives them no gradient.
+    def _check_graph(self, residual: EagerResidual) -> None:
+        """Check that each leaf of a graph is a parameter or an input. A run gives other leaves no gradient.
 
         The first run of a stage checks the first two graphs, and later runs check the second one.
         """
-        if self.skipped:
-            self.skipped -= 1
+        if self.graphs_to_skip:
+            self.graphs_to_skip -= 1
             return
         roots, inputs = residual.roots(), residual.inputs()
         input_ids = {id(leaf) for leaf in inputs}
-        if self.new:
-            self._look_first(roots)
-        if reaches_others(roots, self.params.input_ids, input_ids):
+        if self.is_first_run:
+            self._check_first_graphs(roots)
+        if has_foreign_leaf(roots, self.params.input_ids, input_ids):
             self._refuse_foreign(residual, self.params.input_ids | input_ids)
-        else:  # a forward that makes leaves itself makes other ones in the next graph
-            self.unlooked -= 1
-        if self.new:
+        else:  # a forward may create leaves itself; then the next graph is checked too
+            self.graphs_to_check -= 1
+        if self.is_first_run:
             self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
 
-    def _look_first(self, roots: Sequence[Tensor]) -> None:
-        """Check what the end of a run finds too, but not the microbatch; and note what does not change later."""
+    def _check_first_graphs(self, roots: Sequence[Tensor]) -> None:
+        """Check what the end of a run also checks, so that the error names the microbatch.
+
+        Also record whether the stage uses a reentrant checkpoint.
+        """
         self.params.refuse_rebinding()
-        refuse_backward(self.params.sums.strays())
+        refuse_backward(self.params.sums.unexpected_gradients())
         if has_reentrant_checkpoint(roots):
             self.stage.seen.reentrant.add(self.train)
             self.reentrant = True
 
     def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
-        """Refuse foreign leaves of the stage and of the loss, which has those that nothing else reaches. Raises PlanError."""
+        """Refuse foreign leaves of the stage and of the loss. Leaves that only the loss reaches belong to the loss.
+
+        Raises:
+            PlanError: names the leaves.
+        """
         of_stage = {id(leaf): leaf for leaf in leaves_behind(residual.roots(loss=False)) if id(leaf) not in known}
         if of_stage:
             refuse_foreign(self.stage, self.fn, [*of_stage.values()])
@@ -254,7 +261,7 @@ class EagerBound:
         return returned
 
     def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> tuple[Tensor, Loss]:
-        """Return the plan's loss of one microbatch, on the dense outputs: its sum with the graph, and all of it without."""
+        """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
         assert target is not None
         self._phase = "loss"
         # The output may be handed out as well, so an in-place loss gets its own.
@@ -348,30 +355,33 @@ class EagerBound:
             else:
                 found = walk(*args)
         except RuntimeError:
-            self.params.refuse_rebinding()  # the graph of a value that a microbatch put into params is freed after it
+            self.params.refuse_rebinding()  # a computed value in params has a graph that an earlier backward has freed
             raise
         if sums.lacking or sums.sparse:
             sums.adopt()
         return found
 
     def loss_gradient(self, loss: Loss, microbatch: int) -> Tensor | None:
-        """Return the gradient where a backward begins at the loss; None: the loss counts nothing.
+        """Return the gradient of the loss, from which a backward begins; None: the microbatch has weight 0.
 
-        Factor 0 is left out: it adds exactly nothing, even where the loss is nan. Most microbatches have one in common, as
-        long as no backward writes into it.
+        A backward from weight 0 would turn a loss of nan into gradients of nan. Each backward gets a lazy copy of one
+        tensor: a backward or a hook that writes into its gradient, also by ``.data``, does not change the next one.
         """
         if self.shares is None:
             return None
         total, factor = loss.sum, self.shares.factor(loss, microbatch) * self.shares.loss_scale
-        before, gradient = self._root
-        alike = gradient.dtype is total.dtype and gradient.is_same_size(total) and gradient.device == total.device
-        if before != factor or not alike or version(gradient):
+        if not factor:
+            return None
+        if not total.is_cpu:  # other devices have no lazy copies
+            return torch.full_like(total, factor)
+        before, gradient = self._last_loss_gradient
+        if before != factor or gradient.dtype is not total.dtype or not gradient.is_same_size(total):
             gradient = torch.full_like(total, factor)
-            self._root = factor, gradient
-        return gradient if factor else None
+            self._last_loss_gradient = factor, gradient
+        return lazy_clone(gradient)
 
     def side_gradient(self, side: tuple[Any, Any], microbatch: int) -> Tensor | None:
-        """Return the same for the auxiliary loss (sum, weight) of a stage."""
+        """Return the gradient of a stage's auxiliary loss (sum, weight); None: the microbatch has weight 0."""
         total, weight = side
         if self.shares is None or not isinstance(total, Tensor) or not float(weight):
             return None

@@ -37,7 +37,7 @@ from funcpipe.runtime.replicas import Reduction, here
 from funcpipe.runtime.sharded import holding
 from funcpipe.runtime.stepping import Stepping
 from funcpipe.runtime.steps import make_step
-from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place, lie_on_host
+from funcpipe.runtime.stream import Channel, CopyEdge, HandOut, Place, are_on_host
 from funcpipe.schedules.memory import residual_peak
 
 
@@ -177,7 +177,7 @@ class Execution:
     def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
         """The channels between lanes that are here, from the caller, and to lanes that are not here."""
         ends = {CALLER: None, **places}
-        how = {"threaded": self.executor.threaded, "on_host": lie_on_host(self.caller.values())}
+        how = {"threaded": self.executor.threaded, "on_host": are_on_host(self.caller.values())}
         return {
             (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], **how)
             if pool.lane in places
@@ -198,12 +198,12 @@ class Execution:
         advance = _unstepped if self.stepping is None else self.stepping.step
         early = frozenset[int]() if self.stepping is None else self.stepping.early
 
-        mail, coming = lane.mail, lane.coming  # the lane itself would be in a cycle, and outlive the run
+        mail, coming = lane.mail, lane.coming  # a closure over the lane would be a cycle, and keep the batch alive
 
-        def reduce(stage: int, slot: int) -> Reduction:
-            """Begin the sums of a stage, which come into a slot. If the lane steps the stage, it waits for them at S."""
+        def reduce(stage: int, slot: int | None) -> Reduction:
+            """Begin a reduction. If the lane steps the stage, the S that reads the slot waits for the sums."""
             reduction = ready.reduce(stage, mail)
-            if stage in early:
+            if slot is not None and stage in early:
                 coming[slot] = reduction
             return reduction
 
@@ -257,13 +257,13 @@ class Execution:
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """What the caller gives for the next part, one value per microbatch."""
         self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
-        if not lie_on_host(pieces):
+        if not are_on_host(pieces):
             for lane in self.lanes:
                 if lane.from_caller is not None:
                     lane.from_caller.at_once = False
 
     def catching(self) -> AbstractContextManager[object]:
-        """Return what a thread of a walk is inside of, so that not each forward of an eager stage asks for draws anew."""
+        """Return the outer catcher of draws for a thread, which makes the catchers of eager forwards cheap."""
         return CatchDraws() if any(part.program is None for part in self.ready.plan.stages) else nullcontext()
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Execution:
         return out
 
     def reductions(self) -> dict[int, Reduction]:
-        """The sums over replicas that lanes have begun, by stage; they leave the slots."""
+        """Take the reductions that lanes have begun out of their slots, by stage."""
         return {stage: reduction for (stage, _), reduction in self.collect(Role.SUMS).items()}
 
     def hand_sums(self) -> None:
@@ -317,7 +317,7 @@ class Execution:
     def result(self) -> Result:
         """Fold what has come out."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
-        reports, outputs, begun = self.collect(Role.REPORT), self.collect(Role.OUTPUT), self.reductions()
+        reports, outputs, reductions = self.collect(Role.REPORT), self.collect(Role.OUTPUT), self.reductions()
         self.check_empty()
         if backward and (self.stepping is None or not self.stepping.spends):
             self.hand_sums()
@@ -335,7 +335,7 @@ class Execution:
                 backward=backward,
                 stepping=self.stepping,
                 committed=left,
-                begun=begun,
+                reductions=reductions,
             )
         release(ready)
         self.settle()

@@ -28,7 +28,7 @@ class Serial(LaneExecutor):
         """Accepts every plan."""
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the actions in ``execution.part`` of one execution after the other; devices need not be done in between."""
+        """Run the actions in ``execution.part`` of each execution in turn. The thread does not wait for devices in between."""
         first = executions[0]
         with (
             interrupting(executions, first.ready.options.timeout),
@@ -39,7 +39,7 @@ class Serial(LaneExecutor):
         ):
             for execution in executions:
                 lanes = execution.lanes
-                # Whoever began the run sets it back.
+                # `walk` in execute.py resets the variable.
                 RUNNING.set(lambda execution=execution: execution.where(execution.lanes[execution.turn]))
                 try:
                     for number, lane in enumerate(lanes):

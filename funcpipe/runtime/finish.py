@@ -38,12 +38,13 @@ def finish(
     backward: bool,
     stepping: Stepping | None = None,
     committed: Mapping[int, Tree] | None = None,
-    begun: Mapping[int, Reduction] | None = None,
+    reductions: Mapping[int, Reduction] | None = None,
 ) -> Result:
     """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards.
 
     It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have
-    ``committed`` is that; None: they do not. Sums over replicas that have ``begun`` are waited for, the others begin now.
+    ``committed`` is that; None: they do not. It waits for the ``reductions`` that lanes have begun,
+    and begins the reductions of the other stages.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
@@ -52,7 +53,7 @@ def finish(
     if stepping is not None and stepping.spends:
         sums, (trained, untouched) = None, stepping.reached
     else:
-        sums = gradient_sums(ready, begun or {}) if backward else {}
+        sums = gradient_sums(ready, reductions or {}) if backward else {}
         untouched = unused_leaves(ready) if backward else []
         trained = sum(gradient is not None for row in sums.values() for gradient in row)
     # A list: a generator would make another error of a StopIteration.
@@ -225,11 +226,11 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
     return total
 
 
-def gradient_sums(ready: Prepared, begun: Mapping[int, Reduction]) -> dict[int, list[Tensor | None]]:
+def gradient_sums(ready: Prepared, reductions: Mapping[int, Reduction]) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
     # All sums begin before the run waits for the first.
-    reductions = {stage: begun.get(stage) or ready.reduce(stage) for stage in ready.bounds}
-    return {stage: reduction.at_end() for stage, reduction in reductions.items()}
+    every = {stage: reductions.get(stage) or ready.reduce(stage) for stage in ready.bounds}
+    return {stage: reduction.sums_at_end() for stage, reduction in every.items()}
 
 
 def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:

@@ -71,7 +71,7 @@ def hidden_in(module: nn.Module | None) -> dict[int, str]:
 
 
 def refuse_backward(left: Sequence[int]) -> None:
-    """Refuse a stage that calls backward itself: it has left gradients at these parameters. Raises PlanError."""
+    """Refuse a stage that calls backward itself. ``left`` numbers the parameters with a gradient. Raises PlanError."""
     if left:
         raise PlanError(
             "the stage, or the loss, calls backward itself, and that is what the run does: return the output, or the "

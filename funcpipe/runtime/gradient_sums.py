@@ -28,36 +28,36 @@ class GradientSums:
     def __init__(self, aliases: Sequence[Tensor]) -> None:
         self.lacking = [*range(len(aliases))]
         self._aliases = aliases
-        self._odd = [number for number, alias in enumerate(aliases) if not is_plain(alias)]
+        self._not_plain = [number for number, alias in enumerate(aliases) if not is_plain(alias)]
         self.sparse: list[int] = []
         self._zeros: dict[int, int] = {}
         """Of those that began as zeros their versions then."""
         self._negative: set[int] = set()
         """Those of them that may be negative zeros still."""
 
-    def strays(self) -> list[int]:
-        """Return the numbers of those that have a gradient and no sum: the forward left it there."""
+    def unexpected_gradients(self) -> list[int]:
+        """Return the numbers of aliases that have a gradient before the first backward: the stage called backward."""
         return [number for number in self.lacking if self._aliases[number].grad is not None]
 
     def prepare(self) -> None:
-        """Before a backward: zeros for what is spread over processes, or odd otherwise, so that sums are as parameters are.
+        """Prepare for a backward: begin the sums of tensors that are not plain with zeros of the same kind.
 
         Raises:
             PlanError: the stage called backward itself.
         """
-        refuse_backward(self.strays())
-        while self._odd:
-            self._begin_as_zeros(self._odd.pop())
+        refuse_backward(self.unexpected_gradients())
+        while self._not_plain:
+            self._begin_as_zeros(self._not_plain.pop())
 
     def begin(self) -> list[Any]:
         """Return every sum, to add to."""
         for number in [*self.lacking]:
             self._begin_as_zeros(number)
-        self._odd = []
+        self._not_plain = []
         return self.present()
 
     def adopt(self) -> None:
-        """After a backward: make sums of the first gradients, which have no graph."""
+        """Use the first gradients as sums, after a backward. Autograd has detached them."""
         if self.sparse:
             self._join_rows()
         for number in [*self.lacking]:

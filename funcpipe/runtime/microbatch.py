@@ -143,7 +143,7 @@ def look(
     faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in everywhere]
     by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
     slices = plan.schedule.num_slices
-    how = {"sliced": slices > 1, "keyed": any(part.program is not None for part in plan.stages)}
+    how = {"sliced": slices > 1, "has_cache_keys": any(part.program is not None for part in plan.stages)}
     trees = {name: BatchTree(name, tree, **how) for name, tree in by_name.items()}
     rows, row_faults = _rows([*trees.values()])
     length, length_faults = _length([*trees.values()])

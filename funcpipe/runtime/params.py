@@ -91,7 +91,7 @@ class StageParams:
         return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
 
     def written(self) -> list[int]:
-        """Return the leaves (by number) that the stage wrote into or replaced, which it must not; all if its keys changed."""
+        """Return the leaves (by number) that the stage wrote into or replaced; all leaves if it changed the keys."""
         now, spec = flatten(self.tree)
         if spec != self.spec:
             return [*range(len(self.leaves))]

@@ -99,13 +99,13 @@ class Prepared:
         return self.spread[stage].cuts if stage in self.spread else {}
 
     def reduce(self, stage: int, box: Mailbox | None = None) -> Reduction:
-        """Begin to sum the gradients of a stage over its replicas; its lane may wait for the sums by its mailbox."""
+        """Begin to sum the gradients of a stage over its replicas. ``box`` is the mailbox of its lane, if the lane waits."""
         reduction, params = Reduction(stage, box), self.bounds[stage].params
         if self.part.replicas > 1:
             gradients, cuts = dense(params.grads()), self.cuts_of(stage)
-            reduction.answer = self.part.reduce(stage, gradients, cuts, reduction.told)
+            reduction.wait_at_end = self.part.reduce(stage, gradients, cuts, reduction.deliver)
         else:
-            reduction.told(params.grads)
+            reduction.deliver(params.grads)
         return reduction
 
     def device(self, stage: int) -> torch.device:

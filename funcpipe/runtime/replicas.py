@@ -33,52 +33,52 @@ class Summed:
 
 
 class Reduction:
-    """The sums of a stage's gradients over its replicas, under way: what G writes, S reads, and the caller takes.
+    """A sum of a stage's gradients over its replicas, in progress. G writes it, S reads it, and the caller takes it.
 
     Args:
-        stage: whose they are.
-        box: the mailbox by which its lane waits for them; None: only the caller does.
+        stage: its number.
+        box: the mailbox of the stage's lane; None: only the caller waits.
 
     Attributes:
-        answer: lets the caller's thread wait for them.
+        wait_at_end: waits on the caller's thread, and returns the function that gives the sums.
     """
 
     def __init__(self, stage: int, box: Mailbox | None) -> None:
         self._key, self._box = Summed(stage), box
         self._give: GiveSums | None = None
-        self.answer: Callable[[], GiveSums] | None = None
+        self.wait_at_end: Callable[[], GiveSums] | None = None
 
-    def told(self, give: GiveSums) -> None:
-        """Take the news that they are there, from any thread."""
+    def deliver(self, give: GiveSums) -> None:
+        """Deliver the finished sums to the lane and to the caller. Any thread may call this."""
         self._give = give
         if self._box is not None:
             self._box.put(self._key, give)
 
     def wait(self, stream: Any = None) -> None:
-        """Let the stage's lane wait for them, as for an event; it waits by its mailbox, whatever stream it uses."""
+        """Wait on the stage's lane, by its mailbox. The signature is that of ``torch.cuda.Event.wait``."""
         assert self._box is not None
         if self._key not in self._box.came:
             self._box.wait(self._key)
 
     synchronize = wait
 
-    def on_lane(self) -> list[Tensor | None]:
-        """Return the sums to the stage's lane, which waits for them."""
+    def sums_on_lane(self) -> list[Tensor | None]:
+        """Wait on the stage's lane, and return the sums."""
         self.wait()
         assert self._box is not None
         return self._box.came.pop(self._key)()
 
-    def at_end(self) -> list[Tensor | None]:
-        """Return the sums to the caller, who waits for them. Raises PeerError."""
+    def sums_at_end(self) -> list[Tensor | None]:
+        """Wait on the caller's thread, and return the sums. Raises PeerError."""
         give = self._give
         if give is None:
-            assert self.answer is not None
-            give = self.answer()
+            assert self.wait_at_end is not None
+            give = self.wait_at_end()
         return give()
 
     def spend(self) -> None:
-        """Forget them: a step has used them up."""
-        self._give = self.answer = None
+        """Release the sums after a step has used them."""
+        self._give = self.wait_at_end = None
 
 
 class Sharding(NamedTuple):

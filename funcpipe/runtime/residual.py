@@ -60,7 +60,7 @@ class EagerResidual:
         return leaves
 
     def roots(self, *, loss: bool = True) -> list[Tensor]:
-        """Return all results that have a graph, from the last one on: the loss, the outputs, and the auxiliary loss."""
+        """Return the results that require gradients: the loss, the outputs, stashed values and the auxiliary loss."""
         ends: list[Any] = [self.total, *self.y] if loss and self.total is not None else [*self.y]
         for leaves in self.stash.values():
             ends += leaves
@@ -71,7 +71,7 @@ class EagerResidual:
     def outset(
         self, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
-        """Return where a backward begins, and with which gradients: of the output, and of what was stashed."""
+        """Return the tensors from which a backward begins, and their gradients: outputs and stashed values."""
         roots: list[Tensor | GradientEdge] = []
         gradients: list[Tensor] = []
         if y is not None:
@@ -150,7 +150,7 @@ def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
 
 
 def add_root(end: Any, gradient: Tensor | None, roots: list[Tensor | GradientEdge], gradients: list[Tensor]) -> None:
-    """Let a backward begin at an end of a graph too (a tensor, or the edge that is left of one), if that has a gradient."""
+    """Add an output and its gradient to the roots of a backward, if both exist. An offloaded output is a graph edge."""
     if gradient is not None and (isinstance(end, GradientEdge) or (isinstance(end, Tensor) and end.requires_grad)):
         roots.append(end)
         gradients.append(gradient)

@@ -115,7 +115,7 @@ class Stepping:
         """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
         if stage not in self.early:
             return
-        sums = reduction.on_lane()
+        sums = reduction.sums_on_lane()
         if self.spends:
             reduction.spend()
         if self.ready.bounds[stage].params.written():  # what was written is told when the run ends

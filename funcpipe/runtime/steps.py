@@ -26,7 +26,7 @@ def make_step(
     stage: Stage,
     bound: Bound,
     host: HostLink | None,
-    reduce: Callable[[int, int], Reduction],
+    reduce: Callable[[int, int | None], Reduction],
     advance: Callable[[int, Reduction], None],
 ) -> Step:
     """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
@@ -53,7 +53,7 @@ def make_step(
         case Kind.S:
 
             def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
-                written = [] if reads else [reduce(call.stage, run.writes[0])]  # no G has begun it
+                written = [] if reads else [reduce(call.stage, None)]  # the schedule has no G for this stage
                 (reduction,) = reads or written
                 advance(call.stage, reduction)
                 return written

@@ -126,7 +126,7 @@ def _apart(value: Border) -> Border:
     return value.mapped(torch.clone) if value.flags else value
 
 
-def lie_on_host(values: Iterable[Border]) -> bool:
+def are_on_host(values: Iterable[Border]) -> bool:
     """Whether all tensors of some values lie in the host's memory."""
     return all(leaf.is_cpu for value in values for leaf in value.leaves if isinstance(leaf, Tensor))
 
@@ -261,7 +261,7 @@ class CopyEdge:
     def __init__(self, source: Place | None, target: Place, *, threaded: bool = False, on_host: bool = False) -> None:
         self.source, self.target, self.threaded = source, target, threaded
         self._on_host = source is not None and not source.asynchronous and not target.asynchronous
-        # What the caller gives is never written to, so that lanes on threads may share it.
+        # Lanes on threads may share values of the caller, because no stage writes into them.
         alike = on_host and target.device.type == "cpu" and not target.asynchronous
         self.at_once = alike if source is None else self._on_host and not threaded
         self._streams: dict[torch.device, Any] = {}

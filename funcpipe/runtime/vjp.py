@@ -207,12 +207,12 @@ class Pullback:
             self._execution = None
         execution.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
         execution.go(_middle(ready.program))
-        input_grads, begun = execution.collect(Role.INPUT_GRAD), execution.reductions()
+        input_grads, reductions = execution.collect(Role.INPUT_GRAD), execution.reductions()
         execution.check_empty()
         execution.hand_sums()
         with intra_op_threads(ready.threads):
             unused = unused_keys(ready, unused_leaves(ready))
-            grads = gradients(ready, gradient_sums(ready, begun))
+            grads = gradients(ready, gradient_sums(ready, reductions))
             inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
         self.unused = unused
         release(ready)

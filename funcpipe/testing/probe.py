@@ -145,7 +145,7 @@ class Probe:
             "shares": Shares((1.0, 1.0), 2.0, False, 1.0, (0.5, 0.5)),
         }
         bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
-        bound.unlooked = 0  # what a run would refuse is noted here, and the calls go on
+        bound.graphs_to_check = 0  # what a run would refuse is noted here, and the calls go on
         return bound
 
     def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:

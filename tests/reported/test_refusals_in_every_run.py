@@ -312,3 +312,30 @@ def test_a_stage_that_puts_other_values_into_its_params(change, refused_in):
     with pytest.raises(fp.PlanError, match="puts other values into its params|wrote into its parameters"):
         fp.run(plan, params, (x, x), trainable=True)
     assert sorted(params[0]) == ["b", "w"]
+
+
+class WritesIntoItsGradient(torch.autograd.Function):
+    """The identity, whose backward doubles the gradient that it gets, in its memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient.data.mul_(2)
+        return gradient.clone()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_backward_that_writes_into_the_gradient_of_the_loss(microbatches):
+    """Each microbatch begins with a gradient of its own."""
+    plan = plan_of(
+        [fp.stage(lambda w, x: x * w)],
+        loss=lambda y, target: WritesIntoItsGradient.apply(F.mse_loss(y, target)),
+        microbatches=microbatches,
+    )
+    weight, x = torch.tensor(3.0), torch.ones(8, 2)
+    for _ in range(3):
+        result = fp.run(plan, (weight,), (x, torch.zeros(8, 2)), trainable=True)
+        assert float(result.grads[0]) == 12.0
