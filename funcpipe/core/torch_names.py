@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -436,11 +435,3 @@ class Anchored(nn.Module):
 def rename(node: fx.Node, name: str) -> None:
     """Give a node of a graph another name, and see that no two have one: ``node.name = ...`` does not look."""
     node._rename(name)
-
-
-def gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
-    """A backend of gloo for who makes it, on one of its devices; the public constructor takes none."""
-    backend: Any = torch.distributed.ProcessGroupGloo  # pyright: ignore
-    options = backend._Options()
-    options._devices, options._timeout, options._threads = [device], timeout, 1
-    return backend(store, rank, size, options)

@@ -1,8 +1,7 @@
-"""What breaks the link between processes, and who is told of it."""
+"""What ends a team of processes, and who is told of it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,31 +35,7 @@ class Failure(NamedTuple):
 
 
 class Alarm(Exception):
-    """The link is broken: `Link.failure` says by what."""
-
-
-class Alarming:
-    """Keeps a function among those that are called when a link breaks."""
-
-    def __init__(
-        self,
-        alarms: list[Callable[[], None]],
-        gate: threading.Lock,
-        alarm: Callable[[], None],
-        over: Callable[[], bool],
-    ) -> None:
-        self.alarms, self.gate, self.alarm, self.over = alarms, gate, alarm, over
-
-    def __enter__(self) -> None:
-        with self.gate:
-            self.alarms.append(self.alarm)
-            over = self.over()
-        if over:
-            self.alarm()
-
-    def __exit__(self, *error: object) -> None:
-        with self.gate:
-            self.alarms.remove(self.alarm)
+    """The team is at its end: `Team.failure` says why."""
 
 
 class Telling:

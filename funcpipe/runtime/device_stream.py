@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,6 @@ from torch import Tensor
 from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import StreamBackend
 from funcpipe.runtime.wire_format import TensorLayout, memory
-
-
-class DeviceEnds(NamedTuple):
-    """How values of other processes get to a device of this one.
-
-    Attributes:
-        backend: its streams.
-        device: the device.
-        joined: do they come straight from other devices; else over the host.
-    """
-
-    backend: StreamBackend
-    device: torch.device
-    joined: bool
 
 
 class DeviceStream:

@@ -75,7 +75,11 @@ class LaneExecutor(ABC):
         """Changes whenever lanes that are not here get on."""
         return 0
 
-    def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
+    def mailbox(self) -> Mailbox:
+        """A new mailbox of a lane."""
+        return Inbox() if self.threaded else Mailbox()
+
+    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
         return {}
 
@@ -162,7 +166,7 @@ class Execution:
             lane: Place(device, alone=here.count(device) == 1, lane=lane)
             for lane, device in zip(ready.part.lanes, here, strict=True)
         }
-        self.boxes: dict[int, Mailbox] = {lane: Inbox() if executor.threaded else Mailbox() for lane in places}
+        self.boxes = {lane: executor.mailbox() for lane in places}
         self.outboxes: dict[tuple[int, int], Mailbox] = {}
         self.levels = [PoolLevel() for _ in program.pools]
         # What lies at a lane that is not here is counted there.
@@ -187,7 +191,7 @@ class Execution:
         }
 
     def _lane(self, program: LaneProgram, place: Place, edges: Mapping[tuple[int, int], Channel]) -> Lane:
-        others = self.executor.outboxes(program)
+        others = self.executor.outboxes(self, program, place)
         self.outboxes |= {(program.lane, other): box for other, box in others.items()}
         lane = Lane(program, place, {**self.boxes, **others}, edges, self.caller, self.level_of)
         host = None

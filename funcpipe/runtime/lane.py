@@ -110,7 +110,7 @@ class Lane:
                     slots[slot], event = self._take_from_caller(value, slot)
                 else:
                     if slot not in came:
-                        self._wait_for_value(slot, source)
+                        self.mail.wait(slot)
                     slots[slot], event = came.pop(slot)
                 if event is not None:
                     coming[slot] = event
@@ -134,11 +134,6 @@ class Lane:
                         level.freed += 1
                         put(key, place.event() if place.asynchronous else None)
         self.done = number + 1
-
-    def _wait_for_value(self, slot: int, source: int) -> None:
-        self.boxes[source].bring(slot, self.mail)
-        if slot not in self._came:
-            self.mail.wait(slot)
 
     def _take_from_caller(self, value: int, slot: int) -> Ticket:
         """Return a value of the caller, and the event after which it may be read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,10 +20,6 @@ class Mailbox:
         self.came: dict[Hashable, Any] = {}
         self.waits: Hashable = None
         """The key that the lane waits for; None: it does not wait."""
-        self.stopped = False
-        """Does the lane wait no longer."""
-        self.wake: Callable[[], None] | None = None
-        """While the lane waits for what it reads itself, what ends that."""
 
     def put(self, key: Hashable, item: Any) -> None:
         """Hand something to the lane."""
@@ -34,53 +29,62 @@ class Mailbox:
         """Wait until something has come under a key."""
         raise FuncpipeError(f"internal error: lanes in plan order, and {key} has not come yet")
 
-    def bring(self, slot: int, box: Mailbox) -> None:
-        """Before the lane of another box waits for what comes from this lane into a slot: what it has to do itself."""
-
     def stop(self) -> None:
         """The lane waits no longer: it ends."""
 
 
 class Inbox(Mailbox):
-    """The mailbox of a lane with a thread of its own, which alone reads ``came``."""
+    """The mailbox of a thread, which alone reads ``came``.
 
-    def __init__(self) -> None:
+    Args:
+        lead: called by the thread before it waits. It reads what other processes send, until something lies in the box or
+            another thread reads. None: there are no other processes.
+
+    Attributes:
+        wake: interrupts the thread while it reads; None: it does not read.
+    """
+
+    def __init__(self, lead: Callable[[Inbox], None] | None = None) -> None:
         super().__init__()
-        self.messages: queue.SimpleQueue[tuple[Hashable, Any] | None] = queue.SimpleQueue()
-        self.quiet: deque[tuple[Hashable, Any]] = deque()
+        self._lead = lead
+        self.wake: Callable[[], None] | None = None
+        self._messages: queue.SimpleQueue[tuple[Hashable, Any] | None] = queue.SimpleQueue()
+
+    @property
+    def is_empty(self) -> bool:
+        """Has the thread taken all that was put here."""
+        return self._messages.empty()
 
     def put(self, key: Hashable, item: Any) -> None:
-        """Hand something to the lane."""
-        self.messages.put((key, item))
+        """Hand something to the thread."""
+        self._post((key, item))
 
-    def put_quietly(self, key: Hashable, item: Any) -> None:
-        """Hand something to the lane, which is woken only if it waits for just that."""
-        self.quiet.append((key, item))
-        if self.waits == key:  # it looked at what is quiet after it said so
-            self.messages.put((None, None))
+    def nudge(self) -> None:
+        """Let the thread look again whether it is to read."""
+        self._messages.put((None, None))
 
     def wait(self, key: Hashable) -> None:
         """Wait until something has come under a key. Raises Stop."""
         self.waits = key
-        while True:
-            while self.quiet:
-                quiet = self.quiet.popleft()
-                self.came[quiet[0]] = quiet[1]
-            if key in self.came:
-                break
-            message = self.messages.get()
+        while key not in self.came:
+            if self._lead is not None and self._messages.empty():
+                self._lead(self)
+            message = self._messages.get()
             if message is None:
+                self._messages.put(None)  # for the next wait
                 raise Stop
             self.came[message[0]] = message[1]
         self.waits = None
 
     def stop(self) -> None:
-        """The lane waits no longer: it ends."""
-        self.stopped = True  # first: a lane looks at it after it has said how it is woken
-        wake = self.wake
+        """The thread waits no longer: it ends."""
+        self._post(None)
+
+    def _post(self, message: tuple[Hashable, Any] | None) -> None:
+        self._messages.put(message)
+        wake = self.wake  # second: the thread looks into the box after it has said how it is woken
         if wake is not None:
             wake()
-        self.messages.put(None)
 
 
 class PoolLevel:

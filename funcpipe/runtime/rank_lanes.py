@@ -13,39 +13,42 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RanksError, RunTimeout
+from funcpipe.core.errors import FuncpipeError, PeerError, PlanError, RunTimeout
 from funcpipe.core.exchange import Exchange
 from funcpipe.core.lowered import Lowered
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, LaneProgram
+from funcpipe.core.program import LaneProgram
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
 from funcpipe.runtime.address import machine
 from funcpipe.runtime.agreement import END, alike, other_places, refuse_others
-from funcpipe.runtime.alarms import Alarm, Telling, names_of
+from funcpipe.runtime.alarms import Alarm, Failure, Telling, names_of
 from funcpipe.runtime.context import pin
+from funcpipe.runtime.device_ways import DeviceWays, Identities, identities_of, settle, ways_of
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.edge import Outbox
 from funcpipe.runtime.execute import Execution
 from funcpipe.runtime.lane import Lane
 from funcpipe.runtime.lanes import Lanes, refuse_uncarried
-from funcpipe.runtime.link import Link
-from funcpipe.runtime.mail import Mailbox, Stop
+from funcpipe.runtime.mail import Inbox, Mailbox, Stop
 from funcpipe.runtime.options import RunOptions
 from funcpipe.runtime.part import PlanPart, lane_program, stages_of
-from funcpipe.runtime.peer_errors import OUTSIDE, asked, peer_error, table_of, tell
+from funcpipe.runtime.peer import LostError
+from funcpipe.runtime.peer_errors import OUTSIDE, failure_of, peer_error, table_of
 from funcpipe.runtime.plan_classes import permit_classes_of
 from funcpipe.runtime.rank_schedule import RankSchedule
 from funcpipe.runtime.rank_timeline import joined_timeline
-from funcpipe.runtime.rank_wires import Identities, begin, connect, end, identities_here, settle
 from funcpipe.runtime.refusals import refuse_options
-from funcpipe.runtime.replicas import GiveSums, Sharding, Told
+from funcpipe.runtime.remote import RemoteLane, remote_lanes
+from funcpipe.runtime.rendezvous import LIMIT, STALL, Rendezvous, answered, below, team_name
+from funcpipe.runtime.replicas import GiveSums, Replicas, Sharding, Told
 from funcpipe.runtime.same_numbers import ComparedLeaves
 from funcpipe.runtime.spread import cuts_of, whole_of
-from funcpipe.runtime.store import LIMIT, STALL, below, connections
-from funcpipe.runtime.surroundings import is_under_torchrun, link_name, refuse_devices, refuse_other_devices
+from funcpipe.runtime.stream import Place
+from funcpipe.runtime.surroundings import is_under_torchrun, refuse_devices, refuse_other_devices
+from funcpipe.runtime.team import Team
 from funcpipe.runtime.watchdog import begun, lane_states
 from funcpipe.runtime.wire_format import pack, unpack
+from funcpipe.runtime.worker import Worker, end_all
 
 
 class Ranks(Lanes):
@@ -95,11 +98,14 @@ class Ranks(Lanes):
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
-        self._store, self._limit, self._links = store, timeout or LIMIT, 0
+        self._store, self._limit, self._teams = store, timeout or LIMIT, 0
         self._is_limit_given = timeout is not None
-        self._stores: list[Any] = []
-        self._link: Link | None = None
+        self._team: Team | None = None
         self._identities: Identities = {}
+        self._ways = DeviceWays(store)
+        self._replicas: dict[int, Replicas] = {}
+        self._summing: dict[int, Worker] = {}
+        """By lane, the thread that works with its replicas."""
         self._turn = threading.Lock()
         self._over = False
         """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
@@ -121,10 +127,17 @@ class Ranks(Lanes):
 
     def close(self) -> None:
         """End all threads and connections; the other ranks are told that this one runs nothing more."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.close(told=True)
+        self._end_team(told=True)
         super().close()
+
+    def _end_team(self, *, told: bool = False) -> None:
+        """End the team: the next run makes a new one."""
+        team, self._team = self._team, None
+        if team is not None:
+            self._ways.abort()
+            team.close(told=told)
+            end_all([*self._summing.values()], 1.0)
+            self._replicas, self._summing = {}, {}
 
     # -- as an executor ------------------------------------------------------------------------------------------------
 
@@ -139,18 +152,18 @@ class Ranks(Lanes):
             self.runs, self._over, self._did = self.runs + 1, False, None
             self.compared.begin()
             with Telling(self._failed):
-                link = self._open()
+                team = self._open()
                 refuse_options(options)
-                link.run = self.runs
-                link.refuse_gone()
+                team.run = self.runs
+                team.refuse_gone()
                 if options.timeout is None:
                     options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
-                link.limit(options.timeout or self._limit)
+                team.timeout = options.timeout or self._limit
                 yield options
         finally:
             self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
-            if self._link is not None:
-                self._link.limit(self._limit)
+            if self._team is not None:
+                self._team.timeout = self._limit
             self._turn.release()
 
     def check(self, plan: Plan) -> None:
@@ -189,43 +202,54 @@ class Ranks(Lanes):
 
     def beats(self) -> int:
         """Changes whenever a rank gets on."""
-        return 0 if self._link is None else self._link.pulse.beats
+        return 0 if self._team is None else self._team.beats
 
-    def outboxes(self, program: LaneProgram) -> Mapping[int, Mailbox]:
+    def mailbox(self) -> Mailbox:
+        """The mailbox of a lane, whose thread reads what other processes send while it waits."""
+        return Inbox(self._open().lead)
+
+    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
         """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
-        others = {lane for lane, _ in program.outgoing} | {slot.source for slot in program.slots}
-        return {other: Outbox() for other in others - {*self.lanes, CALLER}}
+        team = self._open()
+        ways = ways_of(self, execution.ready.plan, self._identities) if place.asynchronous else {}
+        if missing := self._ways.missing(ways):
+            team.wait(partial(self._ways.make, missing))
+        first = self.replica * self.size
+        ranks = {other: first + owner for other, owner in enumerate(self.rank_of) if other not in self.lanes}
+        box, levels = execution.boxes[program.lane], execution.level_of
+        return remote_lanes(team, ranks, program, box, place, levels, self._ways.get, execution.number or 0)
 
     def walk(self, executions: Sequence[Execution]) -> None:
         """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
-        link = self._open()
-        connect(link, self, executions[0], self._identities)
+        team = self._open()
         self._executions = executions
         try:
             super().walk(executions)
-            settle(link, executions, partial(self.ending, None))
+            settle(executions, team.wait, partial(self.ending, None))
         finally:
-            end(executions)
+            team.end_run()
             self._executions = ()
 
     def begin(self, execution: Execution, lane: Lane) -> None:
-        """Let the edges of a lane serve what it begins."""
+        """Let a lane have what comes for it in the execution that it begins."""
         super().begin(execution, lane)
-        if self._link is None:
+        if self._team is None:
             raise Stop
-        begin(self._link, execution, lane)
+        number = lane.program.lane
+        boxes = [box for (here, _), box in execution.outboxes.items() if here == number and isinstance(box, RemoteLane)]
+        if boxes:
+            self._team.begin((self.runs, execution.number or 0, number), boxes[0].arrivals)
 
     def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
-        """Inside, the lanes run; whatever breaks the link ends them."""
+        """Inside, the lanes run; whatever ends the team ends them."""
         return self._open().alarming(alarm)
 
     def ending(self, error: BaseException | None) -> None:
         """Tell the others first: to end the lanes may take as long as what they are in."""
         self._did = self._doing()
-        if error is not None:
-            tell(self._open(), error, self.runs)
-        if self._link is not None:
-            self._link.abort()  # a lane may stand in a device that waits for another process
+        if self._team is not None and error is not None:
+            self._tell(self._team, error)
+        self._ways.abort()  # a lane may stand in a device that waits for another process
 
     def raise_alarm(self) -> None:
         """Raise what an alarm was about."""
@@ -302,27 +326,38 @@ class Ranks(Lanes):
         if self.replicas == 1:
             done(None)
         else:
-            self._open().replicas[stage].gather(parts, done)
+            self._replicas_of(stage).gather(parts, done)
 
     def whole(self, tensor: Any) -> Tensor:
         """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
         with Telling(self._failed):
             return whole_of(
-                tensor, self.copies, lambda part, room: self._open().gather({self.replica: part}, self._copies, room)
+                tensor, self.copies, lambda part, like: self._open().gather({self.replica: part}, self._copies, like)
             )
 
     def reduce(
         self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
     ) -> Callable[[], GiveSums]:
         """Begin to sum the gradients of a stage over the replicas."""
-        answers = self._open().replicas[stage].begin(gradients, cuts, told)
+        key = self._replicas_of(stage).begin(gradients, cuts, told)
 
         def wait() -> GiveSums:
             with Telling(self._failed):
                 self._at = f"at the sums of stage {stage} ({self.runs})"
-                return self._open().take(answers)
+                return self._open().answer(key)
 
         return wait
+
+    def _replicas_of(self, stage: int) -> Replicas:
+        """The replicas of a stage that is here."""
+        if stage not in self._replicas:
+            lane = self.plan.schedule.device_of[stage]
+            if lane not in self._summing:
+                self._summing[lane] = Worker(f"funcpipe replicas {lane}", self._ways.abort, patience=1.0)
+                self._summing[lane].start()
+            ways = self._ways.get(stage)
+            self._replicas[stage] = Replicas(self._open(), stage, self._copies, self._summing[lane], ways)
+        return self._replicas[stage]
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
         """Return a context that sends an error inside to the other ranks, which raise PeerError.
@@ -336,44 +371,51 @@ class Ranks(Lanes):
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
         with Telling(self._failed):
-            return self._open().gather(dense, holders, lambda place: like[place].room())
+            return self._open().gather(dense, holders, like)
 
-    def _open(self) -> Link:
-        """The link; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""
+    def _open(self) -> Team:
+        """The team; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""
         if self.closed:
             raise FuncpipeError(
                 "these ranks are closed; run, step and ask for result.finite inside of their with block"
             )
-        if self._link is None:
-            self._links += 1
-            limit = self._limit + (0.0 if self._stores else STALL)
-            self._stores = self._stores or connections(self._store, limit)
-            stores = [below(link_name(self._links), store) for store in self._stores]
-            number = self.replica * self.size + self.rank
-            link = self._link = Link(stores, number, self.processes, limit, self._doing, self._marks)
-            link.run = self.runs
-            said = link.hear(self._hello())
+        if self._team is None:
+            self._teams += 1
+            limit, number = self._limit + (STALL if self._teams == 1 else 0.0), self.replica * self.size + self.rank
+            streams = any(Place.backend.asynchronous(self._own_devices[lane]) for lane in self.lanes)
+            team = Team(number, self.processes, self._limit, self._doing, self._marks, has_devices=streams)
+            team.run = self.runs
             try:
-                refuse_others(said, self.names)
-            except RanksError:
-                self._link = None
-                link.close(told=False)
+                self._join(team, below(team_name(self._teams), self._store), limit)
+            except BaseException:
+                team.close(told=False)
                 raise
+            self._team = team
+        return self._team
+
+    def _join(self, team: Team, store: Any, seconds: float) -> None:
+        """Find the other processes, and connect to them. Raises RanksError, PeerError."""
+        meeting = Rendezvous(store, team.rank, team.names, seconds, lambda: team.failure is None)
+        try:
+            said = answered(partial(meeting.hear, self._hello()), seconds + 1.0)
+            refuse_others(said, self.names)
             names = [each["machine"] for each in said]
             self._identities = {(q, lane): each for one in said for q, lane, each in one["devices"]}
             everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
-            here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[number]]
+            here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[team.rank]]
             self.beside = len(here)
             self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
-            # Threads of connections keep to the cores of these lanes, as whole processes of other libraries do.
-            link.join(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
-            link.limit(self._limit)
-        return self._link
+            team.start(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
+            answered(partial(meeting.connect, team.add), seconds + 1.0)
+            self._ways = DeviceWays(store)
+        except LostError as error:
+            team.lost(error)
+            raise peer_error(team, {}) from None
 
     def _hello(self) -> dict[str, Any]:
         """What the others must know of this process."""
-        devices = identities_here(self, self.plan)
-        return {"same": alike(self.plan, self.rank_of), "machine": machine(), "devices": devices}
+        own = {"same": alike(self.plan, self.rank_of), "machine": machine()}
+        return {**own, "devices": identities_of(self, self.plan)}
 
     def _doing(self) -> tuple[bool, str]:
         """Is a lane in an action, and what all of them do; for the tables of others."""
@@ -387,27 +429,32 @@ class Ranks(Lanes):
 
     def _marks(self) -> tuple[Any, ...]:
         """Changes whenever this rank gets on."""
-        moved = 0 if self._link is None else self._link.moved()
-        return (self.runs, self._at, moved, *begun(self._executions))
+        return (self.runs, self._at, self._ways.moved(), *begun(self._executions))
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
+    def _tell(self, team: Team, error: BaseException, about: str = "") -> Failure:
+        """End the team by an error and tell all others. Returns the first failure, which may be another one."""
+        if not isinstance(error, Alarm):
+            team.fail(failure_of(error, team.rank, self.runs, about))
+        team.tell()
+        assert team.failure is not None
+        return team.failure
+
     def _failed(self, error: BaseException, about: str = "") -> None:
-        """After an error: tell it to the others and break the link, or raise what one of theirs is here."""
-        link = self._link
-        if link is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
+        """After an error: tell it to the others and end the team, or raise what one of theirs is here."""
+        team = self._team
+        if team is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
-        self._link = None
         self.compared.forget()
-        failure = tell(link, error, self.runs, about)
-        table = asked(link) if failure.timed else {}
-        if not link.close(told=False):
-            self._stores = []
+        failure = self._tell(team, error, about)
+        table = team.all_states() if failure.timed else {}
+        self._end_team()
         if not (isinstance(error, Alarm) or failure.timed):
             return
-        if table.get(link.rank, (False, ""))[0]:  # the others wait for this one
+        if table.get(team.rank, (False, ""))[0]:  # the others wait for this one
             text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
-            raise RunTimeout(f"{text}\n{table_of(table, link.names)}") from None
+            raise RunTimeout(f"{text}\n{table_of(table, team.names)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds
-        raise peer_error(failure, table, link) from None
+        raise peer_error(team, table) from None

@@ -13,8 +13,8 @@ from funcpipe.core.plan import Plan
 from funcpipe.runtime.context import checked_plan
 from funcpipe.runtime.devices import plan_devices
 from funcpipe.runtime.rank_lanes import Ranks
-from funcpipe.runtime.store import below
-from funcpipe.runtime.surroundings import refuse_devices, refuse_to_join
+from funcpipe.runtime.rendezvous import below, refuse_to_join
+from funcpipe.runtime.surroundings import refuse_devices
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many `Ranks` were made of the same processes: each has keys of its own in the store."""
@@ -38,10 +38,10 @@ def ranks(
     declared. Loss, losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
     process.
 
-    Values travel over sockets, each edge between two lanes on one of its own; between two CUDA devices by NCCL,
-    likewise, else over the memory of the host. A lane whose device has no number (``devices="cuda"``, or none) is on the
-    one that is current in its process. When a process fails, all others
-    raise PeerError at once; the next run connects anew.
+    Each pair of processes has one connection, a socket. Values travel over it. Between two CUDA devices they travel by NCCL,
+    where that can be, else over the memory of the host. A lane whose device has no number (``devices="cuda"``, or none) is
+    on the one that is current in its process. When a process fails, all others raise PeerError at once. The next run
+    connects anew.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> stages = [fp.stage(lambda p, x: p * x)] * 2
@@ -73,7 +73,7 @@ def ranks(
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_gloo_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         checked_plan("ranks", plan)
         raise RanksError(
             "there is no process group: torch.distributed.init_process_group('gloo') in every process, started by "

@@ -1,21 +1,27 @@
-"""The way of a stage to its replicas: parameters are gathered on it, and gradients summed."""
+"""The replicas of a stage: gradients are summed over them, and parameters gathered."""
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.connection import LostError, Way, lost_by_device
+from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.mail import Mailbox
+from funcpipe.runtime.wire_format import TensorLayout
 from funcpipe.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from funcpipe.runtime.team import Team
+
+_WINDOW = 1 << 26
+"""Gradients of so many bytes are summed at once, or one that has more."""
 
 GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
 """Gives the sums of a stage's gradients over its replicas to the stream that the calling thread queues on."""
@@ -102,21 +108,25 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
 
 
 class Replicas:
-    """Gathers and sums in a thread of its own, while the lanes go on; one after the other, all in the same order.
+    """Gathers and sums in a thread beside the lane; one after the other, in all replicas in the same order.
 
-    Where the stage is on a device with streams, all of it goes on one of its own, after what the lane has queued.
+    Each replica adds up one piece of a gradient, in the order of the replicas, and sends the others the sum: so all have the
+    same bits, and a replica sends at most twice a gradient's size. Where the stage is on a device with streams, all goes on
+    one of its own, after what the lane has queued.
+
+    Args:
+        team: the other processes.
+        stage: the number of the stage.
+        ranks: the processes that have it, by replica.
+        worker: the thread, one for all stages of a lane.
+        stream: where the stage is on a device with streams, one of these.
     """
 
-    def __init__(self, way: Way, me: int) -> None:
-        self.connection, self.lost, self.stream, self.me = way.connection, way.lost, way.stream, me
-        self.ranks = [*way.connection.seats]
-        self.worker = Worker(f"funcpipe replicas {way.name}", patience=1.0)
-        self.worker.start()
-
-    def greet(self) -> None:
-        """Connect the devices, where they are joined."""
-        if self.stream is not None:
-            self.stream.greet("all")
+    def __init__(
+        self, team: Team, stage: int, ranks: Sequence[int], worker: Worker, stream: DeviceStream | None
+    ) -> None:
+        self.team, self.ranks, self.me, self.stream = team, [*ranks], team.rank, stream
+        self._worker, self._channel = worker, team.channel(stage + 1)
 
     def gather(self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]) -> None:
         """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all, by replica.
@@ -127,39 +137,83 @@ class Replicas:
 
         def work() -> None:
             with queued:
-                for mine, rooms in parts:
+                takes = [
                     self._swap(dict.fromkeys(self.ranks, mine), dict(zip(self.ranks, rooms, strict=True)))
+                    for mine, rooms in parts
+                ]
+                for take in takes:
+                    take()
+                self._channel.drain()
             done(self._over([tensor for mine, rooms in parts for tensor in (mine, *rooms)]))
 
-        self._give(work, "parameters cannot be gathered")
+        self._give(work)
 
-    def begin(
-        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told
-    ) -> queue.SimpleQueue[Any]:
-        """Begin to sum. The `GiveSums` are told, and put into the queue that is returned, in a tuple.
+    def begin(self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told) -> Any:
+        """Begin to sum. The `GiveSums` are told, and come to the caller's box under the key that is returned.
 
         Of what is cut this replica gets its part. What was given has no memory afterwards.
         """
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        queued = self._queued()
-
-        def total(gradient: Tensor | None, cut: Sharding | None) -> Tensor | None:
-            if gradient is None:
-                return None
-            out = self._sum(gradient, cut)
-            self._over([here(gradient)])
-            here(gradient).untyped_storage().resize_(0)
-            return out
+        queued, key = self._queued(), object()
 
         def work() -> None:
             with torch.no_grad(), queued:
-                sums = [total(gradient, cuts.get(number)) for number, gradient in enumerate(gradients)]
+                sums = self._sums(gradients, cuts)
             ready = partial(self._taken, sums, self._over([]))
             told(ready)
-            answers.put((ready,))
+            self.team.caller.box.put(key, ready)
 
-        self._give(work, "gradients cannot be summed")
-        return answers
+        self._give(work)
+        return key
+
+    def _sums(self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
+        """The sums of gradients over all replicas; of a DTensor each replica has the same part."""
+        sums: list[Tensor | None] = [None] * len(gradients)
+        for numbers in _windows(gradients):
+            added = {number: self._add(here(gradients[number]), cuts.get(number)) for number in numbers}
+            shared = {number: begin_to_share() for number, begin_to_share in added.items()}
+            for number, finish in shared.items():
+                total, gradient = finish(), gradients[number]
+                sums[number] = total if here(gradient) is gradient else dtensor_of(total, gradient)
+            self._channel.drain()
+            for number in numbers:
+                self._over([here(gradients[number])])
+                here(gradients[number]).untyped_storage().resize_(0)
+        return sums
+
+    def _add(self, gradient: Tensor, cut: Sharding | None) -> Callable[[], Callable[[], Tensor]]:
+        """Begin to send the pieces of a gradient.
+
+        Returns:
+            What adds up the piece of this replica and begins to send the sum, and returns what waits for the whole.
+        """
+        count, seat = len(self.ranks), self.ranks.index(self.me)
+        flat = gradient.contiguous().reshape(-1)
+        pieces = (
+            [cut.part(gradient, replica, count).contiguous() for replica in range(count)]
+            if cut
+            else [*flat.tensor_split(count)]
+        )
+        rooms = [torch.empty_like(pieces[seat]) for _ in self.ranks]
+        rooms[seat] = pieces[seat]
+        take = self._swap(dict(zip(self.ranks, pieces, strict=True)), dict(zip(self.ranks, rooms, strict=True)))
+
+        def share() -> Callable[[], Tensor]:
+            take()
+            total = reduce(add, rooms)
+            if cut is not None:
+                return lambda: total
+            whole = torch.empty_like(flat)
+            parts = dict(zip(self.ranks, whole.tensor_split(count), strict=True))
+            parts[self.me].copy_(total)
+            wait = self._swap(dict.fromkeys(self.ranks, total), parts)
+
+            def finish() -> Tensor:
+                wait()
+                return whole.view(gradient.shape)
+
+            return finish
+
+        return share
 
     def _taken(self, sums: list[Tensor | None], event: Any) -> list[Tensor | None]:
         """The sums, for the stream that the calling thread queues on."""
@@ -178,71 +232,55 @@ class Replicas:
         self.stream.used(tensors)
         return self.stream.over()
 
-    def _give(self, job: Callable[[], None], text: str) -> None:
-        def work() -> None:
-            try:
-                job()
-            except LostError as error:
-                self.lost(error)
-            except torch.distributed.DistBackendError as error:
-                others = [rank for rank in self.ranks if rank != self.me]
-                self.lost(lost_by_device(others[0] if len(others) == 1 else -1, error))
-            except Exception as error:
-                self.lost(LostError(self.me, f"its {text}: {type(error).__name__}: {error}"))
+    def _give(self, job: Callable[[], None]) -> None:
+        others = [rank for rank in self.ranks if rank != self.me]
+        self._worker.give(partial(self.team.safely, job, others[0] if len(others) == 1 else -1))
 
-        self.worker.give(work)
+    def _swap(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begin to send each other replica a dense tensor; returns what receives theirs into the rooms."""
+        others = [rank for rank in self.ranks if rank != self.me]
+        stream = self.stream
+        if stream is not None and stream.group is not None:
+            dense = {
+                rank: room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
+                for rank, room in rooms.items()
+            }
+            stream.swap([theirs[rank] for rank in self.ranks], [dense[rank] for rank in self.ranks])
+            for rank in others:
+                if dense[rank] is not rooms[rank]:
+                    rooms[rank].copy_(dense[rank])
+            return lambda: None
+        if stream is not None:
+            different = {id(tensor): tensor for rank, tensor in theirs.items() if rank != self.me}
+            copies = dict(zip(different, stream.copies_on_host([*different.values()]), strict=True))
+            stream.over().synchronize()
+            theirs = {rank: copies[id(theirs[rank])] for rank in others}
+        for rank in others:
+            if theirs[rank].numel():
+                self._channel.post(rank, theirs[rank])
 
-    def _sum(self, gradient: Tensor, cut: Sharding | None) -> Tensor:
-        """The sum over all replicas, in their order: the same bits for each. Of a DTensor each has the same part."""
-        own = here(gradient)
-        if own is not gradient:
-            return dtensor_of(self._sum(own, cut), gradient)
-        if cut is None:
-            theirs = dict.fromkeys(self.ranks, gradient.contiguous())
-        else:
-            count = len(self.ranks)
-            pieces = [cut.part(gradient, replica, count).contiguous() for replica in range(count)]
-            theirs = dict(zip(self.ranks, pieces, strict=True))
-        parts = {rank: torch.empty_like(theirs[self.me]) for rank in self.ranks}
-        parts[self.me] = theirs[self.me]
-        self._swap(theirs, parts)
-        return reduce(add, parts.values())
+        def take() -> None:
+            for rank in others:
+                room = rooms[rank]
+                if room.numel():
+                    came = TensorLayout.of(room).view_of(self._channel.take(rank))
+                    room.copy_(came) if stream is None else stream.backend.fill(room, came)
 
-    def _swap(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> None:
-        """Send each other replica a tensor, and receive its own into a room."""
-        dense = {
-            rank: room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
-            for rank, room in rooms.items()
-        }
-        if self.stream is None:
-            self._exchange(theirs, dense)
-        elif self.stream.group is not None:
-            self.stream.swap([*theirs.values()], [dense[rank] for rank in theirs])
-        else:
-            different = {id(tensor): tensor for tensor in theirs.values()}
-            copies = dict(zip(different, self.stream.copies_on_host([*different.values()]), strict=True))
-            self.stream.over().synchronize()
-            landed = {rank: torch.empty(room.shape, dtype=room.dtype) for rank, room in dense.items()}
-            self._exchange({rank: copies[id(tensor)] for rank, tensor in theirs.items()}, landed)
-            for rank, room in landed.items():
-                if rank != self.me:
-                    self.stream.backend.fill(dense[rank], room)
-        for rank, room in rooms.items():
-            if rank != self.me and dense[rank] is not room:
-                room.copy_(dense[rank])
+        return take
 
-    def _exchange(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> None:
-        """The same in the memory of hosts, with dense rooms."""
-        sent = {
-            rank: self.connection.send(tensor, rank)
-            for rank, tensor in theirs.items()
-            if rank != self.me and tensor.numel()
-        }
-        for rank, room in rooms.items():
-            if rank != self.me and room.numel():
-                self.connection.finish([self.connection.receive(room, rank)], rank)
-        for rank, work in sent.items():
-            self.connection.finish([work], rank)
+
+def _windows(gradients: Sequence[Tensor | None]) -> list[list[int]]:
+    """The numbers of gradients that are summed at once: their messages overlap, and their memory is bounded."""
+    windows, size = list[list[int]](), _WINDOW
+    for number, gradient in enumerate(gradients):
+        if gradient is not None:
+            nbytes = here(gradient).nbytes
+            if size + nbytes > _WINDOW:
+                windows.append([])
+                size = 0
+            windows[-1].append(number)
+            size += nbytes
+    return windows
 
 
 def here(tensor: Any) -> Tensor:

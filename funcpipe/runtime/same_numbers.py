@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpipe.core.torch_names import version
 from funcpipe.core.tree import Tree, flatten, locations
-from funcpipe.runtime.cable import memory_view
+from funcpipe.runtime.peer import memory_view
 from funcpipe.runtime.plain_tensors import is_plain
 from funcpipe.runtime.replicas import Sharding, here
 

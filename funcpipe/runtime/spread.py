@@ -12,6 +12,7 @@ from funcpipe.core.errors import raise_all
 from funcpipe.core.exchange import entire, lies_over
 from funcpipe.core.tree import Tree, flatten, locations
 from funcpipe.runtime.replicas import Sharding
+from funcpipe.runtime.wire_format import TensorLayout
 
 
 def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Sharding | None]:
@@ -59,14 +60,14 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
 
 
 def whole_of(
-    tensor: Any, copies: Sequence[int], gather: Callable[[Tensor, Callable[[int], Tensor]], list[Tensor]]
+    tensor: Any, copies: Sequence[int], gather: Callable[[Tensor, Sequence[TensorLayout]], list[Tensor]]
 ) -> Tensor:
     """All of a tensor of which replicas may have parts; any other DTensor is put together by torch.
 
     Args:
         tensor: what is here of it.
         copies: the processes that have its stage, by replica.
-        gather: of the part that is here, and a function that makes room for that of a replica, the parts of all.
+        gather: of the part that is here, and the layouts of those of all replicas, the parts of all.
     """
     if not lies_over(tensor, copies):
         return entire(tensor.detach())
@@ -74,9 +75,6 @@ def whole_of(
     if not placement.is_shard():
         return local
     cut = Sharding(placement.dim % tensor.dim())
-    sizes = torch.empty(tensor.shape, device="meta")
-
-    def room(replica: int) -> Tensor:
-        return torch.empty(cut.part(sizes, replica, len(copies)).shape, dtype=tensor.dtype)
-
-    return torch.cat(gather(local.contiguous().cpu(), room), cut.axis)
+    sizes = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    like = [TensorLayout.of(cut.part(sizes, replica, len(copies))) for replica in range(len(copies))]
+    return torch.cat(gather(local.contiguous().cpu(), like), cut.axis)

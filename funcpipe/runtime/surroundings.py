@@ -1,26 +1,14 @@
-"""What is around the processes of a plan: the keys of their store, the launcher, devices."""
+"""What is around the processes of a plan: the launcher, devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
 from funcpipe.runtime.devices import plan_devices
-from funcpipe.runtime.store import AskedStore, below, hello
-
-
-def link_name(number: int) -> str:
-    """The name of a link of some ranks, below which its keys lie in their store."""
-    return f"link{number}"
-
-
-def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
-    """Tell those who are about to make their first link why this rank does not."""
-    AskedStore(below(link_name(1), store)).ask(lambda store: store.set(*hello(rank, {"refused": str(error)})))
 
 
 def refuse_devices(plan: Plan) -> None:

@@ -39,6 +39,17 @@ class TensorLayout(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """The layout of a contiguous tensor with this one's size and type."""
+        return cls(tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), tensor.dtype)
+
+    def view_of(self, data: Tensor) -> Tensor:
+        """The tensor whose memory these bytes are: [nbytes], uint8. Raises PlanError for more or fewer bytes."""
+        if data.numel() != self.nbytes:
+            raise PlanError(f"what came from another process is damaged: {data.numel()} bytes, not {self.nbytes}")
+        return data.view(self.dtype).as_strided(self.size, self.strides)
+
     @property
     def nbytes(self) -> int:
         """The size of its memory."""

@@ -4,9 +4,8 @@
 
 `fp.ranks` on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
 processes as there are cores) or do next to nothing and sleep (``--work pauses``: F, I and W of ``--forward`` ms a
-device, so any number of processes). The latency is made at the end that receives, on every edge between processes: over a
-network a value is sent once the other end has asked for it, so what has come is put into the
-lane's mailbox one latency later, and no earlier than two after it was asked for. ``--spare`` are spare slots of the plan.
+device, so any number of processes). The latency is made at the end that receives, on every edge between processes: values, and
+what says that a slot is free, are put into the lane's mailbox one latency after they have come. ``--spare`` are spare slots of the plan.
 
 Exchanges (what all processes tell each other before and after the actions) have no latency. Each schedule goes through
 its latencies in turn, round by round; figures are medians over the rounds, ratios those of each round's ratio. The costs
@@ -28,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,10 +45,8 @@ from peers_samples import ENOUGH, Spent, busy, undisturbed
 from torch import Tensor
 
 import funcpipe as fp
-from funcpipe.runtime import link
-from funcpipe.runtime.edge import EdgeIn, EdgeWay
-from funcpipe.runtime.mail import Mailbox
-from funcpipe.runtime.stream import Place, Ticket
+from funcpipe.runtime import remote
+from funcpipe.runtime.remote import Arrivals
 
 WARMUP = 3
 FAMILIES = {
@@ -66,49 +63,31 @@ def sleep_until(due: float) -> None:
     sleep(max(0.0, due - perf_counter()))
 
 
-class Late(Mailbox):
-    """A mailbox into which everything is put later, in order."""
-
-    def __init__(self, box: Mailbox, edge: LateEdge) -> None:
-        super().__init__()
-        self.box, self.edge = box, edge
-
-    def put(self, key: Any, item: Any) -> None:
-        self.edge.later.put((self.edge.due, self.box, key, item))
-
-
-class LateEdge(EdgeIn):
-    """The end of an edge that receives, over a link that takes its time: seconds."""
+class LateArrivals(Arrivals):
+    """What comes from other processes, over a network that takes its time: seconds, each way."""
 
     latency = 0.0
+    later: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def __init__(self, way: EdgeWay) -> None:
-        super().__init__(way)
-        self.later: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.when: queue.SimpleQueue[float] = queue.SimpleQueue()
-        self.due = 0.0
-        threading.Thread(target=self._hand_on, daemon=True).start()
+    def put(self, *given: Any) -> None:
+        self._late(super().put, *given)
 
-    def begin(self, slots: Sequence[int], box: Mailbox, levels: Any, place: Place) -> None:
-        super().begin(slots, Late(box, self) if self.latency else box, levels, place)
+    def is_free(self, *given: Any) -> None:
+        self._late(super().is_free, *given)
 
-    def _lane_reads(self) -> bool:
-        return False  # it would have what has come at once
+    def _late(self, job: Callable[..., None], *given: Any) -> None:
+        if self.latency:
+            self.later.put((perf_counter() + self.latency, job, given))
+        else:
+            job(*given)
 
-    def _hand_on(self) -> None:
+    @classmethod
+    def hand_on(cls) -> None:
+        """Deliver what is due, in order."""
         while True:
-            due, box, key, item = self.later.get()
+            due, job, given = cls.later.get()
             sleep_until(due)
-            box.put(key, item)
-
-    def _will_come(self, slot: int) -> None:
-        self.when.put(perf_counter())
-        super()._will_come(slot)
-
-    def _receive(self, place: Place) -> tuple[int, Ticket]:
-        found = super()._receive(place)
-        self.due = max(perf_counter(), self.when.get() + self.latency) + self.latency
-        return found
+            job(*given)
 
 
 @torch.library.custom_op("bench_ranks::pause", mutates_args=())
@@ -195,7 +174,7 @@ def measure(case: Case, latencies: Sequence[float], repeats: int) -> dict[float,
         params = fp.place(case.plan, case.params, ranks)
         for repeat in range(WARMUP + repeats):
             for latency, steps in found.items():
-                LateEdge.latency = latency
+                LateArrivals.latency = latency
                 before, cpu, start = busy(), process_time(), perf_counter()
                 result = fp.run(case.plan, params, case.batch, executor=ranks, threads_per_lane=1, record=True)
                 seconds, spent = perf_counter() - start, torch.tensor(process_time() - cpu)
@@ -210,7 +189,8 @@ def measure(case: Case, latencies: Sequence[float], repeats: int) -> dict[float,
 def serve(rank: int, size: int, given: argparse.Namespace, folder: str, pipe: Any) -> None:
     """One process: all cases; rank 0 says what was found."""
     torch.set_num_threads(1)
-    link.EdgeIn = LateEdge
+    remote.Arrivals = LateArrivals
+    threading.Thread(target=LateArrivals.hand_on, daemon=True).start()
     where = f"file://{folder}/{size}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     late = [latency / 1e3 for latency in given.latency if latency]

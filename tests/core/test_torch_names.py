@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import funcpipe
 from funcpipe.core import torch_lookup
 from funcpipe.core import torch_names as names
 from funcpipe.core.torch_lookup import MissingName, attribute, private
-from funcpipe.runtime.connection import gloo_device
 
 PACKAGE = Path(funcpipe.__file__).parent
 PROBES: dict[str, Callable[[], None]] = {}
@@ -614,29 +612,6 @@ def names_of_nodes() -> None:
     names.rename(second, "y_")
     assert "y_" == first.name
     assert second.name not in ("y", "y_")
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-@probe("gloo")
-def two_ends_of_a_connection() -> None:
-    """fp.ranks cannot connect processes."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    store, limit, device = torch.distributed.HashStore(), timedelta(seconds=10), gloo_device()
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: names.gloo(store, rank, 2, limit, device), range(2))
-    sent, came = torch.arange(3.0), torch.zeros(3)
-    works = [second.recv([came], 0, 0), first.send([sent], 1, 0)]
-    for work in works:
-        work.wait(limit)
-    assert torch.equal(sent, came)
-    waits = first.recv([came], 1, 0)
-    with pytest.raises(RuntimeError):  # what wakes whoever waits: a receive that nobody answers in time
-        first.recv([torch.zeros(1)], 1, 1).wait(timedelta(milliseconds=1))
-    with pytest.raises(RuntimeError):
-        waits.wait(limit)
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------

@@ -17,16 +17,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import same, schedules
 from rank_tasks import batch, differences, everything, everything_of, local, loss_with_aux, owners, parts
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
-from funcpipe.core.torch_names import gloo
 from funcpipe.core.tree import map_tensors
 from funcpipe.runtime import lanes
-from funcpipe.runtime.connection import gloo_device
 from funcpipe.runtime.device_stream import DeviceStream
 from funcpipe.runtime.replicas import Replicas
 from funcpipe.runtime.sharded import ShardedParams
@@ -106,7 +105,7 @@ class JoinedRecorder(Recorder):
         return "one" if self.way == "one device" else f"{os.getpid()} {device}"
 
     def joined(self, store, rank, size, device):
-        self.groups.append(RecordedGroup(gloo(store, rank, size, timedelta(seconds=30), gloo_device()), self, device))
+        self.groups.append(RecordedGroup(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), self, device))
         return self.groups[-1]
 
 

@@ -29,9 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
 from funcpipe.compiled.programs import Programs
-from funcpipe.runtime import exchanges
 from funcpipe.runtime.lanes import Lanes
 from funcpipe.runtime.replicas import Replicas
+from funcpipe.runtime.team import Team
 
 
 class Pair(NamedTuple):
@@ -1007,11 +1007,20 @@ def forever():
         time.sleep(0.01)
 
 
+def orphan():
+    """A killed process whose child lives on, as a loader's worker does for a while."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 ACTS = {
     "raise": boom,
     "interrupt": interrupt,
     "forever": forever,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "orphan": orphan,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "crash": lambda: ctypes.string_at(0),
     "leave": lambda: os._exit(3),
@@ -1119,8 +1128,8 @@ def late_at_the_end(rank, size):
         fp.run(plan, own, (x, target), state=at, executor=ranks)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
-                swapped = exchanges._swapped
-                patch.setattr(exchanges, "_swapped", lambda *args: (swapped(*args), time.sleep(0.1))[0])
+                exchange = Team.exchange
+                patch.setattr(Team, "exchange", lambda *args: (exchange(*args), time.sleep(0.1))[0])
             return float(fp.run(plan, own, (x, target), state=at, executor=ranks).loss)
 
 

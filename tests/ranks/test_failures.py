@@ -51,7 +51,7 @@ def test_bad_input_of_one_rank_reaches_everyone(pool):
     assert results[2].is_a(fp.PlanError)
 
 
-@pytest.mark.parametrize("act", ["kill", "crash", "leave"])
+@pytest.mark.parametrize("act", ["kill", "crash", "leave", "orphan"])
 def test_a_process_that_ends_is_named(pools, act):
     pool = pools(SIZE)
     pool.all("start", 5.0)

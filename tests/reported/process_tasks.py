@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import funcpipe as fp
-from funcpipe.runtime.cable import _listen
 from funcpipe.runtime.rank_lanes import Ranks
+from funcpipe.runtime.rendezvous import listening
 
 
 def net(seed, *, buffers=False):
@@ -280,15 +280,15 @@ def step_fails(rank, size):
 
 
 def listens_at(rank, size):
-    """Return the addresses at which cables listened."""
+    """Return the addresses at which this process listened."""
     at = []
 
-    def listening(hosts):
-        listener = _listen(hosts)
+    def listens(hosts):
+        listener = listening(hosts)
         at.append(listener.getsockname()[0])
         return listener
 
-    with mock.patch("funcpipe.runtime.cable._listen", listening), fp.ranks(multiplied(), timeout=20.0):
+    with mock.patch("funcpipe.runtime.rendezvous.listening", listens), fp.ranks(multiplied(), timeout=20.0):
         return at
 
 

@@ -3,6 +3,7 @@
 import collections
 import gc
 import json
+import resource
 import socket
 import sys
 import threading
@@ -17,14 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.runtime.cable import Cable, connected
-from funcpipe.runtime.connection import LostError
+from funcpipe.runtime.peer import FrameKind
 from funcpipe.runtime.wire_format import pack, unpack, unpack_form
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "ranks"), str(Path(__file__).parent)]
 
 import process_tasks  # noqa: E402
 from rank_pool import Pool  # noqa: E402
+from teams import Teams, meeting  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -247,17 +248,24 @@ def test_a_tensor_of_more_bytes_than_the_machine_has_is_refused_before_there_is_
         layout.room()
 
 
-def test_a_length_that_no_value_has_takes_no_memory():
-    here, there = socket.socketpair()
-    cable = Cable.__new__(Cable)
-    cable._socket, cable.rank = here, 3
-    with pytest.raises(LostError, match="bytes follow"):
-        cable.read_counted(1 << 60)
-    there.sendall(bytes(10))
-    there.close()
-    with pytest.raises(LostError):
-        cable.read_counted(1 << 30)
-    here.close()
+@pytest.mark.parametrize("length", [1 << 60, 1 << 30])
+def test_a_length_that_no_value_has_takes_no_memory(length):
+    teams = Teams(2)
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        teams.members[1].peers[0]._socket.send(
+            FrameKind.DATA.to_bytes(4, "little") + bytes(20) + length.to_bytes(8, "little")
+        )
+        time.sleep(0.2)
+        teams.members[1].peers[0].shut()
+        deadline = time.monotonic() + 5
+        while teams.members[0].failure is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert ("bytes follow" in teams.members[0].failure.text) is (length > 1 << 40)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+    finally:
+        teams.close()
 
 
 @pytest.mark.parametrize("kind", ["holds", "drips", "floods"])
@@ -265,12 +273,12 @@ def test_a_stranger_who_holds_a_connection_delays_nobody(kind):
     store, ends, over = dist.HashStore(), [], threading.Event()
 
     def connect(rank):
-        ends.append(connected(store, rank, (0, 1), ["127.0.0.1"], 20.0, lambda: True))
+        meeting(store, rank, 2).connect(lambda connected, _: ends.append(connected))
 
     answering = threading.Thread(target=connect, args=(0,))
     answering.start()
-    store.wait(["cable"], timedelta(seconds=10))
-    host, port, _ = json.loads(store.get("cable"))
+    store.wait(["at/0"], timedelta(seconds=10))
+    host, port, _ = json.loads(store.get("at/0"))
     strangers = [socket.create_connection((host, port)) for _ in range(100 if kind == "floods" else 5)]
 
     def drip():

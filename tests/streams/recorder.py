@@ -234,7 +234,7 @@ class Recorder(StreamBackend):
         finally:
             self.local.quiet = False
         with self.lock:
-            device = self.streamed(source) or self.streamed(target)
+            device = self.streamed(source) or self.streamed(target) or self.local.stack[-1].device
             assert device is not None
             stream = self.current_stream(device)
             self.read(self.block(source), stream)

@@ -1,0 +1,177 @@
+"""Lanes of other processes: a mailbox that sends what is put into it, and what takes what comes for a lane here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from funcpipe.core.program import LaneProgram
+from funcpipe.runtime.border import Border
+from funcpipe.runtime.cache_key import border_key_or_none
+from funcpipe.runtime.mail import Mailbox, PoolLevel
+from funcpipe.runtime.peer import FrameKind, Head, KnownForm
+from funcpipe.runtime.plain_tensors import materialized
+from funcpipe.runtime.stream import Place
+from funcpipe.runtime.wire_format import TensorLayout, form_key, form_of, pack_form, sendable
+
+if TYPE_CHECKING:
+    from funcpipe.runtime.device_stream import DeviceStream
+    from funcpipe.runtime.team import Team
+
+
+class Arrivals:
+    """Takes what other processes send for one lane in one execution, and puts it into the lane's mailbox.
+
+    Args:
+        box: the mailbox.
+        place: where the lane computes.
+        levels: the fill level of the pool of each slot.
+        streams: of slots whose values come to a device with streams, the stream.
+    """
+
+    def __init__(
+        self,
+        box: Mailbox,
+        place: Place,
+        levels: Mapping[int, PoolLevel],
+        streams: Mapping[int, DeviceStream],
+    ) -> None:
+        self._box, self._place, self._levels, self._streams = box, place, levels, streams
+        self._freed: dict[int, Any] = {}
+        """By slot, the event of the device after which it may be filled again."""
+        place.copy_streams.extend({id(each): each.stream for each in streams.values()}.values())
+
+    def room(self, slot: int) -> Callable[[TensorLayout], Tensor]:
+        """What makes the memory of the host into which a value for a slot is read."""
+        return self._streams[slot].host_room if slot in self._streams else TensorLayout.room
+
+    def put(self, slot: int, leaves: Sequence[Any], known: KnownForm) -> None:
+        """Deliver a value that has come to the memory of the host."""
+        event, stream = None, self._streams.get(slot)
+        if stream is not None:
+            leaves, event = stream.from_host(leaves, self._freed.pop(slot, None), self._place.stream)
+        self._put(slot, [*leaves], event, known)
+
+    def receive(self, slot: int, known: KnownForm) -> None:
+        """Begin to receive a value straight from another device, and deliver it."""
+        stream = self._streams[slot]
+        self._put(slot, *stream.receive(known.form.leaves, self._freed.pop(slot, None), self._place.stream), known)
+
+    def _put(self, slot: int, leaves: list[Any], event: Any, known: KnownForm) -> None:
+        form = known.form
+        value = Border(leaves, form.spec, form.flags)
+        value.shared = form.shared
+        if not known.is_keyed:
+            known.key, known.is_keyed = border_key_or_none(value), True
+        value.words = known.key
+        self._levels[slot].add()
+        self._box.put(slot, (value, event))
+
+    def empty(self, slot: int, event: Any) -> None:
+        """Note that the lane has freed a slot: it may be filled after the event (None: now)."""
+        if event is not None:
+            self._freed[slot] = event
+
+    def is_free(self, key: tuple[int, int]) -> None:
+        """Tell the lane that a slot of another lane, (lane, slot), may be filled again."""
+        self._box.put(key, None)
+
+
+class RemoteLane(Mailbox):
+    """The mailbox of a lane of another process, for one lane here and one execution: what is put here is sent there.
+
+    Args:
+        team: the other processes.
+        rank: the process of the lane.
+        ends: the lane here, and the lane there.
+        batch: the place of the batch among those of the run.
+        arrivals: what comes for the lane here.
+        stream: where the lane here is on a device with streams, the stream for what goes out.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        rank: int,
+        ends: tuple[int, int],
+        batch: int,
+        arrivals: Arrivals,
+        stream: DeviceStream | None,
+    ) -> None:
+        super().__init__()
+        self.arrivals, self._team, self._rank, self._stream = arrivals, team, rank, stream
+        here, there = ends
+        self._value = Head(FrameKind.VALUE, team.run, batch, there)
+        self._free = Head(FrameKind.FREE, team.run, batch, there, other=here)
+
+    def put(self, key: Hashable, item: Any) -> None:
+        """Send a value into a slot there; of (lane, slot) here, tell that it is free after an event."""
+        if isinstance(key, int):
+            self._send(key, item[0])
+        else:
+            assert isinstance(key, tuple)
+            slot: int = key[1]
+            self.arrivals.empty(slot, item)
+            self._team.send(self._rank, self._free._replace(slot=slot))
+
+    def _send(self, slot: int, value: Border) -> None:
+        """Begin to send a value; of a device, once it is there. Raises PlanError for what cannot travel."""
+        stream, team = self._stream, self._team
+        home = _at_host if stream is None else stream.at_home
+        leaves = [home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
+        described = leaves, value.spec, value.flags, value.shared
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+        frame, key, form = self._value._replace(slot=slot), form_key(*described), lambda: pack_form(form_of(*described))
+        post = partial(team.send_value, self._rank, frame, key, form)
+        if stream is None:
+            post(tensors)
+        elif stream.group is None:
+            copies, wait = stream.to_host(tensors)
+            team.jobs.give(partial(team.safely, partial(_then, wait, post, copies), self._rank))
+        else:  # second the tensors: the other end receives them once it knows their form
+            team.send_value(self._rank, frame._replace(kind=FrameKind.JOINED), key, form, ())
+            team.safely(partial(stream.send, tensors), self._rank)
+
+
+def remote_lanes(
+    team: Team,
+    ranks: Mapping[int, int],
+    program: LaneProgram,
+    box: Mailbox,
+    place: Place,
+    levels: Mapping[tuple[int, int], PoolLevel],
+    stream: Callable[[tuple[int, int]], DeviceStream | None],
+    batch: int,
+) -> Mapping[int, Mailbox]:
+    """The mailboxes of lanes of other processes with which a lane here exchanges values.
+
+    Args:
+        team: the other processes.
+        ranks: the process of each lane that is not here.
+        program: of the lane here, with its mailbox and place.
+        levels: the fill level of the pool of each slot, by (lane, slot).
+        stream: of an edge (from lane, to lane), the stream on the device that is here.
+        batch: the place of the batch among those of the run.
+    """
+    lane = program.lane
+    sources = {slot: source for slot, source in enumerate(program.sources) if source is not None and source in ranks}
+    streams = {slot: found for slot, source in sources.items() if (found := stream((source, lane))) is not None}
+    arrivals = Arrivals(box, place, {slot: levels[lane, slot] for slot in sources}, streams)
+    others = {*sources.values()} | {to for to, _ in program.outgoing if to in ranks}
+    return {
+        other: RemoteLane(team, ranks[other], (lane, other), batch, arrivals, stream((lane, other)))
+        for other in sorted(others)
+    }
+
+
+def _then(wait: Callable[[], None], post: Callable[[Sequence[Tensor]], None], tensors: Sequence[Tensor]) -> None:
+    wait()
+    post(tensors)
+
+
+def _at_host(tensor: Tensor) -> Tensor:
+    """A tensor in memory of the host that nobody shares lazily."""
+    return materialized(tensor.cpu())

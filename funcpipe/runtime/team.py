@@ -1,0 +1,444 @@
+"""The processes of a plan, seen from one of them: a connection to each other process, exchanges, and the first failure.
+
+Threads that wait for what others send read it themselves (`Reading`). The team's own thread reads where nobody waits, at short
+intervals; it also tells the others that this process gets on, and ends waits that take too long.
+
+A team lasts until the first failure of anyone. Who fails tells all others and closes its connections, and so does everyone who
+is told. The next run makes a new team.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe.runtime.alarms import Alarm, Failure, names_of
+from funcpipe.runtime.byte_channel import ByteChannel
+from funcpipe.runtime.mail import Inbox, Stop
+from funcpipe.runtime.peer import (
+    FrameKind,
+    Head,
+    KnownForm,
+    LostError,
+    Peer,
+    Pieces,
+    Reader,
+    lost_by_device,
+    memory_view,
+)
+from funcpipe.runtime.reading import Reading
+from funcpipe.runtime.remote import Arrivals
+from funcpipe.runtime.wire_format import TensorLayout, memory
+from funcpipe.runtime.worker import Worker, end_all
+
+_TICK = 0.005
+"""Seconds between two looks of the team's own thread in a run: a failure is noticed within it while all lanes compute."""
+
+_IDLE = 0.05
+"""The same outside of runs."""
+
+_LONG = 0.5
+"""Seconds for which the team's own thread waits at most where it reads everything."""
+
+_LARGE = 1 << 18
+"""Bytes in one read after which more are expected: then the team's own thread goes on without a pause."""
+
+_FLUSH = 1.0
+"""Seconds in which the last words of this process must be written."""
+
+
+class Team(Reader):
+    """One process's connections to the others of its plan.
+
+    Args:
+        rank: which process this is.
+        processes: the number of each rank in torch.distributed.
+        timeout: seconds after which a wait ends in an error, when no rank gets on any more.
+        doing: returns whether a lane is in an action, and what this process does in words.
+        marks: returns a value that changes whenever this process gets on.
+        has_devices: lanes here are on devices with streams. Then the team's own thread reads everything: a lane there does not
+            wait for its device, and the order of a stream must not hang on which thread reads.
+
+    Attributes:
+        size: the number of processes.
+        names: the name of each rank in errors.
+        peers: the connections, by rank.
+        failure: the first failure, once there is one.
+        from_peer: another process told it.
+        run: the number of the run.
+        beats: changes whenever any process gets on.
+        states: what other processes said after a timeout that they do, by rank.
+        jobs: a thread for what must wait for a device.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        processes: Sequence[int],
+        timeout: float,
+        doing: Callable[[], tuple[bool, str]],
+        marks: Callable[[], Any],
+        *,
+        has_devices: bool = False,
+    ) -> None:
+        self.rank, self.size, self.processes, self.names = rank, len(processes), tuple(processes), names_of(processes)
+        self.doing, self._marks, self.timeout = doing, marks, timeout
+        self.peers: dict[int, Peer] = {}
+        self.failure: Failure | None = None
+        self.from_peer, self.run, self.beats = False, 0, 0
+        self.states: dict[int, tuple[bool, str]] = {}
+        self._alarms: list[Callable[[], None]] = []
+        self._gate = threading.Lock()
+        self._gone: dict[int, int] = {}
+        """Of processes that have left in order, the number of their last run."""
+        self._arrivals: dict[tuple[int, int, int], Arrivals] = {}
+        self._early: dict[tuple[int, int, int], list[tuple[int, Callable[[Arrivals], None]]]] = {}
+        """What came for lanes that have not begun their run."""
+        self._ended = 0
+        """The last run whose lanes are done here."""
+        self._channels: dict[int, ByteChannel] = {}
+        self._since: float | None = None
+        """Since when the caller waits and no process has got on."""
+        self._reading = Reading(self._left, lambda: self.failure is None)
+        self._turn, self._over, self._told = threading.Event(), False, False
+        self._has_devices = has_devices
+        self._next_beat, self._seen, self._beats_seen = 0.0, object(), -1
+        self._own = Worker("funcpipe team", self.cut, patience=1.0)
+        self.jobs = Worker("funcpipe devices", self.cut, patience=1.0)
+        self.caller = self.channel(0)
+
+    # -- its members ---------------------------------------------------------------------------------------------------
+
+    def start(self, settle: Callable[[], None]) -> None:
+        """Start the team's threads, each with ``settle`` first."""
+        for worker in (self._own, self.jobs):
+            worker.start()
+            worker.give(settle)
+        self._own.give(self._serve)
+
+    def add(self, connected: socket.socket, rank: int) -> None:
+        """Add the connection to another process."""
+        peer = Peer(connected, rank, self)
+        self.peers[rank] = peer
+        self._reading.add(peer)
+
+    def channel(self, number: int) -> ByteChannel:
+        """The channel of a number, the same for all processes; 0: the calling thread's."""
+        with self._gate:
+            if number not in self._channels:
+                self._channels[number] = made = ByteChannel(self, number)
+                if self.failure is not None:
+                    made.box.stop()
+            return self._channels[number]
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def send(self, rank: int, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+        """Send a frame. Tensors are dense, and must not change before `drain`."""
+        peer = self.peers[rank]
+        if not peer.send(frame, body, [memory(tensor) for tensor in tensors]):
+            self._write_later(peer)
+
+    def send_value(
+        self, rank: int, frame: Head, key: Any, form: Callable[[], bytes], tensors: Sequence[Tensor]
+    ) -> None:
+        """Send a value for a lane of another process; see `Peer.send_value`."""
+        peer = self.peers[rank]
+        if not peer.send_value(frame, key, form, tensors):
+            self._write_later(peer)
+
+    def _write_later(self, peer: Peer) -> None:
+        self._reading.write_later(peer)
+        self._turn.set()
+
+    def drain(self) -> None:
+        """Wait until all that was sent is written. Raises Stop: the team is at its end."""
+        for peer in [*self.peers.values()]:
+            peer.drain(lambda: self.failure is None)
+
+    def _tell_all(self, kind: FrameKind, what: Any) -> None:
+        body = json.dumps(what).encode()
+        for rank in [*self.peers]:
+            self.send(rank, Head(kind, self.run), body)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def lead(self, box: Inbox) -> None:
+        """Read what others send until something lies in the box; return at once where another thread reads."""
+        if not self._has_devices:
+            self._reading.lead(box)
+
+    def _left(self, peer: Peer, error: LostError) -> None:
+        """A process has closed its connection. Where it failed it has said so before, and where it left in order."""
+        if peer.rank not in self._gone:
+            self.lost(error)
+
+    # -- what others send ----------------------------------------------------------------------------------------------
+
+    def value(self, rank: int, frame: Head, known: KnownForm) -> Pieces:
+        """Read the tensors of a value, and deliver it to its lane."""
+        arrivals = self._arrivals.get(frame[1:4])
+        room = TensorLayout.room if arrivals is None else arrivals.room(frame.slot)
+        leaves = [room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in known.form.leaves]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.numel():
+                yield memory_view(leaf)
+        self._deliver(rank, frame, lambda arrivals: arrivals.put(frame.slot, leaves, known))
+
+    def joined(self, rank: int, frame: Head, known: KnownForm) -> None:
+        """Receive a value whose tensors come straight from another device, in a thread that may wait for that."""
+        job = partial(self._deliver, rank, frame, lambda arrivals: arrivals.receive(frame.slot, known))
+        self.jobs.give(partial(self.safely, job, rank))
+
+    def free(self, rank: int, frame: Head) -> None:
+        """Tell a lane that a slot of a lane of another process is free again."""
+        self._deliver(rank, frame, lambda arrivals: arrivals.is_free((frame.other, frame.slot)))
+
+    def _deliver(self, rank: int, frame: Head, job: Callable[[Arrivals], None]) -> None:
+        key = frame.run, frame.batch, frame.lane
+        with self._gate:
+            arrivals = self._arrivals.get(key)
+            if arrivals is None:
+                if frame.run > self._ended:
+                    self._early.setdefault(key, []).append((rank, job))
+                return
+        self.safely(partial(job, arrivals), rank)
+
+    def begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
+        """Let a lane have what comes for it in a run (run, batch, lane); its thread calls this."""
+        with self._gate:
+            self._arrivals[key] = arrivals
+            early = self._early.pop(key, [])
+        for rank, job in early:
+            self.safely(partial(job, arrivals), rank)
+
+    def end_run(self) -> None:
+        """The lanes of this process are done with the run."""
+        with self._gate:
+            self._ended = self.run
+            self._arrivals.clear()
+            self._early = {key: jobs for key, jobs in self._early.items() if key[0] > self.run}
+
+    def data(self, rank: int, channel: int, body: Tensor) -> None:
+        """Deliver bytes to a channel."""
+        self.channel(channel).put(rank, body)
+
+    def word(self, rank: int, kind: int, body: bytes) -> None:
+        """Take a message about another process."""
+        what = json.loads(body)
+        if kind == FrameKind.BEAT:
+            self.beats += 1
+        elif kind == FrameKind.DOING:
+            self.states[rank] = (what[0], what[1])
+        elif kind == FrameKind.BYE:
+            self._gone[rank] = what
+            self.refuse_gone()
+        else:
+            failure = Failure(*what)
+            if failure.timed and self.failure is None:
+                self.say()
+            self.fail(failure, from_peer=True)
+
+    def safely(self, job: Callable[[], Any], rank: int = -1) -> None:
+        """Do a job of the connections, with a process; an error is a failure of this one, or of the connection."""
+        try:
+            job()
+        except LostError as error:
+            self.lost(error)
+        except torch.distributed.DistBackendError as error:
+            self.lost(lost_by_device(rank, error))
+        except Stop:
+            raise
+        except Exception as error:  # for want of memory, mostly
+            text = f"what goes between it and others cannot be moved: {type(error).__name__}: {error}"
+            self.lost(LostError(self.rank, text))
+
+    # -- waiting for others --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def patient(self) -> Generator[None]:
+        """Inside, the caller waits for others: after the timeout without progress the team fails. Turns Stop into Alarm."""
+        with self._gate:
+            self._since = monotonic()
+        try:
+            yield
+        except Stop:
+            raise Alarm from None
+        finally:
+            with self._gate:
+                self._since = None
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every process gives, by rank. Raises Alarm."""
+        others = [self._from(distance) for distance in range(1, self.size)]
+        frame, given = Head(FrameKind.DATA), {self.rank: data}
+        for rank in others:
+            self.send(rank, frame, data)
+        with self.patient():
+            for rank in others:
+                given[rank] = self.caller.take(rank).numpy().tobytes()
+        return [given[rank] for rank in range(self.size)]
+
+    def _from(self, distance: int) -> int:
+        return (self.rank + distance) % self.size
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[TensorLayout]) -> list[Tensor]:
+        """Tensors in host memory that several processes hold, in order; all holders call this.
+
+        Args:
+            mine: the dense tensors that are here, by their place in the order.
+            holders: the rank of each.
+            like: the layout of each.
+
+        Raises:
+            Alarm: a process failed.
+        """
+        values = dict(mine)
+        for other in sorted({*holders} - {self.rank}):
+            for place in sorted(mine):
+                self.caller.post(other, mine[place])
+        with self.patient():
+            for place, holder in enumerate(holders):
+                if holder != self.rank:
+                    values[place] = like[place].view_of(self.caller.take(holder))
+            self.caller.drain()
+        return [values[place] for place in range(len(holders))]
+
+    def answer(self, key: Any) -> Any:
+        """Wait for what another thread puts into the caller's box. Raises Alarm."""
+        with self.patient():
+            self.caller.box.wait(key)
+        return self.caller.box.came.pop(key)
+
+    def wait(self, job: Callable[[], Any]) -> Any:
+        """Return the result of a job, done on the thread for devices. Raises Alarm."""
+        key = object()
+
+        def work() -> None:
+            self.safely(lambda: self.caller.box.put(key, job()))
+
+        self.jobs.give(work)
+        return self.answer(key)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alarming(self, alarm: Callable[[], None]) -> Generator[None]:
+        """Inside, ``alarm`` is called, from any thread, as soon as the team fails."""
+        with self._gate:
+            self._alarms.append(alarm)
+            over = self.failure is not None
+        if over:
+            alarm()
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._alarms.remove(alarm)
+
+    def fail(self, failure: Failure, *, from_peer: bool = False) -> None:
+        """End the team by a failure; the first counts."""
+        with self._gate:
+            if self.failure is not None:
+                return
+            self.failure, self.from_peer = failure, from_peer
+            stops = [channel.box.stop for channel in self._channels.values()]
+            alarms = [*self._alarms, *stops]
+        for alarm in alarms:
+            alarm()
+        self._reading.wake()
+
+    def lost(self, error: LostError) -> None:
+        """End the team by a connection that has ended. A process that fails says so first, so this one is gone."""
+        self.fail(Failure(error.rank, "", error.text, None, self.run))
+
+    def tell(self) -> None:
+        """Tell the failure to all others, once. Who is told passes it on, so that nobody takes it for the next failure."""
+        if not self._told and self.failure is not None:
+            self._told = True
+            self._tell_all(FrameKind.FAILED, list(self.failure))
+
+    def say(self) -> None:
+        """Tell all others what this process does."""
+        with suppress(Exception):  # lanes go on while they are looked at
+            self._tell_all(FrameKind.DOING, self.doing())
+
+    def all_states(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
+        """What every process does, by rank: (is it in an action, in words). Those that do not answer are left out."""
+        self.say()
+        deadline = monotonic() + seconds
+        while monotonic() < deadline and any(rank not in self.states for rank in self.peers):
+            sleep(0.01)
+        return {**self.states, self.rank: self.doing()}
+
+    def refuse_gone(self) -> None:
+        """End the team where a process has closed its ranks and this one runs on."""
+        for rank, run in self._gone.copy().items():
+            if self.run > run:
+                text = f"has left its `with fp.ranks(...)` after {run} runs, and this is run {self.run}"
+                self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
+
+    # -- the team's own thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Read where nobody else does, tell that this process gets on, and watch the caller's wait."""
+        while not self._over:
+            self._beat(monotonic())
+            if self._has_devices:
+                self._reading.read(min(_LONG, self.timeout / 40))
+            elif (
+                self._reading.read(_TICK if self._reading.has_unwritten else 0.0) < _LARGE
+                and not self._reading.has_unwritten
+            ):
+                self._turn.wait(_IDLE if self._since is None and not self._arrivals else _TICK)
+                self._turn.clear()
+
+    def _beat(self, now: float) -> None:
+        if now >= self._next_beat:
+            marks, seen = self._marks(), self._seen
+            self._next_beat, self._seen = now + min(1.0, self.timeout / 40), marks
+            if marks != seen:
+                self.beats += 1
+                self._tell_all(FrameKind.BEAT, None)
+        with self._gate:
+            if self._since is None:
+                return
+            if self.beats != self._beats_seen:
+                self._beats_seen, self._since = self.beats, now
+            over = now - self._since >= self.timeout
+        if over:
+            text = f"the others did not come for {self.timeout:g} s"
+            self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))
+
+    # -- its end -------------------------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """End all connections, which ends all waits, here and elsewhere."""
+        self._over = True
+        self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
+        self._turn.set()
+        for peer in [*self.peers.values()]:
+            peer.shut()
+
+    def close(self, *, told: bool) -> None:
+        """End all threads and connections; with ``told`` the others get to know that this process runs no more."""
+        if told and self.failure is None:
+            self._tell_all(FrameKind.BYE, self.run)
+        self.tell()
+        deadline = monotonic() + _FLUSH
+        for peer in [*self.peers.values()]:
+            with suppress(Stop):
+                peer.drain(lambda: monotonic() < deadline)
+        self.cut()
+        end_all([self._own, self.jobs], 1.0)
+        for end in (*self.peers.values(), self._reading):
+            end.close()
