@@ -75,6 +75,25 @@ def test_two_names_that_join_alike_are_refused(tmp_path, tree):
     assert not (tmp_path / "new").exists()
 
 
+def test_state_at_the_path_of_a_tied_parameter_is_its_own(tmp_path):
+    """The tie is of parameters. Tensors of state at the same paths are two tensors, and both are saved."""
+    stages = [fp.stage(lambda p, x, *, state: x * p["w"] + state["w"]) for _ in range(2)]
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", ties=[[(0, "w"), (1, ("w",))]])
+    shared = torch.ones(3)
+    state = ({"w": torch.full((3,), 1.0)}, {"w": torch.full((3,), 2.0)})
+    fp.save(tmp_path, plan, ({"w": shared}, {"w": shared}), state=state)
+    fresh = torch.zeros(3)
+    loaded = fp.load(
+        tmp_path,
+        plan,
+        params=({"w": fresh}, {"w": fresh}),
+        state=({"w": torch.zeros(3)}, {"w": torch.zeros(3)}),
+    )
+    assert same(loaded.state, state)
+    assert torch.equal(fresh, shared)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -166,10 +185,10 @@ def test_a_disk_that_is_full_leaves_nothing_but_the_checkpoint_before(tmp_path, 
     fp.save(tmp_path, split, split.params, step=1)
     before = sorted(str(file) for file in tmp_path.rglob("*"))
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("funcpipe.checkpoints.save.write_tensors", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="no space"):
         fp.save(tmp_path, split, split.params, step=2)
     saving = fp.save(tmp_path, split, split.params, step=3, wait=False)
