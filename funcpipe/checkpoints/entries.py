@@ -47,29 +47,20 @@ Trees = dict[str, tuple[Tree, ...]]
 
 
 class Entry(NamedTuple):
-    """One place where a model or a stage has a tensor.
+    """One place where a model or a stage has a tensor. Of several entries with one name, the first is saved."""
 
-    Attributes:
-        names: the tensor's name in the file, then the other names of a tied parameter.
-        kind: "params" or "state"; "rest" for a tensor of the model that no stage uses.
-        leaf: the tensor; None where another process has the stage.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    leaf: Any
-
-    @property
-    def name(self) -> str:
-        """The name in the file. Several entries may have it, of which the first is saved."""
-        return self.names[0]
+    name: str  # of the tensor in the file
+    ties: tuple[str, ...]  # the other names of a tied parameter
+    kind: str  # "params" or "state"; "rest" for a tensor of the model that no stage uses
+    leaf: Any  # the tensor; None where another process has the stage
 
 
-def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[int]) -> Trees:
+def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool) -> Trees:
     """Return the trees of the stages ``here``. Without params or state, those of the model.
 
     Raises:
-        CheckpointError: this is not a split or a plan, or there is not one tree for each stage.
+        CheckpointError: this is not a split or a plan; there is not one tree for each stage; or there
+            is no state, and training changes it.
     """
     if not isinstance(model, (Split, Plan)):
         raise CheckpointError(
@@ -87,14 +78,11 @@ def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[i
                 f"{kind} is a tuple with one tree for each of {count} stages; got a {type(row).__name__}; give {kind}="
             )
         trees[kind] = tuple([tree if stage in here else None for stage, tree in enumerate(row)])
+    if state is None and (saving or model.state is None):  # load replaces the numbers of model.state
+        origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
+        if fault := forgotten_state(model.stages, origin):
+            raise CheckpointError(fault)
     return trees
-
-
-def refuse_forgotten_state(model: Split | Plan) -> None:
-    """Raise CheckpointError if training changes the state of a stage. For calls without ``state=``."""
-    origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
-    if fault := forgotten_state(model.stages, origin):
-        raise CheckpointError(fault)
 
 
 def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
@@ -113,16 +101,16 @@ def _of_split(split: Split, trees: Trees) -> list[Entry]:
             names_at.setdefault(home.owners or name, []).append(name)
     found: list[Entry] = []
     faults: list[str] = []
-    for names in map(tuple, names_at.values()):
-        owners = split.homes[names[0]].owners
+    for name, *ties in names_at.values():
+        owners = split.homes[name].owners
         if not owners:
-            found.append(Entry(names, "rest", split.rest[names[0]]))
+            found.append(Entry(name, (), "rest", split.rest[name]))
         for kind, stage, key in owners:
             tree = trees[kind][stage]
             leaf = tree.get(key) if isinstance(tree, Mapping) else None
             if tree is not None and not isinstance(leaf, Tensor):
                 faults.append(f"{kind}[{stage}] has no tensor {key!r}")
-            found.append(Entry(names, kind, leaf))
+            found.append(Entry(name, tuple(ties), kind, leaf))
     raise_all("these are not the trees of this split:", faults, CheckpointError, most=8)
     return found
 
@@ -145,8 +133,8 @@ def _of_plan(plan: Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
                     both = f"{other[1]} and {owner[1]}"
                     faults.append(f"{kind}[{stage}] has {both}: both would be {name!r}")
                 if owner[0] not in here:  # the process of the tie's first stage saves the tensor
-                    found.append(Entry((name,), kind, None))
-                found.append(Entry((name,), kind, leaf))
+                    found.append(Entry(name, (), kind, None))
+                found.append(Entry(name, (), kind, leaf))
     title = "two tensors would have one name in a checkpoint; rename one of each pair:"
     raise_all(title, faults, CheckpointError)
     return found

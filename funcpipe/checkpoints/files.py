@@ -13,7 +13,7 @@ import os
 import pkgutil
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +118,23 @@ def discard(path: Path, folder: str) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest. Raises CheckpointError: there is none, or another program wrote it."""
     file = path / MANIFEST
+    damaged = f"the checkpoint at {path} is damaged: {MANIFEST}"
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
-        unfinished = f"it has no {MANIFEST}: no save into it was finished"
-        why = unfinished if path.is_dir() else "there is no such folder"
+        why = "there is no such folder"
+        if path.is_dir():
+            why = f"it has no {MANIFEST}: no save into it was finished"
         raise CheckpointError(f"there is no checkpoint at {path}: {why}") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {MANIFEST} cannot be read: {error}") from None
+        raise CheckpointError(f"{damaged} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise CheckpointError(f"{file} is of another program or version; this one reads {_FORMAT!r}")
     try:
-        found["files"] = {name: (int(size), str(hash_)) for name, (size, hash_) in found["files"].items()}
-        return Manifest(**found)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {MANIFEST} lacks something: {error}") from None
+        manifest = Manifest(**found)
+        return replace(manifest, files={name: (size, known) for name, (size, known) in manifest.files.items()})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{damaged} lacks something: {error}") from None
 
 
 def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from funcpipe.checkpoints.entries import (
     OneProcess,
     SaveGroup,
     entries,
-    refuse_forgotten_state,
     spread_like,
     stage_trees,
 )
@@ -91,9 +90,7 @@ def load(
     """
     group = OneProcess() if ranks is None else ranks
     with group.telling():
-        trees = stage_trees(model, params, state, group.stages)
-        if state is None and model.state is None:
-            refuse_forgotten_state(model)
+        trees = stage_trees(model, params, state, group.stages, saving=False)
         found = [entry for entry in entries(model, trees, group.stages) if entry.leaf is not None]
         manifest = read_manifest(Path(path))
         own = {entry.name: entry for entry in found}
@@ -105,9 +102,9 @@ def load(
             moments = read_tensors(Path(path), manifest, wanted)
             restored, note = read_optimizer(optimizer, manifest.optimizer, found, moments)
             notes += [note] if note else []
-        group.exchange("the reading of a checkpoint", None)  # all can load, or none does
-        for note in notes:
+        for note in notes:  # before anything changes, because a warning may be an error
             warnings.warn(note, stacklevel=2)
+        group.exchange("the reading of a checkpoint", None)  # all can load, or none does
         fresh = _fill(model, found, tensors)
         if optimizer is not None:
             optimizer.load_state_dict(restored)
@@ -134,7 +131,7 @@ def _read_model(
     faults: list[str] = []
     keys: dict[str, list[str]] = {}  # several where the model ties what is apart in the checkpoint
     for name, entry in own.items():
-        row = dict.fromkeys(manifest.tied.get(each, each) for each in entry.names)
+        row = dict.fromkeys(manifest.tied.get(each, each) for each in (name, *entry.ties))
         keys[name] = [key for key in row if key in manifest.model]
         if not keys[name]:
             faults.append(f"it has no {name!r}{similar(name, saved)}")
@@ -145,17 +142,17 @@ def _read_model(
     wanted = {key: manifest.model[key] for row in keys.values() for key in row}
     tensors = read_tensors(path, manifest, wanted)
     for name, row in keys.items():
-        here_shape = tuple(own[name].leaf.shape)
-        for key in row:
-            shape = tuple(tensors[key].shape)
-            if shape != here_shape:
-                faults.append(f"{key!r} has shape {shape} there, and {here_shape} here")
-    title = f"the checkpoint at {path} is of another model:"
-    raise_all(title, faults, CheckpointError, most=8)
-    for first, *others in keys.values():
-        for other in others:
-            if not same_numbers(tensors[first], tensors[other]):
-                faults.append(f"{first!r} and {other!r}")
+        shape = tuple(own[name].leaf.shape)
+        shapes = {key: tuple(tensors[key].shape) for key in row}
+        others = {key: there for key, there in shapes.items() if there != shape}
+        faults += [f"{key!r} has shape {there} there, and {shape} here" for key, there in others.items()]
+    raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError, most=8)
+    faults = [
+        f"{first!r} and {other!r}"
+        for first, *others in keys.values()
+        for other in others
+        if not same_numbers(tensors[first], tensors[other])
+    ]
     title = (
         f"the model ties parameters that are apart in the checkpoint at {path}, with other numbers each; untie them:"
     )
@@ -168,11 +165,8 @@ def _casts(own: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> list[str]
     casts: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         there, here = tensor.dtype, own[name].leaf.dtype
-        same_kind = (there.is_floating_point, there.is_complex) == (
-            here.is_floating_point,
-            here.is_complex,
-        )
-        if here != there and not (same_kind and here.itemsize > there.itemsize):
+        kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (there, here)}
+        if here != there and (len(kinds) > 1 or here.itemsize <= there.itemsize):
             casts.setdefault((there, here), []).append(name)
     return [
         f"the checkpoint has {there} and the model {here}, which is no wider: {some(map(repr, names))} "

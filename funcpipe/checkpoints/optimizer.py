@@ -58,8 +58,7 @@ def join_optimizers(everyone: Iterable[Written | None]) -> Written | None:
         if joined is None or written is None:
             joined = joined or written
         elif written["class"] != joined["class"]:
-            classes = f"{written['class']}, and the ranks before it {joined['class']}"
-            faults.append(f"rank {rank} has {classes}")
+            faults.append(f"rank {rank} has {written['class']}, another one {joined['class']}")
         elif _options(written) != _options(joined):
             faults.append(f"rank {rank} has other options or groups than the ranks before it")
         else:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from funcpipe.checkpoints.entries import (
+    Entry,
     OneProcess,
     SaveGroup,
     entries,
-    refuse_forgotten_state,
     stage_trees,
 )
 from funcpipe.checkpoints.files import (
@@ -166,18 +166,10 @@ def save(
     with group.telling():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"step is a whole number from 0; got {step!r}")
-        trees = stage_trees(model, params, state, group.stages)
-        if state is None:
-            refuse_forgotten_state(model)
+        trees = stage_trees(model, params, state, group.stages, saving=True)
         found = entries(model, trees, group.stages)
         written, moments = write_optimizer(optimizer, found)
-        first = {entry.name: entry for entry in reversed(found)}
-        own = {
-            name: entry.leaf
-            for name, entry in first.items()
-            if entry.leaf is not None and (entry.kind != "rest" or group.rank == 0)
-        }
-        rows = {"model": own, "optimizer": moments}
+        rows = {"model": _own_tensors(found, first=group.rank == 0), "optimizer": moments}
         faults = [fault for row in rows.values() for fault in unwritable(row)]
         title = "these tensors cannot be written, and nothing was:"
         raise_all(title, faults, CheckpointError, most=8)
@@ -186,7 +178,7 @@ def save(
             folder=f"step-{step:012d}-{os.urandom(4).hex()}",
             unfinished=any(saving.path == target for saving in [*_unfinished]),
             claimed=claimed_by(str(target), group.members) if group.members and _leads(group) else (),
-            forms={kind: _forms(row) for kind, row in rows.items()},
+            forms={kind: {name: _form(leaf) for name, leaf in row.items()} for kind, row in rows.items()},
             written=written,
         )
         headers: list[SaveHeader] = group.exchange("what a checkpoint has", header)
@@ -200,7 +192,7 @@ def save(
         headers[0].folder,
         files={},
         model=file_of["model"],
-        tied={other: entry.name for entry in found for other in entry.names[1:]},
+        tied={other: entry.name for entry in found for other in entry.ties},
         moments=file_of["optimizer"],
         optimizer=join_optimizers(each.written for each in headers),
     )
@@ -234,6 +226,13 @@ class SaveHeader(NamedTuple):
     written: Written | None
 
 
+def _own_tensors(found: Sequence[Entry], *, first: bool) -> dict[str, Tensor]:
+    """Return the tensors of the model that this process saves. The ``first`` rank saves the rest, too."""
+    saved = {entry.name: entry for entry in reversed(found)}  # the first entry of each name
+    tensors = {name: entry.leaf for name, entry in saved.items() if first or entry.kind != "rest"}
+    return {name: leaf for name, leaf in tensors.items() if leaf is not None}
+
+
 def _leads(group: SaveGroup) -> bool:
     """Return whether this process makes the folder and writes the manifest."""
     return group.rank == group.replica == 0
@@ -243,18 +242,10 @@ def _file(kind: str, rank: int) -> str:
     return f"{kind}-{rank:05d}.safetensors"
 
 
-def _forms(row: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the shape and type of each tensor, and how it is spread, by name."""
-    return {
-        name: " ".join(
-            [
-                str(tuple(tensor.shape)),
-                str(tensor.dtype),
-                *map(str, getattr(tensor, "placements", ())),
-            ]
-        )
-        for name, tensor in row.items()
-    }
+def _form(tensor: Tensor) -> str:
+    """Return the shape and type of a tensor, and how it is spread over processes."""
+    parts = [tuple(tensor.shape), tensor.dtype, *getattr(tensor, "placements", ())]
+    return " ".join(map(str, parts))
 
 
 def _refuse(path: Path, headers: Sequence[SaveHeader], replicas: int) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -318,6 +319,26 @@ def test_an_untied_model_into_a_tied_one(tmp_path):
     fp.save(tmp_path, apart, apart.params)
     fp.load(tmp_path, tied)
     tied.load_state_dict(apart.state_dict())
+
+
+@pytest.mark.parametrize("what", ["cast", "left over"])
+def test_a_warning_that_is_an_error_changes_nothing(tmp_path, what):
+    split = split_of()
+    fp.save(tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, fp.leaves(split.params)))
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    other = fp.split(model.bfloat16() if what == "cast" else model, 2)
+    leaves = fp.leaves(other.params)
+    optimizer = torch.optim.AdamW(leaves[:2] if what == "left over" else leaves)
+    before = [leaf.detach().clone() for leaf in leaves]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="are rounded" if what == "cast" else "their state is not loaded"):
+            fp.load(tmp_path, other, optimizer=optimizer)
+    assert same(before, [leaf.detach() for leaf in leaves])
+    assert not optimizer.state
+    with pytest.warns(UserWarning, match="are rounded|is not loaded") as told:
+        fp.load(tmp_path, other, optimizer=optimizer)
+    assert {__file__} == {warning.filename for warning in told}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
