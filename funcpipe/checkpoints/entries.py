@@ -22,8 +22,16 @@ class SaveGroup(Protocol):
     rank: int = 0
     replica: int = 0
     replicas: int = 1
-    members: Collection[int] = ()
-    stages: Collection[int] = range(sys.maxsize)  # a process alone has all stages, however many there are
+
+    @property
+    def members(self) -> Collection[int]:
+        """The processes in the job; none for a process alone."""
+        return ()
+
+    @property
+    def stages(self) -> Collection[int]:
+        """The stages of this process; for a process alone all, however many there are."""
+        return range(sys.maxsize)
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
         """Return the values of all processes, by replica and rank."""

@@ -23,7 +23,7 @@ from funcpipe.checkpoints.files import Manifest, read_manifest, read_tensors
 from funcpipe.checkpoints.optimizer import moments_of, read_optimizer
 from funcpipe.core.errors import CheckpointError, raise_all
 from funcpipe.core.plan import Plan
-from funcpipe.core.shown import amount_of, guarded, line, some
+from funcpipe.core.shown import amount_of, count_text, guarded, line, some
 from funcpipe.core.tree import Tree, map_leaves, same_numbers
 from funcpipe.core.words import similar
 from funcpipe.modules.split import Split
@@ -169,8 +169,9 @@ def _casts(own: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> list[str]
         if here != there and (len(kinds) > 1 or here.itemsize <= there.itemsize):
             casts.setdefault((there, here), []).append(name)
     return [
-        f"the checkpoint has {there} and the model {here}, which is no wider: {some(map(repr, names))} "
-        "are rounded; to keep the numbers convert the model before it is split"
+        f"the checkpoint has {there} and the model {here}, which is no wider; load rounds "
+        f"{count_text(len(names), 'tensor')}: {some(map(repr, names))}; to keep the numbers convert "
+        "the model before it is split"
         for (there, here), names in casts.items()
     ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpipe.checkpoints.entries import Entry, spread_like
 from funcpipe.core.errors import CheckpointError, RanksError, raise_all
-from funcpipe.core.shown import some
+from funcpipe.core.shown import count_text, some
 
 Written = dict[str, Any]
 """``class``: the name of the optimizer's class. ``groups``: for each its ``options`` and the
@@ -52,21 +52,23 @@ def write_optimizer(
 
 def join_optimizers(everyone: Iterable[Written | None]) -> Written | None:
     """Join the optimizers of all ranks. Raises RanksError if classes, groups or options differ."""
-    joined: Written | None = None
+    given = {rank: written for rank, written in enumerate(everyone) if written is not None}
+    if not given:
+        return None
+    lead, first = next(iter(given.items()))
     faults: list[str] = []
-    for rank, written in enumerate(everyone):
-        if joined is None or written is None:
-            joined = joined or written
-        elif written["class"] != joined["class"]:
-            faults.append(f"rank {rank} has {written['class']}, another one {joined['class']}")
-        elif _options(written) != _options(joined):
-            faults.append(f"rank {rank} has other options or groups than the ranks before it")
-        else:
-            joined["state"] |= written["state"]
-            for group, own in zip(joined["groups"], written["groups"], strict=True):
-                group["names"] = [*dict.fromkeys([*group["names"], *own["names"]])]
+    for rank, written in given.items():
+        if written["class"] != first["class"]:
+            faults.append(f"rank {rank} has {written['class']}, rank {lead} has {first['class']}")
+        elif _options(written) != _options(first):
+            faults.append(f"rank {rank} has other options or groups than rank {lead}")
     raise_all("the optimizers of the ranks do not fit together:", faults, RanksError, most=8)
-    return joined
+    groups: list[dict[str, Any]] = []
+    for same in zip(*[written["groups"] for written in given.values()], strict=True):
+        names = dict.fromkeys(name for group in same for name in group["names"])
+        groups.append({"options": same[0]["options"], "names": [*names]})
+    state = {name: kept for written in given.values() for name, kept in written["state"].items()}
+    return {"class": first["class"], "groups": groups, "state": state}
 
 
 def moments_of(found: Sequence[Entry], keys: Iterable[str]) -> list[str]:
@@ -124,7 +126,7 @@ def read_optimizer(
     left = sorted(names & {*options_of} - {name for name, _ in pairs})
     warning = (
         f"the optimizer holds {len(pairs)} parameters, and the checkpoint's held more: "
-        f"{some(map(repr, left))}; their state is not loaded"
+        f"{some(map(repr, left))}; the state of {count_text(len(left), 'parameter')} is not loaded"
     )
     return {"state": state, "param_groups": groups}, warning if left else ""
 
