@@ -169,7 +169,8 @@ def save(
         trees = stage_trees(model, params, state, group.stages, saving=True)
         found = entries(model, trees, group.stages)
         written, moments = write_optimizer(optimizer, found)
-        rows = {"model": _own_tensors(found, first=group.rank == 0), "optimizer": moments}
+        end = f"-{group.rank:05d}.safetensors"
+        rows = {f"model{end}": _own_tensors(found, first=group.rank == 0), f"optimizer{end}": moments}
         faults = [fault for row in rows.values() for fault in unwritable(row)]
         title = "these tensors cannot be written, and nothing was:"
         raise_all(title, faults, CheckpointError, most=8)
@@ -178,22 +179,19 @@ def save(
             folder=f"step-{step:012d}-{os.urandom(4).hex()}",
             unfinished=any(saving.path == target for saving in [*_unfinished]),
             claimed=claimed_by(str(target), group.members) if group.members and _leads(group) else (),
-            forms={kind: {name: _form(leaf) for name, leaf in row.items()} for kind, row in rows.items()},
+            forms={file: {name: _form(leaf) for name, leaf in row.items()} for file, row in rows.items()},
             written=written,
         )
         headers: list[SaveHeader] = group.exchange("what a checkpoint has", header)
-    _refuse(target, headers, group.replicas)  # every process raises by itself, so none is told
-    file_of: dict[str, dict[str, str]] = {kind: {} for kind in rows}
-    for rank, each in enumerate(headers[: len(headers) // group.replicas]):
-        for kind, forms in each.forms.items():
-            file_of[kind] |= dict.fromkeys(forms, _file(kind, rank))
+    first = headers[: len(headers) // group.replicas]  # of the replica that writes
+    _refuse(target, headers, first)  # every process raises by itself, so none is told
     manifest = Manifest(
         step,
         headers[0].folder,
         files={},
-        model=file_of["model"],
+        model=_file_of("model", first),
         tied={other: entry.name for entry in found for other in entry.ties},
-        moments=file_of["optimizer"],
+        moments=_file_of("optimizer", first),
         optimizer=join_optimizers(each.written for each in headers),
     )
     folder = target / manifest.folder
@@ -201,7 +199,7 @@ def save(
         if _leads(group):
             make_folder(folder)
         group.exchange("the making of a checkpoint's folder", None)
-        tensors = {_file(kind, group.rank): _gather(group, row, copy=not wait) for kind, row in rows.items()}
+        tensors = {file: _gather(group, row, copy=not wait) for file, row in rows.items()}
         files: Future[Files] = Future()
         if wait:
             files.set_result(write_files(folder, tensors))
@@ -222,7 +220,7 @@ class SaveHeader(NamedTuple):
     folder: str  # a name for the new folder; the name of the first process is used
     unfinished: bool  # has this process not finished a save to this path
     claimed: tuple[int, ...]  # the processes of another pipeline that saves to this path
-    forms: dict[str, dict[str, str]]  # by kind and name, what each tensor is that it saves
+    forms: dict[str, dict[str, str]]  # by file and name, what each tensor is that it saves
     written: Written | None
 
 
@@ -238,17 +236,19 @@ def _leads(group: SaveGroup) -> bool:
     return group.rank == group.replica == 0
 
 
-def _file(kind: str, rank: int) -> str:
-    return f"{kind}-{rank:05d}.safetensors"
-
-
 def _form(tensor: Tensor) -> str:
     """Return the shape and type of a tensor, and how it is spread over processes."""
     parts = [tuple(tensor.shape), tensor.dtype, *getattr(tensor, "placements", ())]
     return " ".join(map(str, parts))
 
 
-def _refuse(path: Path, headers: Sequence[SaveHeader], replicas: int) -> None:
+def _file_of(kind: str, headers: Sequence[SaveHeader]) -> dict[str, str]:
+    """Return the file of each tensor of a kind, "model" or "optimizer", by the tensor's name."""
+    files = {file: forms for header in headers for file, forms in header.forms.items()}
+    return {name: file for file, forms in files.items() if file.startswith(kind) for name in forms}
+
+
+def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeader]) -> None:
     """Raise CheckpointError if another save has the path, RanksError if replicas differ."""
     claimed = next((header.claimed for header in headers if header.claimed), ())
     if claimed:
@@ -265,13 +265,14 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], replicas: int) -> None:
             f"what was saved to {path} with wait=False{who} is not finished, and would replace "
             "this one later; call saving.finish() first, of ranks on each, or save to another path"
         )
-    size = len(headers) // replicas
     faults: list[str] = []
     for rank, header in enumerate(headers):
-        for kind, mine in header.forms.items():
-            theirs = headers[rank % size].forms[kind]
+        of = rank % len(first)
+        for file, mine in header.forms.items():
+            theirs = first[of].forms[file]
             faults += [
-                f"{name!r} of the {kind}: rank {rank} has {mine.get(name)}, rank {rank % size} has {theirs.get(name)}"
+                f"{name!r} of the {file.split('-')[0]}: rank {rank} has {mine.get(name)}, "
+                f"rank {of} has {theirs.get(name)}"
                 for name in sorted({*mine, *theirs})
                 if mine.get(name) != theirs.get(name)
             ]
