@@ -1,4 +1,4 @@
-"""List the tensors of a model once; `save`, `load` and the optimizer's state walk this list."""
+"""List the tensors of a model once, for the processes that save or load; the optimizer's state walks the list, too."""
 
 from __future__ import annotations
 
