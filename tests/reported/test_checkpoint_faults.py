@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_two_names_that_join_alike_are_refused(tmp_path, tree):
     with pytest.raises(fp.CheckpointError, match=r"one name(.|\n)*params\[0\] has .* and .*: both would be 'params\.0"):
         fp.save(tmp_path / "new", plan, (tree,))
     assert not (tmp_path / "new").exists()
+
+
+def test_state_at_the_path_of_a_tied_parameter_is_its_own(tmp_path):
+    """The tie is of parameters. Tensors of state at the same paths are two tensors, and both are saved."""
+    stages = [fp.stage(lambda p, x, *, state: x * p["w"] + state["w"]) for _ in range(2)]
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", ties=[[(0, "w"), (1, ("w",))]])
+    shared = torch.ones(3)
+    state = ({"w": torch.full((3,), 1.0)}, {"w": torch.full((3,), 2.0)})
+    fp.save(tmp_path, plan, ({"w": shared}, {"w": shared}), state=state)
+    fresh = torch.zeros(3)
+    loaded = fp.load(
+        tmp_path,
+        plan,
+        params=({"w": fresh}, {"w": fresh}),
+        state=({"w": torch.zeros(3)}, {"w": torch.zeros(3)}),
+    )
+    assert same(loaded.state, state)
+    assert torch.equal(fresh, shared)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +186,10 @@ def test_a_disk_that_is_full_leaves_nothing_but_the_checkpoint_before(tmp_path, 
     fp.save(tmp_path, split, split.params, step=1)
     before = sorted(str(file) for file in tmp_path.rglob("*"))
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("funcpipe.checkpoints.save.write_tensors", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="no space"):
         fp.save(tmp_path, split, split.params, step=2)
     saving = fp.save(tmp_path, split, split.params, step=3, wait=False)
@@ -301,6 +321,26 @@ def test_an_untied_model_into_a_tied_one(tmp_path):
     tied.load_state_dict(apart.state_dict())
 
 
+@pytest.mark.parametrize("what", ["cast", "left over"])
+def test_a_warning_that_is_an_error_changes_nothing(tmp_path, what):
+    split = split_of()
+    fp.save(tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, fp.leaves(split.params)))
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    other = fp.split(model.bfloat16() if what == "cast" else model, 2)
+    leaves = fp.leaves(other.params)
+    optimizer = torch.optim.AdamW(leaves[:2] if what == "left over" else leaves)
+    before = [leaf.detach().clone() for leaf in leaves]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="load rounds" if what == "cast" else "is not loaded"):
+            fp.load(tmp_path, other, optimizer=optimizer)
+    assert same(before, [leaf.detach() for leaf in leaves])
+    assert not optimizer.state
+    with pytest.warns(UserWarning, match="load rounds|is not loaded") as told:
+        fp.load(tmp_path, other, optimizer=optimizer)
+    assert {__file__} == {warning.filename for warning in told}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts_to_a_narrower_type_are_said(tmp_path, dtype, recwarn):
     split = split_of()
@@ -320,7 +360,10 @@ def test_the_state_of_parameters_that_an_optimizer_leaves_out_is_said(tmp_path):
     optimizer = stepped(torch.optim.AdamW, fp.leaves(split.params))
     fp.save(tmp_path, split, split.params, optimizer=optimizer)
     fewer = torch.optim.AdamW(fp.leaves(split.params)[:2])
-    with pytest.warns(UserWarning, match=r"holds 2 parameters, and the checkpoint's held more: '2.bias', '2.weight'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"holds 2 parameters, and the checkpoint's held more: '2.bias', '2.weight'; the state of 2 parameters is",
+    ):
         fp.load(tmp_path, split, optimizer=fewer)
     assert 2 == len(fewer.state)
 
