@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 from funcpipe.batches.device import ToDevice, numbered
-from funcpipe.batches.rows import BatchRow, CallerModes, Item, OverlapState, drawing, folded, staged
+from funcpipe.batches.rows import BatchRow, CallerModes, Item, OverlapState
 from funcpipe.batches.stage import BatchStage, Fold, StageLike, TickPlan, checked_stages, plan_of
 from funcpipe.batches.stats import Bar, Progress, StageStats
 from funcpipe.batches.streams import StreamSet
@@ -92,39 +92,45 @@ def overlap(
     """
     refuse_transforms("overlap")
     if not isinstance(source, Iterable):
-        raise PlanError(f"the source of an overlap is an iterable of batches; got a {type(source).__name__}")
-    for word, value, kind, fits in (
-        ("depth", depth, "a whole number from 0", type(depth) is int and depth >= 0),
-        ("start_index", start_index, "a whole number from 0", type(start_index) is int and start_index >= 0),
-        ("thread", thread, "True, False or None", isinstance(thread, bool | None)),
-        ("snapshot", snapshot, "a function", snapshot is None or callable(snapshot)),
-        ("progress", progress, "a function, True or False", isinstance(progress, bool) or callable(progress)),
-    ):
-        if not fits:
-            raise PlanError(f"{word} is {kind}; got {value!r}")
-    listed, fold = checked_stages(stages)
-    streamed = _devices(listed, devices)
-    default = not streamed if thread is None else thread
-    threads = [default, *(default if stage.thread is None else stage.thread for stage in listed)]
-    threads = [depth > 0 and threaded for threaded in threads]
-    plan = plan_of(listed, fold, depth, threads, streamed=bool(streamed))
-    if any(threads) and (modes := not_carried()):
+        kind = type(source).__name__
+        raise PlanError(f"the source of an overlap is an iterable of batches; got a {kind}")
+    for name, number in (("depth", depth), ("start_index", start_index)):
+        _require(type(number) is int and number >= 0, name, number, "a whole number from 0")
+    _require(isinstance(thread, bool | None), "thread", thread, "True, False or None")
+    _require(snapshot is None or callable(snapshot), "snapshot", snapshot, "a function")
+    told = isinstance(progress, bool) or callable(progress)
+    _require(told, "progress", progress, "a function, True or False")
+    named, fold = checked_stages(stages)
+    streamed = _devices(named, devices)
+    thread = depth > 0 and (not streamed if thread is None else thread)
+    listed: list[BatchStage] = []
+    for stage in named:
+        threaded = depth > 0 and (thread if stage.thread is None else stage.thread)
+        fn: Any = stage.fn
+        if isinstance(fn, ToDevice) and not threaded:
+            fn = fn.without_waiting()
+        listed.append(replace(stage, fn=fn, thread=threaded))
+    plan = plan_of(listed, fold, depth, thread=thread, streamed=bool(streamed))
+    if any(row.thread for row in plan.rows) and (modes := not_carried()):
         raise FuncpipeError(
             f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
             "stages in this thread"
         )
-    return Overlap(
-        source,
-        listed,
-        fold,
-        plan,
-        streamed if depth else (),
-        start=start_index,
-        snapshot=snapshot,
-        record=record,
-        ranges=ranges,
-        report=progress if callable(progress) else Bar() if progress else None,
-    )
+    lag = max((stage.lag or 0 for stage in listed), default=0)
+    shared = OverlapState(fold, start_index, lag, StreamSet(streamed if depth else ()))
+    rows: list[BatchRow] = []
+    fold = fold and replace(fold, init=None, earlier=())  # the first states are not kept
+    for row_plan, stage in zip(plan.rows, (None, *listed, fold), strict=False):
+        row = BatchRow(shared, row_plan, stage, rows[-1] if rows else None)
+        row.snapshot, row.spans = snapshot, [] if record else None
+        row.ranges = (streamed or (torch.device("cpu"),))[0] if ranges else None
+        rows.append(row)
+    return Overlap(source, plan, rows, shared, progress)
+
+
+def _require(fits: bool, name: str, value: object, kind: str) -> None:
+    if not fits:
+        raise PlanError(f"{name} is {kind}; got {value!r}")
 
 
 def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torch.device, ...]:
@@ -150,39 +156,21 @@ class Overlap(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        source: Iterable[Any],
-        stages: Sequence[BatchStage],
-        fold: Fold | None,
-        plan: TickPlan,
-        devices: Sequence[torch.device],
-        *,
-        start: int,
-        snapshot: Callable[[], Any] | None,
-        record: bool,
-        ranges: bool,
-        report: Bar | Callable[[Progress], None] | None,
+        self, source: Any, plan: TickPlan, rows: Sequence[BatchRow], shared: OverlapState, progress: ProgressReport
     ) -> None:
-        self.plan = plan
+        self.plan, self._rows, self._shared = plan, rows, shared
         self._source: Any = source
-        self._stages, self._start, self._tick = stages, start, start - plan.depth
-        self._snapshot, self._record, self._report = snapshot, record, report
-        self._modes, self._process = CallerModes(), os.getpid()
-        self._total, self._began = length_hint(source, -1), 0.0
+        self._total = length_hint(source, -1)
+        self._start, self._tick = self.index, self.index - plan.depth
+        self._report = progress if callable(progress) else Bar() if progress else None
+        self._modes, self._began = CallerModes(), 0.0
         self._finished, self._busy = False, threading.Lock()
-        lag = max((stage.lag or 0 for stage in stages), default=0)
-        self._shared = OverlapState(fold, start, lag, StreamSet(devices))
-        self._fold = fold and replace(fold, init=None, earlier=())  # the first states are not kept
-        self._rows: list[BatchRow] = []
-        for number, row_plan in enumerate(plan.rows):
-            row = BatchRow(self._shared, row_plan, number, self._rows[-1].output if number else None)
-            row.spans = [] if record else None
-            row.ranges = (devices[0] if devices else torch.device("cpu")) if ranges else None
-            self._rows.append(row)
-        ahead = plan.order[:-1] if fold else plan.order
-        self._inline = [self._rows[number] for number in ahead if not plan.rows[number].thread]
+        # The fold runs in the modes of the loop, after the rows that run ahead.
+        self._folds = isinstance(rows[-1].stage, Fold)
+        ahead = [rows[number] for number in plan.order if not isinstance(rows[number].stage, Fold)]
+        self._inline = [row for row in ahead if not row.plan.thread]
         self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _forget, self._shared, self._rows, self._workers, self._process)
+        self._finalizer = weakref.finalize(self, _ended, shared, rows, self._workers, _PATIENCE)
         self._finalizer.atexit = False
 
     @guarded
@@ -205,7 +193,8 @@ class Overlap(Iterator[Any]):
     @property
     def states(self) -> tuple[Tree, ...]:
         """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1], earlier=s[:-1])``."""
-        return tuple(state.tree for number, state in sorted(self._shared.states.items()) if number <= self.index)
+        states = sorted(self._shared.states.items())
+        return tuple(state.tree for number, state in states if number <= self.index)
 
     @property
     def drawn(self) -> int:
@@ -224,10 +213,10 @@ class Overlap(Iterator[Any]):
         Raises:
             FuncpipeError: there is no ``snapshot``.
         """
-        if self._snapshot is None:
+        snapshot, snapshots = self._rows[0].snapshot, self._shared.snapshots
+        if snapshot is None:
             raise FuncpipeError("nothing looks at the source's state: overlap(source, ..., snapshot=loader.state_dict)")
-        snapshots = self._shared.snapshots
-        return snapshots[0] if snapshots else deepcopy(self._snapshot())
+        return snapshots[0] if snapshots else deepcopy(snapshot())
 
     @property
     def timeline(self) -> Timeline:
@@ -236,22 +225,23 @@ class Overlap(Iterator[Any]):
         Raises:
             FuncpipeError: without ``record=True``.
         """
-        if not self._record:
+        if self._rows[0].spans is None:
             raise FuncpipeError("nothing was measured: overlap(..., record=True)")
-        kept = [(row, *span) for row in self._rows for span in list(row.spans or ())]
-        zero = min((begin for _, begin, _, _ in kept), default=0.0)
         lanes = self.plan.lanes
         spans = [
-            Span(lanes.index(row.plan.lane), begin - zero, end - zero, Action(Kind.F, row.number, batch))
-            for row, begin, end, batch in kept
+            Span(lanes.index(row.plan.lane), begin, end, Action(Kind.F, row.number, batch))
+            for row in self._rows
+            for begin, end, batch in list(row.spans or ())
         ]
         spans.sort(key=lambda span: (span.start, span.device))
+        zero = spans[0].start if spans else 0.0
+        spans = [span._replace(start=span.start - zero, end=span.end - zero) for span in spans]
         return Timeline(tuple(spans), len(lanes), unit="s", name="overlap", lanes=lanes)
 
     def stats(self) -> tuple[StageStats, ...]:
         """For the source, each stage and the fold: how many batches, how long they took, how long it waited."""
         rows = [row.stats() for row in self._rows]
-        if self._fold is None:
+        if not self._folds:
             rows.append(StageStats("loop", 0, 0.0, self._rows[-1].output.waited, 0.0))
         return tuple(rows)
 
@@ -269,11 +259,10 @@ class Overlap(Iterator[Any]):
             timeout: seconds to wait for threads (one that waits for the source cannot be interrupted); a warning names
                 those that are left then, which end when what they wait for comes. None: as long as it takes.
         """
-        source = type(self._source).__name__
+        kind = type(self._source).__name__
         if late := self._close(timeout):
-            warnings.warn(
-                f"still at work after close(timeout={timeout:g}): {late} (the source is a {source})", stacklevel=2
-            )
+            left = f"{late} (the source is a {kind})"
+            warnings.warn(f"still at work after close(timeout={timeout:g}): {left}", stacklevel=2)
 
     def _close(self, timeout: float | None) -> str:
         """End it from outside of its loop; the names of the threads that are left."""
@@ -287,7 +276,9 @@ class Overlap(Iterator[Any]):
 
     def _end(self, timeout: float | None) -> str:
         self._finished, self._source = True, None
-        return _ended(self._shared, self._rows, self._workers, timeout) if self._finalizer.detach() else ""
+        if not self._finalizer.detach():  # it has ended before
+            return ""
+        return _ended(self._shared, self._rows, self._workers, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -304,12 +295,13 @@ class Overlap(Iterator[Any]):
     def __length_hint__(self) -> int:
         if self._finished:
             return 0
-        return NotImplemented if self._total < 0 else max(0, self._total - (self.index - self._start))
+        left = self._total - (self.index - self._start)
+        return NotImplemented if self._total < 0 else max(0, left)
 
     def __next__(self) -> Any:
         if self._finished:
             raise StopIteration
-        if self._process != os.getpid():
+        if self._shared.process != os.getpid():
             raise FuncpipeError(
                 "this overlap belongs to the process that made it, and a fork has none of its threads; make a new one"
             )
@@ -334,17 +326,19 @@ class Overlap(Iterator[Any]):
         if not self._began:
             self._open()
         shared, index = self._shared, self.index
-        for tick in range(self._tick, index + 1):
+        if self._inline:
             with self._modes.entered():
-                for row in self._inline:
-                    if tick + row.plan.lead >= self._start:
-                        row.make()
+                for tick in range(self._tick, index + 1):
+                    for row in self._inline:
+                        if tick + row.plan.lead >= self._start:
+                            row.make()
         self._tick = index + 1
-        if self._fold:
+        if self._folds:
             self._rows[-1].make()
         item: Item | None = self._rows[-1].output.take()
-        failure = shared.abort or (StopIteration() if item is None or shared.closed else item.error)
-        if item is None or failure:
+        failure = StopIteration() if item is None or shared.closed else item.error
+        failure = failure if shared.abort is None else shared.abort
+        if item is None or failure is not None:
             shared.abort = item = None
             try:
                 raise failure or StopIteration
@@ -352,7 +346,7 @@ class Overlap(Iterator[Any]):
                 del failure  # the traceback leads to this frame: a cycle
         shared.here.wait(item.marks)
         shared.here.use(item.value, item.marks)
-        state, result = item.value if self._fold else (None, item.value)
+        state, result = item.value if self._folds else (None, item.value)
         if shared.snapshots:
             shared.snapshots.popleft()
         shared.reached = (index + 1, state)  # together, whatever interrupts
@@ -366,28 +360,20 @@ class Overlap(Iterator[Any]):
     def _open(self) -> None:
         """Before the first batch: make the source's iterator, the streams and the threads."""
         self._began = perf_counter()
-        source, *rows = self._rows
-        source.work = drawing(iter(self._source).__next__, self._snapshot)
-        if self._fold:
-            rows[-1].work = folded(self._fold)
-        devices, callers = self._shared.here.devices, self._shared.here.now()
-        if source.plan.thread:
-            source.streams = StreamSet(devices, callers)
-        shared_streams: dict[str, dict[torch.device, Any]] = {}
-        for row, stage in zip(rows, self._stages, strict=False):
-            if stage.stream == "caller":
-                streams = callers if row.plan.thread else None
-            elif stage.stream is None or isinstance(stage.stream, str):
-                name = stage.stream or f"\0{row.number}"
-                if name not in shared_streams:
-                    shared_streams[name] = {device: Place.backend.module(device).Stream(device) for device in devices}
-                streams = shared_streams[name]
-            else:
-                streams = {**callers, stage.stream.device: stage.stream}
-            if isinstance(stage.fn, ToDevice) and not row.plan.thread:
-                stage = replace(stage, fn=stage.fn.without_waiting())
-            row.work, row.streams = staged(stage), StreamSet(devices, streams)
+        self._rows[0].draw = iter(self._source).__next__
+        here = self._shared.here
+        callers = here.now()
+        made: dict[str | int, Mapping[torch.device, Any]] = {"caller": callers}
         for row in self._rows:
+            stream = row.stage.stream if isinstance(row.stage, BatchStage) else "caller"
+            key = row.number if stream is None else stream
+            if not isinstance(key, str | int):
+                row.streams = StreamSet(here.devices, {**callers, key.device: key})
+            elif key != "caller" or row.plan.thread:
+                if key not in made:
+                    backend = Place.backend
+                    made[key] = {device: backend.module(device).Stream(device) for device in here.devices}
+                row.streams = StreamSet(here.devices, made[key])
             if row.plan.thread:
                 for _ in range(row.plan.lead + 1):
                     row.room.put(True)
@@ -404,16 +390,12 @@ class Overlap(Iterator[Any]):
         return Progress(self.index - self._start, total, perf_counter() - self._began, self.stats())
 
 
-def _ended(shared: OverlapState, rows: Sequence[BatchRow], threads: list[Worker], timeout: float | None) -> str:
-    """End all rows, and wait for some threads; the names of those that are left."""
+def _ended(shared: OverlapState, rows: Sequence[BatchRow], workers: list[Worker], timeout: float | None) -> str:
+    """End all rows, and wait for their threads; the names of those that are left. A fork has none of them."""
+    if shared.process != os.getpid():
+        return ""
     shared.stop()
-    end_all(threads, timeout)
+    end_all(workers, timeout)
     for row in rows:  # the loop's work comes after all that was under way
         shared.here.wait(row.streams.marks())
-    return ", ".join(thread.name for thread in threads if thread.alive and not thread.is_here)
-
-
-def _forget(shared: OverlapState, rows: Sequence[BatchRow], threads: list[Worker], process: int) -> None:
-    """End an overlap to which nobody refers. The thread that draws is waited for: the source may be used again at once."""
-    if process == os.getpid():
-        _ended(shared, rows, threads[: rows[0].plan.thread], _PATIENCE)
+    return ", ".join(worker.name for worker in workers if worker.alive and not worker.is_here)

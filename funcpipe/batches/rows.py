@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,13 +83,14 @@ class OverlapState:
         snapshots: the source's states before the draw of each batch under way.
         queues: all queues of all rows.
         abort: an error that is no Exception; it does not wait for the batches before it.
+        process: the one that has the threads.
         stopping: whether no more batches are drawn.
         closed: whether all rows end.
     """
 
     def __init__(self, fold: Fold | None, start: int, lag: int, here: StreamSet) -> None:
         self.reached: tuple[int, Tree] = (start, fold.init if fold else None)
-        self.here, self._lag = here, lag
+        self.here, self._lag, self.process = here, lag, os.getpid()
         self.snapshots: deque[Any] = deque()
         self.queues: list[TimedQueue] = []
         self.abort: BaseException | None = None
@@ -129,26 +131,38 @@ class OverlapState:
 
 
 class BatchRow:
-    """One row of the plan: it takes batches from the row before, and puts those that it has made into its queue.
+    """One row of the plan: it takes batches from the row before, and puts each that it has made into its queue.
 
     Attributes:
-        work: makes a batch from the one that was taken; None: the source has no more.
+        stage: whose function it calls; None: it draws from the source.
         output: the batches that it has made, in order; None: there are no more.
         room: one entry for each batch that its thread may make.
+        draw, snapshot: of the source, for its row.
+        ranges: the device for which its work is a range in profiles; None: it is none.
         spans: (begin, end, batch) of its work, where that is recorded.
         ended: whether it has made its last batch.
     """
 
-    work: RowWork
+    draw: Callable[[], Any]
+    snapshot: Callable[[], Any] | None = None
+    ranges: torch.device | None = None
+    spans: list[tuple[float, float, int]] | None = None
 
-    def __init__(self, shared: OverlapState, plan: TickRow, number: int, before: TimedQueue | None) -> None:
-        self.shared, self.plan, self.number, self.input = shared, plan, number, before
+    def __init__(
+        self, shared: OverlapState, plan: TickRow, stage: BatchStage | Fold | None, before: BatchRow | None
+    ) -> None:
+        self.shared, self.plan, self.stage = shared, plan, stage
+        self.number = before.number + 1 if before else 0
+        self.input = before.output if before else None
         self.output, self.room = TimedQueue(), TimedQueue()
         shared.queues += self.output, self.room
         self.streams, self.batch = shared.here, shared.reached[0]
         self.batches, self.busy, self.ended = 0, 0.0, False
-        self.spans: list[tuple[float, float, int]] | None = None
-        self.ranges: torch.device | None = None
+
+    def stats(self) -> StageStats:
+        """Its work and its waits so far."""
+        waited = self.input.waited if self.input else 0.0
+        return StageStats(self.plan.name, self.batches, self.busy, waited, self.room.waited)
 
     def run(self, modes: CallerModes) -> None:
         """In a thread: make all batches, each as soon as there is room."""
@@ -158,7 +172,8 @@ class BatchRow:
                 while not self.ended and self.room.take() and not self.shared.closed:
                     self.make()
         except BaseException as error:  # no Exception: those are items
-            self.shared.abort = self.shared.abort or error
+            if self.shared.abort is None:
+                self.shared.abort = error
             self.shared.stop()
 
     def make(self) -> None:
@@ -176,11 +191,11 @@ class BatchRow:
             return item
         start = perf_counter()
         try:
-            named = nullcontext() if self.ranges is None else named_range(f"{self.plan.name} {self.batch}", self.ranges)
+            named = named_range(f"{self.plan.name} {self.batch}", self.ranges) if self.ranges else nullcontext()
             with self.streams.entered(), named:
                 self.streams.wait(item.marks)
                 self.streams.use(item.value, item.marks)
-                made = self.work(self, item.value)
+                made = self._drawn() if self.stage is None else self._called(self.stage, item.value)
         except Exception as error:
             return self._failed(error)
         if made is not None:
@@ -200,77 +215,47 @@ class BatchRow:
         at_batch(error, Where(stage, self.plan.name, None, origin, "", self.batch))
         return Item(error=error)
 
-    def stats(self) -> StageStats:
-        """What it has done and waited for."""
-        waited = self.input.waited if self.input else 0.0
-        return StageStats(self.plan.name, self.batches, self.busy, waited, self.room.waited)
-
-
-RowWork: TypeAlias = Callable[[BatchRow, Any], Item | None]
-
-
-def drawing(draw: Callable[[], Any], snapshot: Callable[[], Any] | None) -> RowWork:
-    """The work of the source's row. The state before the next draw is kept before this batch goes on."""
-
-    def work(row: BatchRow, _: Any) -> Item | None:
-        snapshots = row.shared.snapshots
-        if snapshot and not snapshots:
-            snapshots.append(deepcopy(snapshot()))
+    def _drawn(self) -> Item | None:
+        """Draw a batch. The state before the next draw is kept before this batch goes on."""
+        shared, snapshot = self.shared, self.snapshot
+        if snapshot and not shared.snapshots:
+            shared.snapshots.append(deepcopy(snapshot()))
         try:
-            if row.shared.stopping:
+            if shared.stopping:
                 return None
-            value = draw()
+            value = self.draw()
         except StopIteration:
             return None
         if snapshot:
-            snapshots.append(deepcopy(snapshot()))
+            shared.snapshots.append(deepcopy(snapshot()))
         # A batch on the host is there: its copy to a device waits for nothing that the loop has queued.
-        return Item(value, row.streams.marks() if may_be_on_stream(value) else ())
+        return Item(value, self.streams.marks() if may_be_on_stream(value) else ())
 
-    return work
-
-
-def staged(stage: BatchStage) -> RowWork:
-    """The work of a stage's row."""
-
-    def work(row: BatchRow, value: Tree) -> Item:
-        arguments = [value]
-        if stage.lag is not None:
-            state = row.shared.old_state(row.batch, stage.lag)
-            row.streams.wait(state.marks)
-            arguments.insert(0, state.tree)
-        grad = nullcontext() if stage.grad is None else torch.set_grad_enabled(stage.grad)
-        keys = nullcontext() if stage.seed is None else KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, row.batch)
-        with grad, keys:
-            made = _called(stage, row, *arguments)
-        made = without_lazy_copies(made) if row.streams.devices else made
-        return Item(made, row.streams.marks())
-
-    return work
-
-
-def folded(fold: Fold) -> RowWork:
-    """The work of the fold's row: its batches are pairs of a state and a result."""
-
-    def work(row: BatchRow, value: Tree) -> Item:
-        index, state = row.shared.reached
-        made = _called(fold, row, state, value)
+    def _called(self, stage: BatchStage | Fold, value: Tree) -> Item:
+        """Call the function of a stage, in its modes. An item of the fold is a pair of a state and a result."""
+        streams, arguments = self.streams, [value]
+        kind = streams.devices[0].type if streams.devices else "cpu"
+        with ExitStack() as stack:
+            if stage.autocast is not None:
+                stack.enter_context(torch.autocast(kind, stage.autocast))
+            if isinstance(stage, Fold):
+                arguments.insert(0, self.shared.reached[1])
+            else:
+                if stage.lag is not None:
+                    state = self.shared.old_state(self.batch, stage.lag)
+                    streams.wait(state.marks)
+                    arguments.insert(0, state.tree)
+                if stage.grad is not None:
+                    stack.enter_context(torch.set_grad_enabled(stage.grad))
+                if stage.seed is not None:
+                    stack.enter_context(KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, self.batch))
+            made = stage.fn(*arguments, **({"index": self.batch} if stage.indexed else {}))
+        if not isinstance(stage, Fold):
+            return Item(without_lazy_copies(made) if streams.devices else made, streams.marks())
         if not isinstance(made, tuple) or len(made) != 2:
-            raise PlanError(f"a fold returns (state, result); {fold.name!r} returned a {type(made).__name__}")
-        row.shared.add_state(index + 1, made[0])
+            raise PlanError(f"a fold returns (state, result); {stage.name!r} returned a {type(made).__name__}")
+        self.shared.add_state(self.batch + 1, made[0])
         return Item(made)
-
-    return work
-
-
-def _called(stage: BatchStage | Fold, row: BatchRow, *arguments: Tree) -> Any:
-    """Call the function of a stage, with the number of the batch and under autocast where it asks for them."""
-    keywords = {"index": row.batch} if stage.indexed else {}
-    if stage.autocast is None:
-        return stage.fn(*arguments, **keywords)
-    devices = row.streams.devices
-    with torch.autocast(devices[0].type if devices else "cpu", stage.autocast):
-        return stage.fn(*arguments, **keywords)
 
 
 class BatchKeys(Keys):

@@ -89,24 +89,6 @@ class Fold:
 
 StageLike: TypeAlias = BatchStage | Fold | Callable[..., Any]
 
-_COUNT = "a whole number from 0, or None", lambda value: value is None or (type(value) is int and value >= 0)
-_CHOICE = "True, False or None", lambda value: value in (None, True, False)
-_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "name": ("a string", lambda value: isinstance(value, str)),
-    "autocast": ("a torch.dtype, or None", lambda value: isinstance(value, torch.dtype | None)),
-    "earlier": ("a tuple of states, the newest last", lambda value: isinstance(value, tuple)),
-    "lead": _COUNT,
-    "lag": _COUNT,
-    "seed": _COUNT,
-    "thread": _CHOICE,
-    "grad": _CHOICE,
-    "stream": (
-        'a name, "caller", a torch.Stream or None',
-        lambda value: isinstance(value, str | None) or hasattr(value, "wait_event"),
-    ),
-}
-"""What fields of a `BatchStage` or `Fold` are, in words and as a test."""
-
 
 def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | None]:
     """The stages with different names, and the fold.
@@ -116,49 +98,76 @@ def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...],
     """
     if not isinstance(stages, Sequence):
         raise PlanError(f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}")
-    wrapped = [entry if isinstance(entry, BatchStage | Fold) else BatchStage(entry) for entry in stages]
+    wrapped = [each if isinstance(each, BatchStage | Fold) else BatchStage(each) for each in stages]
     fold = wrapped[-1] if wrapped and isinstance(wrapped[-1], Fold) else None
     faults: list[str] = []
-    for position, (given, stage) in enumerate(zip(stages, wrapped, strict=True)):
-        faults += [f"stage {position}{fault}" for fault in _faults(stage, fold, bare=given is not stage)]
+    unique: list[Any] = []
+    names = {"source"}
+    for position, stage in enumerate(wrapped):
+        found = _faults(stage, fold, bare=stage is not stages[position])
+        faults += [f"stage {position}{fault}" for fault in found]
+        name = str(stage.name or _name_of(stage.fn))
+        numbered = (f"{name}_{number}" for number in count(2))
+        name = next(new for new in chain([name], numbered) if new not in names)
+        names.add(name)
+        unique.append(replace(stage, name=name))
     raise_all("these stages cannot be overlapped:", faults)
-    names = ["source"]
-    for stage in wrapped:
-        name = stage.name or _name_of(stage.fn)
-        others = (f"{name}_{number}" for number in count(2))
-        names.append(next(unique for unique in chain([name], others) if unique not in names))
-    unique: list[Any] = [replace(stage, name=name) for stage, name in zip(wrapped, names[1:], strict=True)]
     return (tuple(unique[:-1]), unique[-1]) if fold else (tuple(unique), None)
 
 
 def _faults(stage: BatchStage | Fold, fold: Fold | None, *, bare: bool) -> Iterable[str]:
-    """The faults of one stage; ``fold`` is the last stage, if that is a fold, ``bare`` whether a function was given."""
+    """The faults of one stage. ``fold``: the last stage, if it is a fold; ``bare``: only the function was given."""
     fn: Any = stage.fn
     if not callable(fn):
-        yield f"{' is a function, a BatchStage or a Fold' if bare else ': fn= is a function'}; got a {type(fn).__name__}"
-    for lazy, verb in ((inspect.isgeneratorfunction, "yields"), (inspect.iscoroutinefunction, "is async")):
-        if lazy(fn):
-            yield f": {_name_of(fn)!r} {verb}, so a call of it computes nothing; return the batch"
+        problem = " is a function, a BatchStage or a Fold" if bare else ": fn= is a function"
+        yield f"{problem}; got a {type(fn).__name__}"
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        yield f": {_name_of(fn)!r} {verb}, so a call of it computes nothing; return the batch"
     if isinstance(fn, Stage):
-        yield " is a stage of a plan; here is a function of a batch: lambda batch: fp.run(plan, params, batch)"
+        instead = "lambda batch: fp.run(plan, params, batch)"
+        yield f" is a stage of a plan; here is a function of a batch: {instead}"
     if isinstance(stage, Fold) and stage is not fold:
         yield " is a Fold, and only the last can be one: its results would be batches of the next"
-    wrong = [word for word, (_, fits) in _FIELDS.items() if hasattr(stage, word) and not fits(getattr(stage, word))]
-    for word in wrong:
+    wrong = list(_wrong_fields(stage))
+    for word, kind in wrong:
         value = getattr(stage, word)
         shown = repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
-        yield f": {word}= is {_FIELDS[word][0]}; got {shown}"
+        yield f": {word}= is {kind}; got {shown}"
     if wrong or isinstance(stage, Fold) or stage.lag is None:
         return
     if fold is None:
-        yield f" has lag={stage.lag}, but no Fold makes states: end the stages with fp.batches.Fold(step, state)"
+        end = "end the stages with fp.batches.Fold(step, state)"
+        yield f" has lag={stage.lag}, but no Fold makes states: {end}"
     if (stage.lead or 0) > stage.lag:
-        how_far = f"{stage.lead} batches ahead (lead=) and reads a state only {stage.lag} old (lag=)"
-        yield f" would run {how_far}; lead is at most lag"
+        ahead = f"{stage.lead} batches ahead (lead=)"
+        yield f" would run {ahead} and reads a state only {stage.lag} old (lag=); lead is at most lag"
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
-    name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None) or type(fn).__name__
+def _wrong_fields(stage: BatchStage | Fold) -> Iterable[tuple[str, str]]:
+    """The fields that have a wrong value, and what they are."""
+    if not isinstance(stage.name, str):
+        yield "name", "a string"
+    if not isinstance(stage.autocast, torch.dtype | None):
+        yield "autocast", "a torch.dtype, or None"
+    if isinstance(stage, Fold):
+        if not isinstance(stage.earlier, tuple):
+            yield "earlier", "a tuple of states, the newest last"
+        return
+    for word in ("lead", "lag", "seed"):
+        number = getattr(stage, word)
+        if number is not None and (type(number) is not int or number < 0):
+            yield word, "a whole number from 0, or None"
+    for word in ("thread", "grad"):
+        if not isinstance(getattr(stage, word), bool | None):
+            yield word, "True, False or None"
+    if not isinstance(stage.stream, str | None) and not hasattr(stage.stream, "wait_event"):
+        yield "stream", 'a name, "caller", a torch.Stream or None'
+
+
+def _name_of(fn: Any) -> str:
+    inner = getattr(fn, "func", None)  # of a partial
+    name = getattr(fn, "__name__", None) or getattr(inner, "__name__", type(fn).__name__)
     return "stage" if name == "<lambda>" else str(name)
 
 
@@ -219,10 +228,8 @@ class TickPlan:
         return "\n".join(lines)
 
 
-def plan_of(
-    stages: Sequence[BatchStage], fold: Fold | None, depth: int, threads: Sequence[bool], *, streamed: bool
-) -> TickPlan:
-    """The plan of an overlap. ``threads``: whether the source and each stage have one; ``streamed``: whether devices do.
+def plan_of(stages: Sequence[BatchStage], fold: Fold | None, depth: int, *, thread: bool, streamed: bool) -> TickPlan:
+    """The plan of an overlap. ``thread``: whether the source has one; ``streamed``: whether devices have streams.
 
     A lead that is not asked for is the depth in even steps down to the fold, or to the loop itself; no less than a later
     stage asks for, and no more than an earlier one or the stage's own lag.
@@ -232,22 +239,26 @@ def plan_of(
     """
     rows: list[TickRow] = []
     limit = depth
-    for number, (stage, thread) in enumerate(zip(stages, threads[1:], strict=True)):
-        later = max((after.lead or 0 for after in stages[number + 1 :]), default=0)
-        even = max(later, -(-depth * (len(stages) - number) // len(stages)))
-        lead = min(limit, even, depth if stage.lag is None else stage.lag) if stage.lead is None else stage.lead
+    for number, stage in enumerate(stages):
+        lead = stage.lead
+        if lead is None:
+            later = max((after.lead or 0 for after in stages[number + 1 :]), default=0)
+            even = -(-depth * (len(stages) - number) // len(stages))
+            lead = min(limit, max(later, even), depth if stage.lag is None else stage.lag)
         if lead > depth > 0:
-            raise PlanError(f"{stage.name!r} has lead={lead}, more than depth={depth}; give overlap(depth={lead})")
+            told = f"{stage.name!r} has lead={lead}, more than depth={depth}"
+            raise PlanError(f"{told}; give overlap(depth={lead})")
         if lead > limit and depth > 0:
             raise PlanError(
                 f"this plan of an overlap cannot run: {stage.name!r} (lead {lead}) would run on a batch before "
                 f"{rows[-1].name!r} (lead {limit}) has made it; leads fall from stage to stage"
             )
         limit = lead
-        lane = stage.name if thread else "loop"
+        lane = stage.name if stage.thread else "loop"
         if streamed and stage.stream != "caller":
             lane = f"stream {stage.stream}" if isinstance(stage.stream, str) else stage.name
-        rows.append(TickRow(stage.name, min(lead, depth), lane, thread, stage.lag))
-    first = TickRow("source", rows[0].lead if rows else depth, "source" if threads[0] else "loop", threads[0])
+        rows.append(TickRow(stage.name, min(lead, depth), lane, bool(stage.thread), stage.lag))
+    lead = rows[0].lead if rows else depth
+    first = TickRow("source", lead, "source" if thread else "loop", thread)
     last = [TickRow(fold.name, 0, "loop", thread=False)] if fold else []
     return TickPlan((first, *rows, *last))
