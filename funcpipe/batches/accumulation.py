@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.shown import amount_of, guarded, line
-from funcpipe.core.tree import Tree, map_leaves
+from funcpipe.core.tree import Tree, flatten, locations, unflatten
 from funcpipe.runtime.sparse_gradients import add_gradient
 
 Item = TypeVar("Item")
@@ -130,44 +129,51 @@ def accumulate_grads(
         )
     if reduce not in ("mean", "sum"):
         raise PlanError(f'reduce is "mean" or "sum"; got {reduce!r}')
-    total, aux = 0.0, list[Any]()
-    sums = dtypes = parts = None
+    total, spec = 0.0, None
+    sums: list[Tensor | None] = []
+    kinds: list[torch.dtype | None] = []
+    aux: list[Any] = []
     for batch in window:
         number = len(aux)
         factor = 1.0 if weight is None else float(weight(batch))
         if not 0 <= factor < float("inf"):
             raise PlanError(f"the weight of a batch is a number from 0; batch {number} of the window has {factor}")
         returned: Any = grad_fn(batch)
-        if not isinstance(returned, tuple) or len(returned) != 2:
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise PlanError(
                 f"grad_fn returns (gradients, anything else), such as (grads, None); got a {type(returned).__name__}"
             )
-        found = map_leaves(lambda leaf: "tensor" if isinstance(leaf, Tensor) else None, returned[0])
-        if number == 0:
-            parts = found
-            dtypes = map_leaves(lambda leaf: leaf.dtype if isinstance(leaf, Tensor) else None, returned[0])
-            sums = map_leaves(lambda leaf: None, returned[0])
-        elif found != parts:
-            raise PlanError(f"batch {number} of the window has gradients of another structure: {found}, after {parts}")
+        grads, extra = cast("tuple[Any, Any]", returned)
+        leaves, layout = flatten(grads)
+        if spec is None:
+            spec = layout
+            sums += [None for _ in leaves]
+            kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if layout != spec:
+            raise PlanError(f"batch {number} of the window has gradients of another structure: {layout}, after {spec}")
+        changed = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) != (kinds[at] is not None)]
+        if changed:
+            place, kind = locations(grads, "grads")[changed[0]], type(leaves[changed[0]]).__name__
+            raise PlanError(f"{place} is a {kind} in batch {number} of the window, and was none before")
         with torch.no_grad():
-            sums = map_leaves(partial(_sum, factor), sums, returned[0])
+            sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
         total += factor
-        aux.append(returned[1])
-        del batch, returned  # before the next batch is drawn
-    if total == 0:
+        aux.append(extra)
+        del batch, returned, grads, leaves, extra  # before the next one is drawn
+    if spec is None or total == 0:
         raise PlanError("there is nothing to accumulate: the window has no batch" + (" with a weight" if aux else ""))
     scale = 1.0 / total if reduce == "mean" else 1.0
     with torch.no_grad():
-        grads = map_leaves(lambda old, dtype: None if old is None else (old * scale).to(dtype), sums, dtypes)
-    return Accumulated(grads, tuple(aux), len(aux), total)
+        means = [None if old is None else (old * scale).to(kind) for old, kind in zip(sums, kinds, strict=True)]
+    return Accumulated(unflatten(spec, means), tuple(aux), len(aux), total)
 
 
-def _sum(factor: float, old: Tensor | None, new: Any) -> Tensor | None:
-    """A sum with a gradient added, times its factor; not the caller's tensor."""
+def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
+    """The sum with a gradient added; never the caller's tensor."""
     if not isinstance(new, Tensor):
         return None
     wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new
-    if factor == 0:  # a batch that does not count may be NaN: a mean over no tokens
+    if factor == 0:  # what does not count may be NaN: a mean over no tokens
         return torch.zeros_like(wide) if old is None else old
     return wide * factor if old is None else add_gradient(old, wide, factor)
 

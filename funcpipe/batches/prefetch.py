@@ -336,12 +336,11 @@ class Overlap(Iterator[Any]):
         if self._folds:
             self._rows[-1].make()
         item: Item | None = self._rows[-1].output.take()
-        failure = StopIteration() if item is None or shared.closed else item.error
-        failure = failure if shared.abort is None else shared.abort
-        if item is None or failure is not None:
+        if item is None or item.error is not None or shared.closed:
+            failure = shared.abort if item is None or shared.closed else item.error
             shared.abort = item = None
             try:
-                raise failure or StopIteration
+                raise StopIteration if failure is None else failure
             finally:
                 del failure  # the traceback leads to this frame: a cycle
         shared.here.wait(item.marks)

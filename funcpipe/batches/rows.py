@@ -152,8 +152,8 @@ class BatchRow:
         self, shared: OverlapState, plan: TickRow, stage: BatchStage | Fold | None, before: BatchRow | None
     ) -> None:
         self.shared, self.plan, self.stage = shared, plan, stage
-        self.number = before.number + 1 if before else 0
-        self.input = before.output if before else None
+        self.number = 0 if before is None else before.number + 1
+        self.input = None if before is None else before.output
         self.output, self.room = TimedQueue(), TimedQueue()
         shared.queues += self.output, self.room
         self.streams, self.batch = shared.here, shared.reached[0]
@@ -161,7 +161,7 @@ class BatchRow:
 
     def stats(self) -> StageStats:
         """Its work and its waits so far."""
-        waited = self.input.waited if self.input else 0.0
+        waited = 0.0 if self.input is None else self.input.waited
         return StageStats(self.plan.name, self.batches, self.busy, waited, self.room.waited)
 
     def run(self, modes: CallerModes) -> None:
@@ -169,7 +169,7 @@ class BatchRow:
         try:
             compute_with(modes.threads)
             with modes.entered():
-                while not self.ended and self.room.take() and not self.shared.closed:
+                while not self.ended and self.room.take():
                     self.make()
         except BaseException as error:  # no Exception: those are items
             if self.shared.abort is None:
@@ -177,8 +177,8 @@ class BatchRow:
             self.shared.stop()
 
     def make(self) -> None:
-        """Make the next batch, the error in its place, or the end."""
-        if not self.ended:
+        """Make the next batch, the error in its place, or the end. A no-op after the end, or once all rows end."""
+        if not (self.ended or self.shared.closed):
             item = self._next_item()
             self.ended = item is None or item.error is not None
             self.batch += 1
@@ -186,7 +186,7 @@ class BatchRow:
             del item  # the traceback of its error leads to this frame: a cycle
 
     def _next_item(self) -> Item | None:
-        item: Item | None = self.input.take() if self.input else Item()
+        item: Item | None = Item() if self.input is None else self.input.take()
         if item is None or item.error is not None:
             return item
         start = perf_counter()

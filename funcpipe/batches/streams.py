@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -60,22 +60,25 @@ class StreamSet:
         readers = {mark.device: streams[mark.device] for mark in marks if streams[mark.device] != mark.stream}
         if not readers:
             return
-        if unrecorded := [
-            f"{place} ({type(leaf).__name__})"
-            for place, leaf in zip(locations(batch, "batch"), flatten(batch)[0], strict=True)
-            if moves(leaf) and not _records(leaf)
-        ]:
+        leaves, unrecorded = flatten(batch)[0], list[int]()
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                device = Place.backend.streamed(leaf)
+                if device in readers:
+                    Place.backend.record(leaf, readers[device])
+            elif callable(getattr(leaf, "record_stream", None)):
+                for stream in readers.values():
+                    leaf.record_stream(stream)
+            elif moves(leaf):
+                unrecorded.append(number)
+        if unrecorded:
+            places = locations(batch, "batch")
+            named = [f"{places[number]} ({type(leaves[number]).__name__})" for number in unrecorded]
             warnings.warn(
-                f"no stream can be recorded on {', '.join(unrecorded)}, so its memory may be given out while a stream "
+                f"no stream can be recorded on {', '.join(named)}, so its memory may be given out while a stream "
                 "reads it; give it record_stream(stream)",
                 stacklevel=2,
             )
-        for leaf in _recordable(batch):
-            if not isinstance(leaf, Tensor):
-                for stream in readers.values():
-                    leaf.record_stream(stream)
-            elif (device := Place.backend.streamed(leaf)) in readers:
-                Place.backend.record(leaf, readers[device])
 
     def marks(self) -> tuple[Mark, ...]:
         """A mark of all that is queued here so far, on every device."""
@@ -90,24 +93,17 @@ def moves(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or (not isinstance(leaf, type) and callable(getattr(leaf, "to", None)))
 
 
-def _records(leaf: Any) -> bool:
-    """Whether a stream can be recorded on it: a tensor, or an object with ``record_stream`` (Multistreamable)."""
-    return isinstance(leaf, Tensor) or callable(getattr(leaf, "record_stream", None))
-
-
-def _recordable(tree: Tree) -> Iterator[Any]:
-    return filter(_records, flatten(tree)[0])
-
-
 def may_be_on_stream(tree: Tree) -> bool:
     """Whether a stream may still work on some leaf of a tree."""
-    return any(map(_is_streamed, _recordable(tree)))
+    return any(map(_may_be_on_stream, flatten(tree)[0]))
 
 
-def _is_streamed(leaf: Any) -> bool:
+def _may_be_on_stream(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return Place.backend.streamed(leaf) is not None
-    device = getattr(leaf, "device", None)
+    if not callable(getattr(leaf, "record_stream", None)):
+        return False
+    device = getattr(leaf, "device", None)  # a method in torchrec
     device = device() if callable(device) else device
     return not isinstance(device, torch.device) or Place.backend.asynchronous(device)
 
