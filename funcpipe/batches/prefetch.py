@@ -395,7 +395,9 @@ def _ended(shared: OverlapState, rows: Sequence[BatchRow], workers: list[Worker]
         return ""
     shared.stop()
     end_all(workers, timeout)
-    rows[0].draw = iter(()).__next__  # the source is free: processes of a loader end with its iterator
-    for row in rows:  # the loop's work comes after all that was under way
+    # Let go of the source: processes of a loader end with its iterator.
+    rows[0].draw = iter(()).__next__
+    # The loop's work comes after all that was under way: the memory of that may be given out again.
+    for row in rows:
         shared.here.wait(row.streams.marks())
     return ", ".join(worker.name for worker in workers if worker.alive and not worker.is_here)
