@@ -1,18 +1,18 @@
-"""The stage that copies a batch to its devices."""
+"""Ready-made stages: the copy of a batch to its devices, and the wait for values that are under way."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections import UserDict
-from copy import copy as shallow
-from dataclasses import dataclass, field
+from copy import copy as shallow_copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from funcpipe.batches.leaves import moves
+from funcpipe.batches.streams import moves
 from funcpipe.core.errors import BatchError, PlanError
 from funcpipe.core.tree import Tree, flatten, locations, map_leaves, spread, unflatten
 from funcpipe.runtime.stream import Place
@@ -22,93 +22,73 @@ Pin: TypeAlias = Literal["auto"] | bool
 
 @dataclass(frozen=True, eq=False)
 class ToDevice:
-    """Copies batches to devices; made by `to_device`, which says what the fields are."""
+    """Copies batches to devices. `to_device` makes it and describes the fields; pin is "warn" on the loop's thread."""
 
     devices: Tree
-    pin: Pin = "auto"
-    _warned: list[str] = field(default_factory=list[str], repr=False)
+    pin: Pin | Literal["warn"] = "auto"
+    warned: list[str] = field(default_factory=list[str], repr=False)
+    __name__ = "to_device"
 
-    @property
-    def __name__(self) -> str:
-        """The name of the stage where it has no other."""
-        return "to_device"
+    def without_waiting(self) -> ToDevice:
+        """The same for a thread that queues all work, which must not wait for memory to be page-locked."""
+        return replace(self, pin="warn") if self.pin == "auto" else self
 
-    @property
-    def all(self) -> list[torch.device]:
-        """Every device that anything is copied to."""
-        return [device for device in flatten(self.devices)[0] if device is not None]
-
-    def __call__(self, batch: Tree, *, threaded: bool = True) -> Tree:
-        """The batch on its devices; leaves that lie there already are the same objects.
-
-        Args:
-            batch: a tree of tensors, of objects with ``to``, and of anything else, which stays as it is.
-            threaded: may the host wait in here.
+    def __call__(self, batch: Tree) -> Tree:
+        """The batch on its devices; leaves that are there already are the same objects.
 
         Raises:
-            BatchError: the batch has no such branch as the tree of devices.
+            BatchError: the batch has no such branch as the tree of devices, or nothing in it can move.
         """
         leaves, spec = flatten(batch, _moves_whole)
-        devices = self._spread(batch)
-        if not any(map(moves, leaves)) and (unmovable := [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]):
-            raise BatchError(
-                f"to_device finds nothing in the batch that can move: a {type(unmovable[0]).__name__} is no tree and "
-                "has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give "
-                "it to()"
-            )
-        entries = zip(leaves, devices, strict=True)
-        return unflatten(spec, [self._move(*entry, threaded, (batch, at)) for at, entry in enumerate(entries)])
-
-    def _spread(self, batch: Tree) -> list[torch.device | None]:
-        """The device of each leaf, in their order."""
         try:
-            return spread(self.devices, batch, _moves_whole)
+            devices = spread(self.devices, batch, _moves_whole)
         except ValueError as error:
             raise BatchError(
                 "to_device has devices for other branches than this batch has (one device stands for all below it, "
                 f"None leaves a branch where it is): {error}"
             ) from error
+        plain = (str, bytes, bool, int, float, complex, type(None), Tensor)
+        if not any(map(moves, leaves)) and (unmovable := [leaf for leaf in leaves if not isinstance(leaf, plain)]):
+            raise BatchError(
+                f"to_device finds nothing in the batch that can move: a {type(unmovable[0]).__name__} is no tree and "
+                "has no to(device); register it with optree.register_pytree_node(..., namespace='funcpipe'), or give "
+                "it to()"
+            )
+        for at, device in enumerate(devices):
+            if device is not None and isinstance(leaves[at], Tensor):
+                leaves[at] = self._moved(leaves[at], device, batch, at)
+            elif device is not None and moves(leaves[at]):
+                leaves[at] = self._moved_object(leaves[at], device)
+        return unflatten(spec, leaves)
 
-    def _move(self, leaf: Any, device: torch.device | None, threaded: bool, place: tuple[Tree, int]) -> Any:
+    def _moved(self, leaf: Tensor, device: torch.device, batch: Tree, at: int) -> Tensor:
         backend = Place.backend
-        if device is None or not moves(leaf):
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return self._object(leaf, device, threaded)
         if backend.lies_on(leaf, device):
             return leaf
-        copy = backend.copy(self._pinned(leaf, threaded, place), device)
-        source = backend.streamed(leaf)
+        if self.pin and leaf.device.type == "cpu" and torch.cuda.is_available() and not leaf.is_pinned():
+            if self.pin != "warn":
+                leaf = leaf.pin_memory()
+            elif not self.warned:
+                self.warned.append(locations(batch, "batch")[at])
+                warnings.warn(
+                    f"{self.warned[0]} lies in memory that is not page-locked, so its copy makes the thread wait that "
+                    "queues all work; give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: "
+                    "BatchStage(to_device(...), thread=True)",
+                    stacklevel=2,
+                )
+        copy, source = backend.copy(leaf, device), backend.streamed(leaf)
         if source is not None and not backend.asynchronous(device):
-            Place(source, alone=True).event().synchronize()  # nothing on the host could wait for it later
+            Place(source, alone=True).event().synchronize()  # work on the host could not wait for the copy later
         return copy
 
-    def _object(self, leaf: Any, device: torch.device, threaded: bool) -> Any:
-        """An object's own copy. Those that cannot copy without the host waiting say so by their signature."""
-        if self.pin is True or (self.pin == "auto" and threaded and Place.backend.asynchronous(device)):
-            pin = getattr(leaf, "pin_memory", None)
-            leaf = pin() if callable(pin) else leaf
+    def _moved_object(self, leaf: Any, device: torch.device) -> Any:
+        """The object's own copy; without the host waiting if the signature of its ``to`` has ``non_blocking``."""
+        queued = Place.backend.asynchronous(device)
+        if self.pin is True or (self.pin == "auto" and queued):
+            leaf = leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
         if isinstance(leaf, (dict, UserDict)):  # transformers' BatchEncoding moves itself
-            leaf = shallow(cast("Any", leaf))
-        keywords = {"non_blocking": True} if Place.backend.asynchronous(device) and _takes_words(leaf.to) else {}
-        return leaf.to(device, **keywords)
-
-    def _pinned(self, leaf: Tensor, threaded: bool, place: tuple[Tree, int]) -> Tensor:
-        """The tensor in memory that a device copies from by itself."""
-        if self.pin is False or leaf.device.type != "cpu" or not torch.cuda.is_available() or leaf.is_pinned():
-            return leaf
-        if self.pin is True or threaded:
-            return leaf.pin_memory()
-        if not self._warned:
-            where = locations(place[0], "batch")[place[1]]
-            self._warned.append(where)
-            warnings.warn(
-                f"{where} lies in memory that is not page-locked, so its copy makes the thread wait that queues all "
-                "work; give DataLoader(pin_memory=True), or to_device(pin=True), or a thread: "
-                "BatchStage(to_device(...), thread=True)",
-                stacklevel=2,
-            )
-        return leaf
+            leaf = shallow_copy(cast("Any", leaf))
+        return leaf.to(device, **({"non_blocking": True} if queued and _takes_non_blocking(leaf.to) else {}))
 
 
 def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
@@ -135,10 +115,8 @@ def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
 
 
 def _device(leaf: Any) -> torch.device | None:
-    if leaf is None:
-        return None
     try:
-        return numbered(torch.device(leaf))
+        return None if leaf is None else numbered(torch.device(leaf))
     except (RuntimeError, TypeError, AssertionError) as error:  # no such word; torch was built without it
         raise PlanError(f"to_device takes a device, or a tree of them; got {leaf!r}: {error}") from error
 
@@ -150,18 +128,40 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device(device.type, Place.backend.module(device).current_device())
 
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor)
-
-
 def _moves_whole(node: Any) -> bool:
-    """Is a node of a tree a container that moves by itself: a PackedSequence, a BatchEncoding."""
+    """Whether a node of a tree is a container that moves by itself: a PackedSequence, a BatchEncoding."""
     return not isinstance(node, Tensor) and moves(node)
 
 
-def _takes_words(to: Any) -> bool:
-    """Does a method ``to`` have ``non_blocking``, or take anything."""
+def _takes_non_blocking(to: Any) -> bool:
     try:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):  # made in C
         return False
     return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def awaited(batch: Tree) -> Tree:
+    """Every awaitable of a batch, waited for: a stage of its own, so that the wait is queued where it belongs.
+
+    A stage may return values that are not there yet: an asynchronous collective, torchrec's ``Awaitable``. They go on as
+    they are; this stage calls ``wait()`` on each such leaf, in its own thread and on its own stream, and puts the result
+    in its place. A handle whose ``wait`` returns None or a bool (``torch.distributed.Work``) becomes None.
+
+    >>> class Later:
+    ...     def wait(self):
+    ...         return 7
+    >>> fp.batches.awaited({"now": 1, "then": Later()})
+    {'now': 1, 'then': 7}
+
+    Args:
+        batch: any tree.
+    """
+
+    def wait(leaf: Any) -> Any:
+        if isinstance(leaf, type) or not callable(getattr(leaf, "wait", None)):
+            return leaf
+        value = leaf.wait()
+        return None if isinstance(value, bool) else value
+
+    return map_leaves(wait, batch)

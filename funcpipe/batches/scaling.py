@@ -69,7 +69,7 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
     with torch.no_grad():
         # GradScaler's arithmetic: the reciprocal in double precision, rounded once.
         inverse = state.scale.double().reciprocal().float()
-        flags: dict[torch.device, list[Tensor]] = {state.scale.device: [torch.tensor(False, device=state.scale.device)]}
+        flags = {state.scale.device: [torch.zeros((), dtype=torch.bool, device=state.scale.device)]}
 
         def divide(leaf: Any) -> Any:
             if not is_differentiable(leaf):
@@ -79,8 +79,8 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
             return (leaf * inverse.to(leaf.device)).to(leaf.dtype)
 
         unscaled = map_leaves(divide, grads)
-        # One flag comes from each device. Not non_blocking: on its way to the host it would be read too early.
-        found_inf = [torch.stack(of_device).any().to(state.scale.device) for of_device in flags.values()]
+        # One flag comes from each device. A copy that is not waited for would be read too early.
+        found_inf = [torch.stack(found).any().to(state.scale.device) for found in flags.values()]
         return unscaled, torch.stack(found_inf).any()
 
 

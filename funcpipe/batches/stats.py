@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple, TextIO
 
-from funcpipe.batches.ticks import TickPlan
-from funcpipe.batches.workers import Meter
 from funcpipe.core.progress import EVERY, TextLine, bar
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind
 
 
 class StageStats(NamedTuple):
-    """What a row of an overlap did so far. Times are the host's, in seconds: of work on streams only what queues it.
+    """Counts and times of one row of an overlap so far. Times are the host's, in seconds: work on streams is only queued.
 
     Attributes:
-        name: of the stage, or "source"; "loop" where there is no fold: what the loop waited.
+        name: of the stage, or "source"; "loop" where there is no fold: the waits of the loop.
         batches: how many it has worked on.
         busy: time in its function.
         input: time that it waited for the row before it.
@@ -33,35 +28,12 @@ class StageStats(NamedTuple):
 
     def __str__(self) -> str:
         each = self.busy / self.batches * 1e3 if self.batches else 0.0
-        return (
-            f"{self.name}: {self.batches} batches, {each:.3g} ms each; waited {self.input:.3g} s for input, "
-            f"{self.room:.3g} s for room"
-        )
-
-
-def stats(plan: TickPlan, meters: Sequence[Meter]) -> tuple[StageStats, ...]:
-    """The statistics of all rows."""
-    names = [*(row.name for row in plan.rows), "loop"]
-    return tuple(
-        StageStats(name, meter.batches, meter.busy, meter.input.waited, meter.room.waited)
-        for name, meter in zip(names, meters, strict=False)
-    )
-
-
-def measured(plan: TickPlan, meters: Sequence[Meter]) -> Timeline:
-    """The timeline of what every row did, from the first draw."""
-    kept = [(row, number, span) for number, row in enumerate(plan.rows) for span in list(meters[number].spans or ())]
-    zero = min((start for _, _, (start, _, _) in kept), default=0.0)
-    spans = [
-        Span(row.lane, start - zero, end - zero, Action(Kind.F, number, batch))
-        for row, number, (start, end, batch) in kept
-    ]
-    spans.sort(key=lambda span: (span.start, span.device))
-    return Timeline(tuple(spans), len(plan.lanes), unit="s", name="overlap", lanes=plan.lanes)
+        waits = f"waited {self.input:.3g} s for input, {self.room:.3g} s for room"
+        return f"{self.name}: {self.batches} batches, {each:.3g} ms each; {waits}"
 
 
 class Progress(NamedTuple):
-    """What a progress function is told after each batch.
+    """How far an overlap has come, told to a progress function after each batch.
 
     Attributes:
         done: batches handed out by this overlap.
@@ -76,13 +48,13 @@ class Progress(NamedTuple):
     stats: tuple[StageStats, ...]
 
     def __str__(self) -> str:
-        rate = self.done / self.seconds if self.seconds else 0.0
-        last = self.stats[-1]
-        waits = f"{last.name} waits {last.input / self.seconds:.0%}" if self.seconds else ""
+        seconds = self.seconds or float("inf")
+        rate, last = self.done / seconds, self.stats[-1]
+        waits = f"{rate:.3g}/s, {last.name} waits {last.input / seconds:.0%}"
         if not self.total:
-            return f"{self.done} batches, {rate:.3g}/s, {waits}"
+            return f"{self.done} batches, {waits}"
         left = (self.total - self.done) / rate if rate else 0.0
-        return f"{bar(self.done / self.total)} {self.done}/{self.total}, {rate:.3g}/s, {left:.0f} s left, {waits}"
+        return f"{bar(self.done / self.total)} {self.done}/{self.total}, {waits}, {left:.0f} s left"
 
 
 class Bar:

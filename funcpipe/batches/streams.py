@@ -1,4 +1,4 @@
-"""The streams of one batch stage, on every device: what it waits for, and what its readers wait for."""
+"""The streams of a row on every device, and the leaves of a batch that streams work on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe.batches.leaves import recordable, unknown
-from funcpipe.core.tree import Tree
+from funcpipe.core.tree import Tree, flatten, locations, map_tensors
+from funcpipe.runtime.plain_tensors import materialized
 from funcpipe.runtime.stream import Place
 
 
@@ -24,62 +24,92 @@ class Mark(NamedTuple):
 
 
 class StreamSet:
-    """A place on each device: where work is queued. Does nothing where no device has streams.
+    """A stream on each device, where work is queued; it does nothing where no device has streams.
 
     Without ``streams``, one for each device, they are those that are current whenever work is queued.
     """
 
     def __init__(self, devices: Sequence[torch.device], streams: Mapping[torch.device, Any] | None = None) -> None:
         self.devices = devices
-        self._fixed: list[Place] | None = None
-        if streams is not None:
-            self._fixed = [Place(device, alone=True) for device in devices]
-            for place in self._fixed:
-                place.stream = streams[place.device]
+        self._streams = None if streams is None else {device: streams[device] for device in devices}
 
-    @property
-    def places(self) -> list[Place]:
-        """One for each device."""
-        return [Place(device, alone=True) for device in self.devices] if self._fixed is None else self._fixed
+    def now(self) -> Mapping[torch.device, Any]:
+        """The stream of each device."""
+        if self._streams is not None:
+            return self._streams
+        return {device: Place.backend.module(device).current_stream(device) for device in self.devices}
 
     @contextmanager
     def entered(self) -> Generator[None]:
         """Inside, operations are queued here."""
         with ExitStack() as stack:
-            for place in reversed(self._fixed or ()):  # the first is the current device
-                stack.enter_context(place.active())
+            for device in reversed(self.devices if self._streams else ()):  # the first is the current device
+                stack.enter_context(Place.backend.module(device).stream(self.now()[device]))
             yield
 
     def wait(self, marks: Iterable[Mark]) -> None:
         """Let what is queued here from now on wait for these marks."""
-        places = {place.device: place for place in self.places}
+        streams = self.now()
         for device, stream, event in marks:
-            if device in places and places[device].stream != stream:
-                places[device].wait(event)
+            if streams.get(device, stream) != stream:
+                event.wait(streams[device])
 
-    def use(self, batch: Tree, marks: Sequence[Mark]) -> None:
+    def use(self, batch: Tree, marks: Iterable[Mark]) -> None:
         """Tell the allocator that a batch made on other streams is read here, so that it may be freed at any time."""
-        writers = {device: stream for device, stream, _ in marks}
-        readers = {
-            place.device: place.stream
-            for place in self.places
-            if writers.get(place.device, place.stream) != place.stream
-        }
+        streams = self.now()
+        readers = {mark.device: streams[mark.device] for mark in marks if streams[mark.device] != mark.stream}
         if not readers:
             return
-        if unrecorded := unknown(batch):
+        leaves, unrecorded = flatten(batch)[0], list[int]()
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                device = Place.backend.streamed(leaf)
+                if device in readers:
+                    Place.backend.record(leaf, readers[device])
+            elif callable(getattr(leaf, "record_stream", None)):
+                for stream in readers.values():
+                    leaf.record_stream(stream)
+            elif moves(leaf):
+                unrecorded.append(number)
+        if unrecorded:
+            places = locations(batch, "batch")
+            named = [f"{places[number]} ({type(leaves[number]).__name__})" for number in unrecorded]
             warnings.warn(
-                f"no stream can be recorded on {', '.join(unrecorded)}, so its memory may be given out while a stream "
+                f"no stream can be recorded on {', '.join(named)}, so its memory may be given out while a stream "
                 "reads it; give it record_stream(stream)",
                 stacklevel=2,
             )
-        for leaf in recordable(batch):
-            if not isinstance(leaf, Tensor):
-                for stream in readers.values():
-                    leaf.record_stream(stream)
-            elif (device := Place.backend.streamed(leaf)) in readers:
-                Place.backend.record(leaf, readers[device])
 
     def marks(self) -> tuple[Mark, ...]:
         """A mark of all that is queued here so far, on every device."""
-        return tuple(Mark(place.device, place.stream, place.event()) for place in self.places)
+        marks = tuple(Mark(*entry, Place.backend.module(entry[0]).Event()) for entry in self.now().items())
+        for mark in marks:
+            mark.event.record(mark.stream)
+        return marks
+
+
+def moves(leaf: Any) -> bool:
+    """Whether the leaf can go to a device: a tensor, or an object with ``to(device)`` (torchrec's Pipelineable)."""
+    return isinstance(leaf, Tensor) or (not isinstance(leaf, type) and callable(getattr(leaf, "to", None)))
+
+
+def may_be_on_stream(tree: Tree) -> bool:
+    """Whether a stream may still work on some leaf of a tree."""
+    return any(map(_may_be_on_stream, flatten(tree)[0]))
+
+
+def _may_be_on_stream(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return Place.backend.streamed(leaf) is not None
+    if not callable(getattr(leaf, "record_stream", None)):
+        return False
+    device = getattr(leaf, "device", None)  # a method in torchrec
+    device = device() if callable(device) else device
+    return not isinstance(device, torch.device) or Place.backend.asynchronous(device)
+
+
+def without_lazy_copies(tree: Tree) -> Tree:
+    """The tree without memory that is shared copy-on-write, on which no stream could be recorded."""
+    if any(isinstance(leaf, Tensor) and materialized(leaf) is not leaf for leaf in flatten(tree)[0]):
+        return map_tensors(materialized, tree)
+    return tree

@@ -210,6 +210,42 @@ def test_a_loader_can_be_used_again_after_a_break():
         assert next(loader) == 0
 
 
+@pytest.mark.parametrize("thread", HOSTS)
+@pytest.mark.parametrize("end", ["close", "exhausted", "error"])
+def test_an_ended_overlap_lets_go_of_its_source(end, thread):
+    """Worker processes of a loader end with its iterator, also while somebody keeps the overlap for its statistics."""
+
+    class Loader:
+        def __init__(self):
+            self.at = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.at += 1
+            if self.at == 4 and end == "error":
+                raise OSError
+            if self.at > 6:
+                raise StopIteration
+            return self.at
+
+    loader = Loader()
+    run = fp.batches.overlap(loader, [lambda x: x], thread=thread)
+    assert next(run) == 1
+    if end == "close":
+        run.close()
+    elif end == "exhausted":
+        assert list(run) == [2, 3, 4, 5, 6]
+    else:
+        with pytest.raises(OSError):  # noqa: PT011
+            list(run)
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None
+    assert run.stats()[0].batches >= 1
+
+
 def test_an_error_of_the_fold_waits_for_nothing():
     def source():
         yield from (0, 1)

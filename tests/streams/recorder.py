@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 def _site() -> str:
     stack = traceback.extract_stack(limit=12)
-    shared = ("/streams.py", "/leaves.py")  # every stage of an overlap waits and records in there
+    shared = "/streams.py"  # every stage of an overlap waits and records in there
     batches = [f for f in stack if "/funcpipe/batches/" in f.filename and not f.filename.endswith(shared)]
     frames = batches or [f for f in stack if "/runtime/" in f.filename]
     return f"{frames[-1].name}: {frames[-1].line}"
