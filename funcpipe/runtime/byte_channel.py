@@ -30,10 +30,13 @@ class ByteChannel:
         key = rank, self._taken[rank]
         self.box.wait(key)
         self._taken[rank] += 1
-        return self.box.came.pop(key)
+        body = self.box.came.pop(key)
+        if body is None:
+            self._team.miss(rank)
+        return body
 
-    def put(self, rank: int, body: Tensor) -> None:
-        """Deliver the next bytes of another process."""
+    def put(self, rank: int, body: Tensor | None) -> None:
+        """Deliver the next bytes of another process; None: it has left."""
         key = rank, self._came[rank]
         self._came[rank] += 1
         self.box.put(key, body)

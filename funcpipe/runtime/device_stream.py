@@ -119,9 +119,9 @@ class DeviceStream:
 
     # -- straight away -------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to send what the lane has queued."""
-        with self.after(self.now()):
+    def send(self, tensors: Sequence[Tensor], event: Any) -> None:
+        """Begin to send tensors, after an event."""
+        with self.after(event):
             for tensor in tensors:
                 self.group.send([memory(tensor)], 1 - self.seat, 0).wait()
         self.used(tensors)
@@ -149,7 +149,7 @@ class DeviceStream:
         self.group.eager_connect_single_device(self.device)  # else each first send makes a communicator of its own
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if way == "out":
-            self.send([token])
+            self.send([token], self.now())
         elif way == "in":
             self.receive([TensorLayout((1,), (1,), torch.uint8)], None, self.stream)
         else:

@@ -192,6 +192,10 @@ class Peer:
             self._add(frame._replace(other=number, length=len(text)), text, tensors, counted=False)
             return self._flush()
 
+    def knows(self, key: Any) -> bool:
+        """Has the form with this key been sent."""
+        return key in self._numbers
+
     def _add(self, frame: Head, body: bytes, tensors: Sequence[Tensor], *, counted: bool = True) -> None:
         if counted:
             frame = frame._replace(length=len(body) + sum(tensor.nbytes for tensor in tensors))

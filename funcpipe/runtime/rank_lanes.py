@@ -158,12 +158,13 @@ class Ranks(Lanes):
                 team.refuse_gone()
                 if options.timeout is None:
                     options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
-                team.timeout = options.timeout or self._limit
+                team.monitor.limit(options.timeout or self._limit)
                 yield options
         finally:
             self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
             if self._team is not None:
-                self._team.timeout = self._limit
+                self._team.end_run()
+                self._team.monitor.limit(self._limit)
             self._turn.release()
 
     def check(self, plan: Plan) -> None:
@@ -202,7 +203,7 @@ class Ranks(Lanes):
 
     def beats(self) -> int:
         """Changes whenever a rank gets on."""
-        return 0 if self._team is None else self._team.beats
+        return 0 if self._team is None else self._team.monitor.beats
 
     def mailbox(self) -> Mailbox:
         """The mailbox of a lane, whose thread reads what other processes send while it waits."""
@@ -227,7 +228,6 @@ class Ranks(Lanes):
             super().walk(executions)
             settle(executions, team.wait, partial(self.ending, None))
         finally:
-            team.end_run()
             self._executions = ()
 
     def begin(self, execution: Execution, lane: Lane) -> None:

@@ -68,10 +68,10 @@ class Reading:
             box.wake = None
             self._end_turn()
 
-    def read(self, seconds: float) -> int:
-        """Read once where no other thread does, waiting for so long at most. Returns the count of bytes that came."""
+    def read(self, seconds: float) -> int | None:
+        """Read once, waiting for so long at most. Returns the count of bytes that came; None: another thread reads."""
         if not self._turn.acquire(blocking=False):
-            return 0
+            return None
         self._leader = threading.get_ident()
         try:
             return self._read(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,9 @@ class Arrivals:
         levels: Mapping[int, PoolLevel],
         streams: Mapping[int, DeviceStream],
     ) -> None:
-        self._box, self._place, self._levels, self._streams = box, place, levels, streams
+        self.box, self._place, self._levels, self._streams = box, place, levels, streams
+        self.remotes: dict[int, RemoteLane] = {}
+        """By number, the lanes of other processes to which this one sends."""
         self._freed: dict[int, Any] = {}
         """By slot, the event of the device after which it may be filled again."""
         place.copy_streams.extend({id(each): each.stream for each in streams.values()}.values())
@@ -68,20 +71,22 @@ class Arrivals:
             known.key, known.is_keyed = border_key_or_none(value), True
         value.words = known.key
         self._levels[slot].add()
-        self._box.put(slot, (value, event))
+        self.box.put(slot, (value, event))
 
     def empty(self, slot: int, event: Any) -> None:
         """Note that the lane has freed a slot: it may be filled after the event (None: now)."""
         if event is not None:
             self._freed[slot] = event
 
-    def is_free(self, key: tuple[int, int]) -> None:
-        """Tell the lane that a slot of another lane, (lane, slot), may be filled again."""
-        self._box.put(key, None)
+    def is_free(self, lane: int, slot: int) -> None:
+        """A slot of a lane of another process may be filled again."""
+        self.remotes[lane].freed(slot)
 
 
 class RemoteLane(Mailbox):
     """The mailbox of a lane of another process, for one lane here and one execution: what is put here is sent there.
+
+    A value waits here while its slot there is taken. So the lane here may be one value for each slot ahead.
 
     Args:
         team: the other processes.
@@ -104,36 +109,67 @@ class RemoteLane(Mailbox):
         super().__init__()
         self.arrivals, self._team, self._rank, self._stream = arrivals, team, rank, stream
         here, there = ends
+        self._lane = there
         self._value = Head(FrameKind.VALUE, team.run, batch, there)
         self._free = Head(FrameKind.FREE, team.run, batch, there, other=here)
+        self._gate = threading.Lock()
+        self._taken: set[int] = set()
+        self._held: dict[int, Callable[[], None]] = {}
+        """By slot, what sends the value that waits for it."""
+        arrivals.remotes[there] = self
 
     def put(self, key: Hashable, item: Any) -> None:
         """Send a value into a slot there; of (lane, slot) here, tell that it is free after an event."""
         if isinstance(key, int):
-            self._send(key, item[0])
+            post = self._sending(key, item[0])
+            if key in self._taken:
+                self._team.look()  # it may be told already that the slot is free
+            with self._gate:
+                if key in self._taken:
+                    self._held[key] = post
+                    return
+                self._taken.add(key)
+                post()
+            self.arrivals.box.came[self._lane, key] = None  # this is the thread of the lane here
         else:
             assert isinstance(key, tuple)
             slot: int = key[1]
             self.arrivals.empty(slot, item)
             self._team.send(self._rank, self._free._replace(slot=slot))
 
-    def _send(self, slot: int, value: Border) -> None:
-        """Begin to send a value; of a device, once it is there. Raises PlanError for what cannot travel."""
-        stream, team = self._stream, self._team
+    def freed(self, slot: int) -> None:
+        """A slot there is free again: send the value that waits for it."""
+        with self._gate:
+            post = self._held.pop(slot, None)
+            if post is None:
+                self._taken.discard(slot)
+                return
+            post()
+        self.arrivals.box.put((self._lane, slot), None)
+
+    def _sending(self, slot: int, value: Border) -> Callable[[], None]:
+        """Return what sends a value; of a device, once it is there. Raises PlanError for what cannot travel."""
+        stream, team, rank = self._stream, self._team, self._rank
         home = _at_host if stream is None else stream.at_home
         leaves = [home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
         described = leaves, value.spec, value.flags, value.shared
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-        frame, key, form = self._value._replace(slot=slot), form_key(*described), lambda: pack_form(form_of(*described))
-        post = partial(team.send_value, self._rank, frame, key, form)
+        head, key, form = self._value._replace(slot=slot), form_key(*described), lambda: pack_form(form_of(*described))
+        if not team.peers[rank].knows(key):  # now, so that this lane hears of what cannot travel
+            form = partial(bytes, form())
         if stream is None:
-            post(tensors)
-        elif stream.group is None:
+            return partial(team.send_value, rank, head, key, form, tensors)
+        if stream.group is None:
             copies, wait = stream.to_host(tensors)
-            team.jobs.give(partial(team.safely, partial(_then, wait, post, copies), self._rank))
-        else:  # second the tensors: the other end receives them once it knows their form
-            team.send_value(self._rank, frame._replace(kind=FrameKind.JOINED), key, form, ())
-            team.safely(partial(stream.send, tensors), self._rank)
+            post = partial(team.send_value, rank, head, key, form, copies)
+            return lambda: team.jobs.give(partial(team.safely, partial(_then, wait, post), rank))
+        head, event = head._replace(kind=FrameKind.JOINED), stream.now()
+
+        def send() -> None:  # second the tensors: the other end receives them once it knows their form
+            team.send_value(rank, head, key, form, ())
+            team.safely(partial(stream.send, tensors, event), rank)
+
+        return send
 
 
 def remote_lanes(
@@ -167,9 +203,9 @@ def remote_lanes(
     }
 
 
-def _then(wait: Callable[[], None], post: Callable[[Sequence[Tensor]], None], tensors: Sequence[Tensor]) -> None:
+def _then(wait: Callable[[], None], post: Callable[[], None]) -> None:
     wait()
-    post(tensors)
+    post()
 
 
 def _at_host(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The processes of a plan, seen from one of them: a connection to each other process, exchanges, and the first failure.
 
-Threads that wait for what others send read it themselves (`Reading`). The team's own thread reads where nobody waits, at short
-intervals; it also tells the others that this process gets on, and ends waits that take too long.
+Threads that wait for what others send read it themselves (`Reading`). Where nobody waits the `Monitor` reads, at short
+intervals. It also tells the others that this process gets on, and ends waits that take too long.
 
 A team lasts until the first failure of anyone. Who fails tells all others and closes its connections, and so does everyone who
 is told. The next run makes a new team.
@@ -16,14 +16,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from funcpipe.runtime.alarms import Alarm, Failure, names_of
+from funcpipe.runtime.alarms import Failure, names_of
 from funcpipe.runtime.byte_channel import ByteChannel
 from funcpipe.runtime.mail import Inbox, Stop
+from funcpipe.runtime.monitor import Monitor
 from funcpipe.runtime.peer import (
     FrameKind,
     Head,
@@ -39,18 +40,6 @@ from funcpipe.runtime.reading import Reading
 from funcpipe.runtime.remote import Arrivals
 from funcpipe.runtime.wire_format import TensorLayout, memory
 from funcpipe.runtime.worker import Worker, end_all
-
-_TICK = 0.005
-"""Seconds between two looks of the team's own thread in a run: a failure is noticed within it while all lanes compute."""
-
-_IDLE = 0.05
-"""The same outside of runs."""
-
-_LONG = 0.5
-"""Seconds for which the team's own thread waits at most where it reads everything."""
-
-_LARGE = 1 << 18
-"""Bytes in one read after which more are expected: then the team's own thread goes on without a pause."""
 
 _FLUSH = 1.0
 """Seconds in which the last words of this process must be written."""
@@ -75,7 +64,9 @@ class Team(Reader):
         failure: the first failure, once there is one.
         from_peer: another process told it.
         run: the number of the run.
-        beats: changes whenever any process gets on.
+        reading: which thread reads the connections.
+        monitor: the team's own thread.
+        caller: the channel of the calling thread.
         states: what other processes said after a timeout that they do, by rank.
         jobs: a thread for what must wait for a device.
     """
@@ -91,28 +82,26 @@ class Team(Reader):
         has_devices: bool = False,
     ) -> None:
         self.rank, self.size, self.processes, self.names = rank, len(processes), tuple(processes), names_of(processes)
-        self.doing, self._marks, self.timeout = doing, marks, timeout
+        self.doing = doing
         self.peers: dict[int, Peer] = {}
         self.failure: Failure | None = None
-        self.from_peer, self.run, self.beats = False, 0, 0
+        self.from_peer, self.run, self._told = False, 0, False
         self.states: dict[int, tuple[bool, str]] = {}
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
         self._gone: dict[int, int] = {}
         """Of processes that have left in order, the number of their last run."""
+        self._closed: list[int] = []
+        """Those of them that have closed their connection, so that nothing more comes."""
         self._arrivals: dict[tuple[int, int, int], Arrivals] = {}
         self._early: dict[tuple[int, int, int], list[tuple[int, Callable[[Arrivals], None]]]] = {}
         """What came for lanes that have not begun their run."""
         self._ended = 0
-        """The last run whose lanes are done here."""
+        """The last run that is over."""
         self._channels: dict[int, ByteChannel] = {}
-        self._since: float | None = None
-        """Since when the caller waits and no process has got on."""
-        self._reading = Reading(self._left, lambda: self.failure is None)
-        self._turn, self._over, self._told = threading.Event(), False, False
-        self._has_devices = has_devices
-        self._next_beat, self._seen, self._beats_seen = 0.0, object(), -1
-        self._own = Worker("funcpipe team", self.cut, patience=1.0)
+        self.reading = Reading(self._left, lambda: self.failure is None)
+        self.has_devices = has_devices
+        self.monitor = Monitor(self, timeout, marks)
         self.jobs = Worker("funcpipe devices", self.cut, patience=1.0)
         self.caller = self.channel(0)
 
@@ -120,22 +109,23 @@ class Team(Reader):
 
     def start(self, settle: Callable[[], None]) -> None:
         """Start the team's threads, each with ``settle`` first."""
-        for worker in (self._own, self.jobs):
-            worker.start()
-            worker.give(settle)
-        self._own.give(self._serve)
+        self.jobs.start()
+        self.jobs.give(settle)
+        self.monitor.start(settle)
 
     def add(self, connected: socket.socket, rank: int) -> None:
         """Add the connection to another process."""
         peer = Peer(connected, rank, self)
         self.peers[rank] = peer
-        self._reading.add(peer)
+        self.reading.add(peer)
 
     def channel(self, number: int) -> ByteChannel:
         """The channel of a number, the same for all processes; 0: the calling thread's."""
         with self._gate:
             if number not in self._channels:
                 self._channels[number] = made = ByteChannel(self, number)
+                for rank in self._closed:
+                    made.put(rank, None)
                 if self.failure is not None:
                     made.box.stop()
             return self._channels[number]
@@ -157,30 +147,46 @@ class Team(Reader):
             self._write_later(peer)
 
     def _write_later(self, peer: Peer) -> None:
-        self._reading.write_later(peer)
-        self._turn.set()
+        self.reading.write_later(peer)
+        self.monitor.wake()
 
     def drain(self) -> None:
         """Wait until all that was sent is written. Raises Stop: the team is at its end."""
         for peer in [*self.peers.values()]:
             peer.drain(lambda: self.failure is None)
 
-    def _tell_all(self, kind: FrameKind, what: Any) -> None:
-        body = json.dumps(what).encode()
+    def tell_all(self, kind: FrameKind, what: Any) -> None:
+        """Send all others a message about this process."""
         for rank in [*self.peers]:
-            self.send(rank, Head(kind, self.run), body)
+            self.send(rank, Head(kind, self.run), json.dumps(what).encode())
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def lead(self, box: Inbox) -> None:
         """Read what others send until something lies in the box; return at once where another thread reads."""
-        if not self._has_devices:
-            self._reading.lead(box)
+        if not self.has_devices:
+            self.reading.lead(box)
+
+    def look(self) -> None:
+        """Read what has come, if no other thread does."""
+        if not self.has_devices:
+            self.reading.read(0.0)
 
     def _left(self, peer: Peer, error: LostError) -> None:
         """A process has closed its connection. Where it failed it has said so before, and where it left in order."""
         if peer.rank not in self._gone:
             self.lost(error)
+            return
+        with self._gate:
+            self._closed.append(peer.rank)
+            for channel in self._channels.values():
+                channel.put(peer.rank, None)
+
+    def miss(self, rank: int) -> NoReturn:
+        """End the team because a process has left, and this one waits for it. Raises Stop."""
+        text = f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others wait for it"
+        self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
+        raise Stop
 
     # -- what others send ----------------------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class Team(Reader):
 
     def free(self, rank: int, frame: Head) -> None:
         """Tell a lane that a slot of a lane of another process is free again."""
-        self._deliver(rank, frame, lambda arrivals: arrivals.is_free((frame.other, frame.slot)))
+        self._deliver(rank, frame, lambda arrivals: arrivals.is_free(frame.other, frame.slot))
 
     def _deliver(self, rank: int, frame: Head, job: Callable[[Arrivals], None]) -> None:
         key = frame.run, frame.batch, frame.lane
@@ -215,6 +221,12 @@ class Team(Reader):
 
     def begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
         """Let a lane have what comes for it in a run (run, batch, lane); its thread calls this."""
+        if self.has_devices:  # in the thread that receives from devices, which must do so in the order of the frames
+            self.jobs.give(partial(self._begin, key, arrivals))
+        else:
+            self._begin(key, arrivals)
+
+    def _begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
         with self._gate:
             self._arrivals[key] = arrivals
             early = self._early.pop(key, [])
@@ -222,7 +234,7 @@ class Team(Reader):
             self.safely(partial(job, arrivals), rank)
 
     def end_run(self) -> None:
-        """The lanes of this process are done with the run."""
+        """The run is over: all processes have all values."""
         with self._gate:
             self._ended = self.run
             self._arrivals.clear()
@@ -236,7 +248,7 @@ class Team(Reader):
         """Take a message about another process."""
         what = json.loads(body)
         if kind == FrameKind.BEAT:
-            self.beats += 1
+            self.monitor.beats += 1
         elif kind == FrameKind.DOING:
             self.states[rank] = (what[0], what[1])
         elif kind == FrameKind.BYE:
@@ -264,32 +276,16 @@ class Team(Reader):
 
     # -- waiting for others --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def patient(self) -> Generator[None]:
-        """Inside, the caller waits for others: after the timeout without progress the team fails. Turns Stop into Alarm."""
-        with self._gate:
-            self._since = monotonic()
-        try:
-            yield
-        except Stop:
-            raise Alarm from None
-        finally:
-            with self._gate:
-                self._since = None
-
     def exchange(self, data: bytes) -> list[bytes]:
         """What every process gives, by rank. Raises Alarm."""
-        others = [self._from(distance) for distance in range(1, self.size)]
-        frame, given = Head(FrameKind.DATA), {self.rank: data}
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        head, given = Head(FrameKind.DATA), {self.rank: data}
         for rank in others:
-            self.send(rank, frame, data)
-        with self.patient():
+            self.send(rank, head, data)
+        with self.monitor.patient():
             for rank in others:
                 given[rank] = self.caller.take(rank).numpy().tobytes()
         return [given[rank] for rank in range(self.size)]
-
-    def _from(self, distance: int) -> int:
-        return (self.rank + distance) % self.size
 
     def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[TensorLayout]) -> list[Tensor]:
         """Tensors in host memory that several processes hold, in order; all holders call this.
@@ -306,7 +302,7 @@ class Team(Reader):
         for other in sorted({*holders} - {self.rank}):
             for place in sorted(mine):
                 self.caller.post(other, mine[place])
-        with self.patient():
+        with self.monitor.patient():
             for place, holder in enumerate(holders):
                 if holder != self.rank:
                     values[place] = like[place].view_of(self.caller.take(holder))
@@ -315,7 +311,7 @@ class Team(Reader):
 
     def answer(self, key: Any) -> Any:
         """Wait for what another thread puts into the caller's box. Raises Alarm."""
-        with self.patient():
+        with self.monitor.patient():
             self.caller.box.wait(key)
         return self.caller.box.came.pop(key)
 
@@ -336,8 +332,7 @@ class Team(Reader):
         """Inside, ``alarm`` is called, from any thread, as soon as the team fails."""
         with self._gate:
             self._alarms.append(alarm)
-            over = self.failure is not None
-        if over:
+        if self.failure is not None:
             alarm()
         try:
             yield
@@ -355,7 +350,7 @@ class Team(Reader):
             alarms = [*self._alarms, *stops]
         for alarm in alarms:
             alarm()
-        self._reading.wake()
+        self.reading.wake()
 
     def lost(self, error: LostError) -> None:
         """End the team by a connection that has ended. A process that fails says so first, so this one is gone."""
@@ -365,12 +360,12 @@ class Team(Reader):
         """Tell the failure to all others, once. Who is told passes it on, so that nobody takes it for the next failure."""
         if not self._told and self.failure is not None:
             self._told = True
-            self._tell_all(FrameKind.FAILED, list(self.failure))
+            self.tell_all(FrameKind.FAILED, list(self.failure))
 
     def say(self) -> None:
         """Tell all others what this process does."""
         with suppress(Exception):  # lanes go on while they are looked at
-            self._tell_all(FrameKind.DOING, self.doing())
+            self.tell_all(FrameKind.DOING, self.doing())
 
     def all_states(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
         """What every process does, by rank: (is it in an action, in words). Those that do not answer are left out."""
@@ -387,58 +382,25 @@ class Team(Reader):
                 text = f"has left its `with fp.ranks(...)` after {run} runs, and this is run {self.run}"
                 self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
 
-    # -- the team's own thread -----------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        """Read where nobody else does, tell that this process gets on, and watch the caller's wait."""
-        while not self._over:
-            self._beat(monotonic())
-            if self._has_devices:
-                self._reading.read(min(_LONG, self.timeout / 40))
-            elif (
-                self._reading.read(_TICK if self._reading.has_unwritten else 0.0) < _LARGE
-                and not self._reading.has_unwritten
-            ):
-                self._turn.wait(_IDLE if self._since is None and not self._arrivals else _TICK)
-                self._turn.clear()
-
-    def _beat(self, now: float) -> None:
-        if now >= self._next_beat:
-            marks, seen = self._marks(), self._seen
-            self._next_beat, self._seen = now + min(1.0, self.timeout / 40), marks
-            if marks != seen:
-                self.beats += 1
-                self._tell_all(FrameKind.BEAT, None)
-        with self._gate:
-            if self._since is None:
-                return
-            if self.beats != self._beats_seen:
-                self._beats_seen, self._since = self.beats, now
-            over = now - self._since >= self.timeout
-        if over:
-            text = f"the others did not come for {self.timeout:g} s"
-            self.fail(Failure(self.rank, "RunTimeout", text, None, self.run, timed=True))
-
     # -- its end -------------------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
         """End all connections, which ends all waits, here and elsewhere."""
-        self._over = True
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
-        self._turn.set()
+        self.monitor.end()
         for peer in [*self.peers.values()]:
             peer.shut()
 
     def close(self, *, told: bool) -> None:
         """End all threads and connections; with ``told`` the others get to know that this process runs no more."""
         if told and self.failure is None:
-            self._tell_all(FrameKind.BYE, self.run)
+            self.tell_all(FrameKind.BYE, self.run)
         self.tell()
         deadline = monotonic() + _FLUSH
         for peer in [*self.peers.values()]:
             with suppress(Stop):
                 peer.drain(lambda: monotonic() < deadline)
         self.cut()
-        end_all([self._own, self.jobs], 1.0)
-        for end in (*self.peers.values(), self._reading):
+        end_all([self.monitor.worker, self.jobs], 1.0)
+        for end in (*self.peers.values(), self.reading):
             end.close()

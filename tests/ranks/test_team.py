@@ -1,5 +1,6 @@
 """What the processes of a plan send each other: what arrives, in which order, who reads it, and what ends it."""
 
+import collections
 import functools
 import json
 import operator
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from teams import Teams, meeting
 
+import funcpipe as fp
 from funcpipe.core.tree import flatten
 from funcpipe.runtime import team as team_module
 from funcpipe.runtime.address import addresses_at, addresses_of
@@ -147,8 +149,8 @@ def test_whoever_waits_is_woken_when_either_end_goes(teams, act, way):
     def wait():
         try:
             if act == "drain":
-                other._over = True  # it reads no more
-                other._reading._turn.acquire()
+                other.monitor.end()  # it reads no more
+                other.reading._turn.acquire()
                 one.channel(3).post(1, torch.zeros(100_000_000, dtype=torch.uint8))
                 one.drain()
             else:
@@ -171,7 +173,7 @@ def test_whoever_waits_is_woken_when_either_end_goes(teams, act, way):
     assert one.failure.rank == (0 if way == "cut here" else 1)
     assert ("the connection to its process has ended" in one.failure.text) is (way != "cut here")
     if act == "drain":
-        other._reading._turn.release()
+        other.reading._turn.release()
 
 
 def test_memory_that_was_written_from_can_still_be_shared():
@@ -251,7 +253,7 @@ def ends(teams, request, monkeypatch):
         for member in teams.members:
             box = Inbox()
             threading.Thread(target=member.lead, args=(box,), daemon=True).start()
-            until(lambda member=member: member._reading._leader)
+            until(lambda member=member: member.reading._leader)
     both = Ends(teams)
     both.start()
     return both
@@ -302,7 +304,38 @@ def test_forms_are_numbered_anew_where_there_are_many(ends, monkeypatch):
     for count in (1, 2, 3, 4, 1, 2, 3, 4):
         ends.out.put(0, (border(torch.full((count,), float(count))), None))
         assert ends.came(0)[0].tolist() == [float(count)] * count
+        ends.free(0)
     assert len(ends.teams[1].peers[0]._forms) == 3
+
+
+def test_a_value_whose_slot_is_taken_waits_at_the_sender(ends):
+    """The lane that sends goes on. It may not send a third one into the slot before the second one has gone."""
+    first, second = torch.zeros(8), torch.ones(8)
+    ends.out.put(0, (border(first), None))
+    ends.freed(0)
+    ends.out.put(0, (border(second), None))
+    time.sleep(0.1)
+    assert (1, 0) not in ends.sender.came
+    assert ends.sender.is_empty
+    second.add_(1)  # whoever did so would see it arrive
+    assert ends.came(0)[0].tolist() == [0.0] * 8
+    assert ends.receiver.is_empty
+    ends.free(0)
+    assert ends.came(0)[0].tolist() == [2.0] * 8
+    ends.freed(0)
+
+
+def test_what_cannot_travel_is_an_error_of_the_lane_that_sends_it(ends):
+    """Also where the slot is taken, so that it would go later."""
+    ends.out.put(0, (border(torch.zeros(8)), None))
+    for _ in range(2):
+        with pytest.raises(fp.PlanError, match="cannot go to another process"):
+            ends.out.put(0, (border(object()), None))
+    leaves, _ = flatten({"a": torch.zeros(2)})
+    odd = Border(leaves, flatten(collections.defaultdict(int, a=torch.zeros(2)))[1], ())
+    with pytest.raises(fp.PlanError, match="a defaultdict cannot go"):
+        ends.out.put(0, (odd, None))
+    assert [member.failure for member in ends.teams] == [None, None]
 
 
 def test_a_lane_does_not_wait_for_a_large_value(ends):
@@ -454,7 +487,7 @@ def test_what_another_thread_puts_into_the_box_of_one_who_reads_wakes_it(teams):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    until(lambda: one._reading._leader == thread.ident)
+    until(lambda: one.reading._leader == thread.ident)
     box.put("key", 1)
     thread.join(5)
     assert seconds[0] < 0.4  # it looks by itself every .5 s
@@ -495,20 +528,28 @@ def test_tensors_that_several_hold(teams):
 
 
 @size_of(3)
-def test_who_leaves_says_so_and_who_is_lost_does_not(teams):
-    """Nobody minds a rank that leaves, until it is needed; all know a rank that is lost."""
+def test_nobody_minds_a_rank_that_leaves_until_it_is_needed(teams):
     for member in teams.members:
         member.run = 2
     teams.members[1].close(told=True)
     time.sleep(0.1)
     assert [teams.members[rank].failure for rank in (0, 2)] == [None, None]
-    teams.members[0].run = 3
-    teams.members[0].refuse_gone()
+    teams.members[2].run = 3
+    teams.members[2].refuse_gone()
+    assert teams.members[2].failure.rank == 1
+    assert "has left its `with fp.ranks(...)` after 2 runs, and this is run 3" in teams.members[2].failure.text
+    with pytest.raises(Alarm):
+        teams.members[0].exchange(b"is anybody there")  # it waits for the next rank first
     assert teams.members[0].failure.rank == 1
-    assert "has left its `with fp.ranks(...)` after 2 runs, and this is run 3" in teams.members[0].failure.text
-    teams.members[0].peers[2]._socket.shutdown(socket.SHUT_RDWR)
-    until(lambda: teams.members[2].failure is not None)
-    assert teams.members[2].failure.rank == 0
+    assert "has left its `with fp.ranks(...)` after 2 runs, and others wait for it" in teams.members[0].failure.text
+    with pytest.raises(Stop):
+        teams.members[0].channel(5).take(1)
+
+
+def test_who_is_lost_is_named(teams):
+    teams.members[0].peers[1]._socket.shutdown(socket.SHUT_RDWR)
+    until(lambda: teams.members[1].failure is not None)
+    assert teams.members[1].failure.rank == 0
 
 
 @size_of(3)
@@ -547,7 +588,7 @@ def test_a_wait_ends_after_the_timeout_without_progress_and_all_say_what_they_do
 
         def get_on():
             while not over.wait(0.05):
-                teams.members[0].beats += 1  # a beat of the other one has come
+                teams.members[0].monitor.beats += 1  # a beat of the other one has come
 
         thread = threading.Thread(target=get_on)
         thread.start()
@@ -568,11 +609,12 @@ def test_a_wait_ends_after_the_timeout_without_progress_and_all_say_what_they_do
 
 
 def test_a_process_that_gets_on_says_so(teams):
+    """More often from when on its waits are shorter."""
     for member in teams.members:
-        member.timeout = 0.4
-    before = teams.members[1].beats
+        member.monitor.limit(0.4)
+    before = teams.members[1].monitor.beats
     teams.marks[0] = 1
-    until(lambda: teams.members[1].beats > before)
+    until(lambda: teams.members[1].monitor.beats > before)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

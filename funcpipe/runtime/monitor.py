@@ -1,0 +1,118 @@
+"""The thread of a team: it reads where nobody waits, tells that this process gets on, and ends waits that take too long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from funcpipe.runtime.alarms import Alarm, Failure
+from funcpipe.runtime.mail import Stop
+from funcpipe.runtime.peer import FrameKind
+from funcpipe.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from funcpipe.runtime.team import Team
+
+_TICK = 0.005
+"""Seconds between two looks while there is something to read."""
+
+_IDLE = 0.1
+"""The same where there is nothing. Each look takes the interpreter's lock from the lanes, so it must be seldom."""
+
+_LONG = 0.5
+"""Seconds for which it waits at most where it reads everything."""
+
+_LARGE = 1 << 18
+"""Bytes in one read after which more are expected, so that it goes on without a pause."""
+
+
+class Monitor:
+    """Looks after a team while its other threads compute.
+
+    Args:
+        team: the team.
+        timeout: seconds after which a wait ends, when no process gets on any more.
+        marks: returns a value that changes whenever this process gets on.
+
+    Attributes:
+        beats: changes whenever any process gets on.
+        worker: the thread.
+    """
+
+    def __init__(self, team: Team, timeout: float, marks: Callable[[], Any]) -> None:
+        self.timeout, self.beats = timeout, 0
+        self._team, self._marks = team, marks
+        self._gate = threading.Lock()
+        self._turn, self._is_over = threading.Event(), False
+        self._next_beat, self._seen, self._beats_seen = 0.0, object(), -1
+        self._since: float | None = None
+        """Since when the caller waits and no process has got on."""
+        self.worker = Worker("funcpipe team", team.cut, patience=1.0)
+
+    def start(self, settle: Callable[[], None]) -> None:
+        """Start the thread, with ``settle`` first."""
+        self.worker.start()
+        self.worker.give(settle)
+        self.worker.give(self._serve)
+
+    def limit(self, timeout: float) -> None:
+        """Let waits end so many seconds after the last process got on; all are told more often where that is short."""
+        if timeout != self.timeout:
+            self.timeout, self._next_beat = timeout, 0.0
+            self._turn.set()
+
+    def wake(self) -> None:
+        """Let it look at once."""
+        self._turn.set()
+
+    def end(self) -> None:
+        """Let the thread end."""
+        self._is_over = True
+        self._turn.set()
+
+    @contextmanager
+    def patient(self) -> Generator[None]:
+        """Inside, the caller waits for others: after the timeout without progress the team fails. Turns Stop into Alarm."""
+        with self._gate:
+            self._since = monotonic()
+        try:
+            yield
+        except Stop:
+            raise Alarm from None
+        finally:
+            with self._gate:
+                self._since = None
+
+    def _serve(self) -> None:
+        reading, has_devices, pause = self._team.reading, self._team.has_devices, _TICK
+        while not self._is_over:
+            self._beat(monotonic())
+            seconds = min(_LONG, self.timeout / 40) if has_devices else 0.0
+            came = reading.read(_TICK if reading.has_unwritten else seconds)
+            if came is not None and (has_devices or came >= _LARGE or reading.has_unwritten):
+                continue
+            pause = _TICK if came else min(2 * pause, _IDLE)
+            self._turn.wait(min(pause, self.timeout / 40))
+            self._turn.clear()
+
+    def _beat(self, now: float) -> None:
+        """Tell the others now and then that this process gets on; end the caller's wait where nobody does."""
+        team = self._team
+        if now >= self._next_beat:
+            marks, seen = self._marks(), self._seen
+            self._next_beat, self._seen = now + min(1.0, self.timeout / 40), marks
+            if marks != seen:
+                self.beats += 1
+                team.tell_all(FrameKind.BEAT, None)
+        with self._gate:
+            if self._since is None:
+                return
+            if self.beats != self._beats_seen:
+                self._beats_seen, self._since = self.beats, now
+            is_over = now - self._since >= self.timeout
+        if is_over:
+            text = f"the others did not come for {self.timeout:g} s"
+            team.fail(Failure(team.rank, "RunTimeout", text, None, team.run, timed=True))
