@@ -13,8 +13,9 @@ from funcpipe.core.notebook import page, picture
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
+from funcpipe.view import summary
 from funcpipe.view.align import aligned
-from funcpipe.view.figure import frame_of, panels_of
+from funcpipe.view.figure import panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg, too_many
@@ -22,8 +23,7 @@ from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
-_LEGIBLE = 0.75
-"""The least size of a picture in a page, of its own: letters of 12 pixels are 9 then."""
+_TRACE = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
 _MOST = 5_000
 """Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
 
@@ -34,8 +34,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     """A picture of who does what when: a row for each device, time from left to right.
 
     >>> print(fp.draw(fp.schedules.one_f_one_b(2, 3)).text(width=60))
-    1F1B: makespan 12 units, span 12 units, bubble 25.0%,
-    span bubble 25.0%, idle 25.0%
+    1F1B, simulated in units: makespan 12 units, bubble 25.0%,
+    idle 25.0%
                                                  busy  peak
     dev 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
     dev 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
@@ -142,18 +142,18 @@ class Drawing:
         file.write_text(content, encoding="utf-8", newline="\n")
 
     def _svg(self, *, inline: bool) -> str:
-        drawn = aligned([self.timeline, *self.others])
-        call = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
-        if reason := too_many(drawn.timelines, call):
+        timelines = [self.timeline, *self.others]
+        if reason := too_many(timelines, _TRACE):
             raise ScheduleError(reason)
-        return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
+        panels = panels_of(timelines, memory=self.memory)
+        return svg(panels, [panel.timeline for panel in panels], by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
-        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour. In a narrow page
-        # it shrinks as long as it can be read, then it scrolls.
-        timelines = aligned([self.timeline, *self.others]).timelines
-        least = round(_LEGIBLE * frame_of(timelines, self.by).width)
-        return f'<div style="overflow-x:auto"><div style="min-width:{least}px">{self._svg(inline=True)}</div></div>'
+        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour. The SVG has a
+        # least width, so that in a narrow page it shrinks as long as it can be read, then the box scrolls.
+        if reason := too_many([self.timeline, *self.others], _TRACE):
+            return page(f"Drawing of {summary.title(self.timeline)}", [("too large", reason)])
+        return f'<div style="overflow-x:auto">{self._svg(inline=True)}</div>'
 
     def __str__(self) -> str:
         return self.text()

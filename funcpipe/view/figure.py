@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from funcpipe.core.result import Timeline
 from funcpipe.view import summary
-from funcpipe.view.align import Aligned
+from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import Levels, highest, levels
 from funcpipe.view.palette import By
 
@@ -28,17 +28,24 @@ class Panel(NamedTuple):
 
     Attributes:
         timeline: in the unit of the axis.
-        title: its heading.
-        words: what stands below that.
-        levels: what the devices hold, to be drawn instead of what they do.
+        name: of the timeline; first part of the title.
+        origin: simulated or measured, and the unit; second part of the title.
+        words: the caption below the title.
+        levels: what the devices hold, to be drawn in place of what they do.
         most: the amount that fills a lane's height, where levels are drawn.
     """
 
     timeline: Timeline
-    title: str
+    name: str
+    origin: str
     words: tuple[str, ...]
     levels: Levels | None = None
     most: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """The heading, of any length."""
+        return self.name + self.origin
 
     @property
     def has_lanes(self) -> bool:
@@ -78,21 +85,29 @@ class Frame(NamedTuple):
         return self.chart / (self.axis.makespan or 1.0)
 
 
-def panels_of(aligned: Aligned, *, memory: bool) -> list[Panel]:
-    """A panel for each timeline, and one for its memory."""
+def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
+    """A panel for each timeline, and one for its memory.
+
+    Raises:
+        ValueError: the timelines have no common axis.
+    """
+    drawn = aligned(timelines)
+    held = [levels(timeline) if memory else () for timeline in drawn.timelines]
+    peaks = [highest(devices) or 1.0 for devices in held]
+    if not any(drawn.notes):  # then all timelines count memory in one unit, as far as can be known
+        peaks = [max(peaks)] * len(peaks)
     panels: list[Panel] = []
-    timeline_levels = [levels(timeline) if memory else () for timeline in aligned.timelines]
-    scales = [highest(devices) or 1.0 for devices in timeline_levels]
-    if not any(aligned.notes):  # one unit of memory, as far as anybody can know
-        scales = [max(scales)] * len(scales)
-    for timeline, note, devices, peak in zip(aligned.timelines, aligned.notes, timeline_levels, scales, strict=True):
-        words = (*_counts(timeline), *summary.numbers(timeline, aligned.axis), *([note] if note else []))
+    rows = zip(timelines, drawn.timelines, drawn.notes, held, peaks, strict=True)
+    for source, timeline, note, devices, peak in rows:
+        counts = _counts(timeline)
+        words = (*counts, *summary.numbers(timeline, drawn.axis), *([note] if note else []))
         if not timeline.spans:
-            words = (words[0], "no actions")
-        panels.append(Panel(timeline, summary.title(timeline), words))
+            words = (counts[0], "no actions")
+        origin = summary.origin(source, drawn.axis)
+        panels.append(Panel(timeline, summary.title(source), origin, words))
         if memory and timeline.spans:
             scale = memory_scale(peak) if devices else "not known for this timeline"
-            panels.append(Panel(timeline, "memory", (scale,), devices, peak))
+            panels.append(Panel(timeline, "memory", "", (scale,), devices, peak))
     return panels
 
 

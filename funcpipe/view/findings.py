@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean
-from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
@@ -20,6 +19,7 @@ from funcpipe.lower.plan import program_for
 from funcpipe.view import summary
 from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
 from funcpipe.view.simulate import simulate, sliced
+from funcpipe.view.table import Table
 
 _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
@@ -27,22 +27,6 @@ _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
 """Of a `Cost`."""
-
-
-class Table(NamedTuple):
-    """Rows under headings; all texts.
-
-    Attributes:
-        title: what the rows are.
-        heads: one for each column.
-        rows: as many cells each.
-        words: how many of the first columns are words; the others are numbers.
-    """
-
-    title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int
 
 
 @dataclass(frozen=True)
@@ -160,7 +144,7 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
             row += [mean.fixed(fmean(times)), total.fixed(sum(times))] if times else ["", ""]
             work += sum(times)
         rows.append((*row, f"{work / (measured.busy[lane] or 1.0):.1%}"))
-    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
+    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=(0, 1))
 
 
 def _devices(plan: Plan, result: Result) -> list[str]:
@@ -196,7 +180,7 @@ def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) 
         )
     )
     work = (f"busy, {times.unit}", "busy", "idle", "idle, simulated")
-    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, words=3)
+    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, words=(0, 1, 2))
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:
@@ -212,7 +196,7 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
         )
         for pool, peak in zip(pools, stats.slots, strict=True)
     )
-    return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
+    return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=(0, 1, 2))
 
 
 def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:

@@ -8,7 +8,6 @@ from itertools import groupby
 from math import ceil, floor, gcd
 from operator import index
 from typing import NamedTuple
-from unicodedata import east_asian_width
 
 from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.overlapping import pairs_in
@@ -64,8 +63,8 @@ class TextLayout(NamedTuple):
 
     def name(self, timeline: Timeline, device: int) -> str:
         """What a device is called, as wide as all names."""
-        name = _clip(summary.device_name(timeline, device, self.word, self.digits), self.names)
-        return name + " " * (self.names - _size(name))
+        name = summary.clip(summary.device_name(timeline, device, self.word, self.digits), self.names)
+        return name + " " * (self.names - summary.size(name))
 
     def paint(self, letters: str, code: int) -> str:
         """The letters, with colour codes if asked for: dark on the colour of the kind."""
@@ -100,20 +99,28 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
     busy = [timeline for timeline in drawn.timelines if timeline.spans]
     layout = _layout(busy, drawn.axis, width, color) if busy else None
     lines: list[str] = []
-    for timeline, note in zip(drawn.timelines, drawn.notes, strict=True):
+    for source, timeline, note in zip(timelines, drawn.timelines, drawn.notes, strict=True):
         lines += [""] if lines else []
-        name = _clip(summary.title(timeline), width - 1)
+        origin = summary.origin(source, drawn.axis)
+        name = summary.clip(summary.title(source), width - len(origin) - 1) + origin
         if layout is None or not timeline.spans:
             lines += _fill([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " ")
             continue
-        words = ", ".join([*summary.numbers(timeline, drawn.axis), *([note] if note else [])]).split(", ")
-        lines += _fill([f"{name}:", *(f"{word}," for word in words[:-1]), words[-1]], width, " ")
+        lines += _caption(name, [*summary.numbers(timeline, drawn.axis), *([note] if note else [])], width)
         lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
         lines += [" " * layout.left + line for line in _ruler(drawn.axis, layout, width - layout.left)]
     if layout is not None:
         lines += _legend(busy, drawn.axis, layout, width)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
+    """The name and the facts, broken between facts where it can be, or between words."""
+    phrases = ", ".join(facts).split(", ")
+    phrases = [f"{name}:", *(f"{phrase}," for phrase in phrases[:-1]), phrases[-1]]
+    words = [word for phrase in phrases for word in ([phrase] if summary.size(phrase) <= width else phrase.split())]
+    return _fill(words, width, " ")
 
 
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
@@ -147,7 +154,7 @@ def _memory(timeline: Timeline, layout: TextLayout) -> list[str]:
     peak = highest(devices)
     if not peak:
         return ["memory is not known" if not devices else "nothing is held"]
-    lines = [_clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.left + layout.columns)]
+    lines = [summary.clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.left + layout.columns)]
     for device, device_levels in enumerate(devices):
         amounts = highest_in_slices(device_levels, layout.scale, layout.columns)
         letters = "".join(_EIGHTHS[ceil(8 * amount / peak - 1e-9)] for amount in amounts)
@@ -162,7 +169,7 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
     peaks = max((len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1]), default=0)
     peaks = max(4, peaks) if peaks else 0
     names = max(
-        _size(summary.device_name(timeline, device, word, digits))
+        summary.size(summary.device_name(timeline, device, word, digits))
         for timeline in timelines
         for device in range(timeline.num_devices)
     )
@@ -288,7 +295,7 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
         piece = "" if first.slice is None else f", slice {first.slice}"
         words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}{piece}")
     elif not layout.labelled:
-        words.append(f"1 column = {_clip(summary.time_text(axis)(1 / layout.scale), 20)}")
+        words.append(f"1 column = {summary.clip(summary.time_text(axis)(1 / layout.scale), 20)}")
     for line in _fill(words, width, "  "):
         for word, kind in kinds.items():
             line = line.replace(word, layout.paint(kind.value, KINDS[kind].codes[0]) + word[1:], 1)
@@ -297,18 +304,4 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
 
 def _fill(words: Sequence[str], width: int, gap: str) -> list[str]:
     """The words on as few lines as they need; a word is broken nowhere and clipped if it must."""
-    return summary.fill([_clip(word, width) for word in words], width, gap, _size)
-
-
-def _size(words: str) -> int:
-    """Columns that a terminal needs: two for a wide letter."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in words)
-
-
-def _clip(words: str, width: int) -> str:
-    """The words, cut where they are too wide."""
-    if _size(words) <= width:
-        return words
-    while _size(words) > width - 1:
-        words = words[:-1]
-    return words + "…"
+    return summary.fill([summary.clip(word, width) for word in words], width, gap, summary.size)
