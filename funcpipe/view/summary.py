@@ -140,11 +140,11 @@ def title(timeline: Timeline) -> str:
     return clean(timeline.name) or "timeline"
 
 
-def device_name(timeline: Timeline, device: int, word: str = "device", digits: int = 0) -> str:
-    """What a device is called in pictures."""
+def device_name(timeline: Timeline, device: int, word: str = "device") -> str:
+    """What a device is called in pictures; numbers are as wide as the largest one."""
     if device < len(timeline.lanes):
         return clean(timeline.lanes[device])
-    return f"{word} {device:>{digits}}"
+    return f"{word} {device:>{len(str(timeline.num_devices - 1))}}"
 
 
 def clean(text: str) -> str:

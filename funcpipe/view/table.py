@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 from funcpipe.core.notebook import table as html_table
@@ -23,6 +23,13 @@ class Table(NamedTuple):
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_columns(cls, title: str, columns: Mapping[str, Iterable[object]], words: Container[str]) -> Table:
+        """A table of columns by heading; ``words`` are the headings of the columns of words."""
+        rows = zip(*(map(str, cells) for cells in columns.values()), strict=True)
+        places = tuple(place for place, head in enumerate(columns) if head in words)
+        return cls(title, tuple(columns), tuple(rows), places)
 
     def text(self, width: int | None = None) -> str:
         """Return the aligned rows, without the title.

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
@@ -32,18 +31,16 @@ class TextLayout(NamedTuple):
 
     Attributes:
         word: what a device is called.
-        digits: of its number.
-        names: how wide the names of devices are.
-        peaks: how wide the peaks are.
+        names: columns for the names of devices.
+        peaks: columns for the peaks; 0 where none is known.
         scale: columns per unit of time.
         columns: of the chart.
-        stages: whether the labels of actions have stages.
-        labelled: whether actions have labels; if not, each column shows one letter.
-        color: whether they are painted with a terminal's colours.
+        stages: labels of actions have stages.
+        labelled: actions have labels; if not, each column shows one letter.
+        color: actions are painted with a terminal's colours.
     """
 
     word: str
-    digits: int
     names: int
     peaks: int
     scale: float
@@ -52,22 +49,17 @@ class TextLayout(NamedTuple):
     labelled: bool
     color: bool
 
-    @property
-    def left(self) -> int:
-        """How wide the names of the devices are, with the blank behind them."""
-        return self.names + 1
-
     def column(self, time: float) -> int:
         """The column border nearest to a time: cells that touch in time touch on the page."""
         return _column(time, self.scale)
 
-    def name(self, timeline: Timeline, device: int) -> str:
-        """What a device is called, as wide as all names."""
-        name = summary.clip(summary.device_name(timeline, device, self.word, self.digits), self.names)
-        return name + " " * (self.names - summary.size(name))
+    def row(self, timeline: Timeline, device: int, letters: str) -> str:
+        """A row of the chart behind its device's name."""
+        name = summary.clip(summary.device_name(timeline, device, self.word), self.names)
+        return f"{name}{' ' * (self.names - summary.size(name))} │{letters}│"
 
     def paint(self, letters: str, code: int) -> str:
-        """The letters, with colour codes if asked for: dark on the colour of the kind."""
+        """The letters, dark on the colour of their kind where colours are asked for."""
         return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
 
 
@@ -109,7 +101,7 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
         lines += _caption(name, [*summary.numbers(timeline, drawn.axis), *([note] if note else [])], width)
         lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
-        lines += [" " * layout.left + line for line in _ruler(drawn.axis, layout, width - layout.left)]
+        lines += _ruler(drawn.axis, layout, width)
     if layout is not None:
         lines += _legend(busy, drawn.axis, layout, width)
     return "\n".join(line.rstrip() for line in lines)
@@ -124,65 +116,62 @@ def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
 
 
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device; below it what runs beside others (+), and its links: to the host (O), from it (L), to replicas."""
+    """A row for each device, and further rows below it.
+
+    What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over replicas (G).
+    """
     busy, peak = summary.side_columns(timeline)
-    yield " " * (layout.left + 1 + layout.columns) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
+    yield " " * (layout.names + layout.columns + 2) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
     ranks = stage_ranks(timeline)
     end = max(1, layout.column(timeline.makespan))
-    joined = pairs_in(timeline.spans)
-
-    def row_of(action: Action) -> str:
-        return action.kind.value if action.kind in MOVES else "+" * joined.get(action, 0)
-
+    second = pairs_in(timeline.spans)
     for device, spans in enumerate(spans_by_device(timeline)):
-        for word in ("", "+", *(kind.value for kind in MOVES)):
-            row = [span for span in spans if row_of(span.action) == word]
-            if word and not row:
-                continue
+        rows: dict[str, list[Span]] = {word: [] for word in ("", "+", *(kind.value for kind in MOVES))}
+        for span in spans:
+            kind = span.action.kind
+            rows[kind.value if kind in MOVES else "+" * second.get(span.action, 0)].append(span)
+        for word, row in rows.items():
             cells = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
-            drawn = "".join(cells)
-            if word:
-                yield f"{word} ".rjust(layout.left) + f"│{drawn}│"
-            else:
+            if word == "":
                 right = f" {busy[device]:>4}" + (f"  {peak[device]:>{layout.peaks}}" if peak else "")
-                yield f"{layout.name(timeline, device)} │{drawn}│{right}"
+                yield layout.row(timeline, device, "".join(cells)) + right
+            elif row:
+                yield f"{word} │{''.join(cells)}│".rjust(layout.names + 3 + layout.columns)
 
 
-def _memory(timeline: Timeline, layout: TextLayout) -> list[str]:
+def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     """A row for each device: in each column the most that it holds, in eighths of the most that any does."""
     devices = levels(timeline)
     peak = highest(devices)
     if not peak:
-        return ["memory is not known" if not devices else "nothing is held"]
-    lines = [summary.clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.left + layout.columns)]
+        yield "nothing is held" if devices else "memory is not known"
+        return
+    yield summary.clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.names + 1 + layout.columns)
     for device, device_levels in enumerate(devices):
         amounts = highest_in_slices(device_levels, layout.scale, layout.columns)
         letters = "".join(_EIGHTHS[ceil(8 * amount / peak - 1e-9)] for amount in amounts)
-        lines.append(f"{layout.name(timeline, device)} │{letters}│")
-    return lines
+        yield layout.row(timeline, device, letters)
 
 
 def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bool) -> TextLayout:
     """Choose the scale, and what the actions show, so that all fits."""
     word = "device" if width >= 80 else "dev"
-    digits = max(len(str(timeline.num_devices - 1)) for timeline in timelines)
-    peaks = max((len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1]), default=0)
-    peaks = max(4, peaks) if peaks else 0
-    names = max(
-        summary.size(summary.device_name(timeline, device, word, digits))
-        for timeline in timelines
-        for device in range(timeline.num_devices)
-    )
-    names = min(names, max(len(word) + digits + 1, width // 4))
-    room = width - names - len(" ││  busy") - (len("  ") + peaks if peaks else 0)
+    peaks = [peak for timeline in timelines for peak in summary.side_columns(timeline)[1]]
+    peak_width = max(map(len, ["peak", *peaks])) if peaks else 0
+    names = [
+        summary.device_name(timeline, device, word) for timeline in timelines for device in range(timeline.num_devices)
+    ]
+    # A long name is clipped, a number never is.
+    numbered = max(len(f"{word} {timeline.num_devices - 1}") for timeline in timelines)
+    name_width = min(max(map(summary.size, names)), max(numbered, width // 4))
+    room = width - name_width - len(" ││  busy") - (len("  ") + peak_width if peaks else 0)
     spans = [span for timeline in timelines for span in timeline.spans]
     several = any(max(stage_ranks(timeline).values()) > 0 for timeline in timelines)
-    longest = max(len(_label(span, several)) for span in spans)
-    scale = _scale(spans, axis.makespan, room, longest + 1)
-    columns = max(1, _column(axis.makespan, scale))
+    scale = _scale(spans, axis.makespan, room, max(len(_label(span, several)) for span in spans) + 1)
     stages = several and _fit(spans, scale, stages=True)
     labelled = stages or _fit(spans, scale, stages=False)
-    return TextLayout(word, digits, names, peaks, scale, columns, stages, labelled, color)
+    columns = max(1, _column(axis.makespan, scale))
+    return TextLayout(word, name_width, peak_width, scale, columns, stages, labelled, color)
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
@@ -270,19 +259,19 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
         yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, KINDS[letter].codes[0])
 
 
-def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
+def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The time axis: a line with ticks, and their labels with the unit behind the last."""
+    left = " " * (layout.names + 1)
     marks = [(layout.column(time), label) for time, label in summary.ticks(axis, max(3, layout.columns // 10))]
     ticks = {column for column, _ in marks[1:]}
-    line = "".join("┴" if column in ticks else "─" for column in range(layout.columns))
-    labels = ""
+    yield f"{left}└{''.join('┴' if column in ticks else '─' for column in range(layout.columns))}┘"
+    labels = left
     for column, label in marks:
-        start = column + 1  # the axis begins below the left border
-        if len(labels) < start and start + len(label) <= room:
+        start = len(left) + column + 1  # the axis begins below the left border
+        if len(labels) < start and start + len(label) <= width:
             labels = labels.ljust(start) + label
     unit = summary.time_text(axis).unit
-    labels += f" {unit}" if len(labels) + 1 + len(unit) <= room else ""
-    return [f"└{line}┘", labels]
+    yield labels + (f" {unit}" if len(labels) + 1 + len(unit) <= width else "")
 
 
 def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
