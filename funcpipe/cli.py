@@ -158,7 +158,10 @@ examples:
   funcpipe convert torch.csv schedule.json
 """
 
-_IMBALANCE = "imbalance: the share of the makespan that equal work on all devices would save at the same bubble (fp.models.balance)"
+_IMBALANCE = (
+    "imbalance: the share of the makespan that equal work on all devices would save at the same bubble "
+    "(fp.models.balance)"
+)
 
 OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The keywords of `argparse` for each option."""

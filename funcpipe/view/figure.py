@@ -16,7 +16,7 @@ MARGIN = 16.0
 
 
 class LaneSizes(NamedTuple):
-    """Pixels: how high a lane is, how far from the next one, how large the letters beside it."""
+    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters beside it."""
 
     height: float
     pitch: float
@@ -43,11 +43,6 @@ class Panel(NamedTuple):
     most: float = 1.0
 
     @property
-    def title(self) -> str:
-        """The heading, of any length."""
-        return self.name + self.origin
-
-    @property
     def has_lanes(self) -> bool:
         """Whether there is anything to draw."""
         return bool(self.timeline.spans) and self.levels != ()
@@ -68,6 +63,7 @@ class Frame(NamedTuple):
     Attributes:
         axis: the timeline that gives the time axis.
         by: what colours tell.
+        last: the last stage of all.
         left: of the charts, in pixels.
         chart: their width.
         width: of the figure.
@@ -75,6 +71,7 @@ class Frame(NamedTuple):
 
     axis: Timeline
     by: By
+    last: int
     left: float
     chart: float
     width: float
@@ -127,13 +124,12 @@ def _counts(timeline: Timeline) -> tuple[str, ...]:
 
 
 def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
-    """The axis that fits all of the timelines: short actions get the room for their numbers, if there is any."""
+    """The frame that fits all of the timelines. Short actions get room for their numbers, if there is any."""
     axis = max(timelines, key=lambda timeline: timeline.makespan)
     end = axis.makespan or 1.0
-    short = min(
-        (summary.quantile(summary.lengths(timeline), 0.1) for timeline in timelines if timeline.spans), default=end
-    )
-    chart = min(1240.0, max(640.0, 24 * end / short)) if axis.spans else 640.0
+    drawn = [timeline for timeline in timelines if timeline.spans]
+    short = min((summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end)
+    chart = min(1240.0, max(640.0, 24 * end / short))
     names = [
         summary.device_name(timeline, device)
         for timeline in timelines
@@ -141,5 +137,6 @@ def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
     ]
     left = MARGIN + 5 + 7 * max(map(len, names))
     peaks = [text for timeline in timelines for text in summary.side_columns(timeline)[1]]
-    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if peaks else 0)
-    return Frame(axis, by, left, chart, width)
+    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if any(peaks) else 0)
+    last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
+    return Frame(axis, by, last, left, chart, width)

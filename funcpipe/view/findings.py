@@ -59,8 +59,8 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if measured is None:
         raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
     schedule = plan.schedule.first(stats.num_microbatches)
-    ran = tuple(recounted(tuple(span.action for span in lane)) for lane in spans_by_device(measured, schedule))
-    if ran != schedule.orders:
+    ran = [[span.action for span in lane] for lane in spans_by_device(measured, schedule)]
+    if tuple(recounted(tuple(order)) for order in ran) != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
             f"{plan.schedule!r}; give the plan that fp.run got"
@@ -134,10 +134,10 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
     }
     if params is not None:
         tensors = [leaves(tree) for tree in params]
-        columns["parameters"] = [f"{sum(tensor.numel() for tensor in stage):,}" for stage in tensors]
-        columns["bytes"] = [
-            size_of(sum(tensor.numel() * tensor.element_size() for tensor in stage)) for stage in tensors
-        ]
+        numbers = [sum(tensor.numel() for tensor in stage) for stage in tensors]
+        columns["parameters"] = [f"{count:,}" for count in numbers]
+        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in stage) for stage in tensors]
+        columns["bytes"] = map(size_of, sizes)
     work = [0.0] * plan.num_stages
     for kind in summary.kinds_in(measured):
         times = [by_kind.get((kind, stage), ()) for stage in range(plan.num_stages)]
@@ -175,7 +175,7 @@ def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) 
         "busy": [percent(busy / makespan) for busy in measured.busy],
         "idle": [percent(1 - busy / makespan) for busy in measured.busy],
         "idle, simulated": [percent(1 - busy / shortest) for busy in simulated.busy],
-        "residuals": summary.side_columns(measured)[1] or [""] * plan.num_devices,
+        "residuals": summary.side_columns(measured)[1],
     }
     return Table.of_columns("Lanes", columns, words=("lane", "device", "stages"))
 
@@ -247,9 +247,12 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[busiest] <= _UNEVEN * busy[idlest]:
         return
-    longer = f"{busy[busiest] / busy[idlest] - 1:.0%} longer than" if busy[idlest] else "while nothing is done by"
+    longer = "while nothing is done by"
+    if busy[idlest]:
+        longer = f"{busy[busiest] / busy[idlest] - 1:.0%} longer than"
     cost, times = measured.cost(), summary.time_text(measured)
-    equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
+    means = {name: fmean(getattr(cost, name)) for name in _TIMES}
+    equal = simulate(schedule, replace(cost, **means)).makespan
     change = equal / (simulated.makespan or 1.0) - 1
     advice = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
     yield (

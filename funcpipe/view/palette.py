@@ -69,11 +69,10 @@ def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
     return {(device, stage): at - first.setdefault(device, at) for at, (device, stage) in enumerate(pairs)}
 
 
-def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Colour, ...], str]]:
-    """Yield the swatches of each entry, and their meaning."""
+def legend(timelines: Sequence[Timeline], by: By, last: int) -> Iterable[tuple[tuple[Colour, ...], str]]:
+    """Yield the swatches of each entry, and their meaning; ``last`` is the last stage in the figure."""
     tints, note = [0], ""
     if by == "stage":
-        last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
         stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
         yield tuple(stage_colour(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
         note = "upper edge: kind"

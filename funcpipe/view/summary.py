@@ -117,11 +117,12 @@ def imbalance_text(timeline: Timeline) -> str:
 
 
 def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What stands right of the devices: how busy each is, and its peak (empty where it is not known)."""
+    """What is right of the devices: how busy each is, and its peak; "" where it is not known."""
     makespan = timeline.makespan or 1.0
     busy = tuple(f"{time / makespan:.0%}" for time in timeline.busy)
-    peak = timeline.peak if len(timeline.peak) == timeline.num_devices else ()
-    return busy, tuple(map(amount_text, peak))
+    if len(timeline.peak) != timeline.num_devices:
+        return busy, ("",) * timeline.num_devices
+    return busy, tuple(map(amount_text, timeline.peak))
 
 
 def amount_text(memory: float) -> str:

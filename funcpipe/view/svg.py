@@ -63,8 +63,7 @@ def svg(
         explained: draw a legend. False: another picture on the page has it.
     """
     frame = frame_of(timelines, by)
-    last = max((span.action.stage for panel in panels for span in panel.timeline.spans), default=0)
-    entries = list(legend([panel.timeline for panel in panels if panel.levels is None], by))
+    entries = legend([panel.timeline for panel in panels if panel.levels is None], by, frame.last)
     body: list[str] = []
     y = 0.0
     for number, panel in enumerate(panels):
@@ -77,14 +76,10 @@ def svg(
             swatches, y = _legend(entries, frame, y - 16)
             body += swatches
         bottom = y + panel.timeline.num_devices * panel.lane.pitch
-        lanes = (
-            action_lanes(panel, frame, last)
-            if panel.levels is None
-            else level_lanes(panel, frame, _MOST // len(panels))
-        )
+        lanes = action_lanes(panel, frame) if panel.levels is None else level_lanes(panel, frame, _MOST // len(panels))
         body += [*_axis(panel, frame, y, bottom), *_lanes(lanes, panel, frame, y)]
         y = bottom + 30
-    label = "; ".join(f"{panel.title}: {', '.join(panel.words)}" for panel in panels)
+    label = "; ".join(f"{panel.name}{panel.origin}: {', '.join(panel.words)}" for panel in panels)
     width, height = pixels(frame.width), pixels(y + 12)
     style = f' style="max-width:100%;min-width:{pixels(_SMALLEST * frame.width)}px;height:auto"' if inline else ""
     ink = "currentColor" if inline else INK
@@ -107,7 +102,7 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
     if small:
         words = escape(" · ".join(panel.words))
         words = f'<tspan {_SOFT} font-size="12" font-weight="400" dx="8">{words}</tspan>'
-        title = _text(MARGIN, top + 15, escape(panel.title) + words, 'font-size="13" font-weight="600"')
+        title = _text(MARGIN, top + 15, escape(panel.name + panel.origin) + words, 'font-size="13" font-weight="600"')
         return [title], top + 26
     name = summary.clip(panel.name, int((frame.width - 2 * MARGIN) / 9.5) - len(panel.origin))
     title = escape(name + panel.origin)
@@ -147,7 +142,7 @@ def _axis(panel: Panel, frame: Frame, top: float, bottom: float) -> list[str]:
     sides = [_text(frame.left - 10, bottom + 18, unit, f"{_SOFT} {_END}")]
     if panel.levels is None:
         sides.append(_text(frame.left + frame.chart + 44, top - 8, "busy", f"{_SOFT} {_END}"))
-    if summary.side_columns(panel.timeline)[1]:
+    if any(summary.side_columns(panel.timeline)[1]):
         sides.append(_text(frame.width - MARGIN, top - 8, "peak", f"{_SOFT} {_END}"))
     return [
         f'<path class="grid" opacity=".16" d="{lines}"/>',
@@ -176,7 +171,7 @@ def _lanes(lanes: list[list[str]], panel: Panel, frame: Frame, top: float) -> li
         ]
         if panel.levels is None:
             out.append(_text(frame.chart + 44, base, busy[device], _END))
-        if peak:
+        if peak[device]:
             out.append(_text(frame.width - frame.left - MARGIN, base, peak[device], _END))
         out.append("</g>")
     return out

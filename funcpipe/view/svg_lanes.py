@@ -27,8 +27,8 @@ class Track(NamedTuple):
     height: float
 
 
-def action_lanes(panel: Panel, frame: Frame, last: int) -> list[list[str]]:
-    """The actions of each device, as SVG; ``last`` is the last stage in the figure.
+def action_lanes(panel: Panel, frame: Frame) -> list[list[str]]:
+    """The actions of each device, as SVG.
 
     Two actions that overlap have half of the height each. What moves to the host (O) and back (L)
     has thin strips at the bottom.
@@ -45,7 +45,7 @@ def action_lanes(panel: Panel, frame: Frame, last: int) -> list[list[str]]:
     for span in sorted(panel.timeline.spans, key=lambda span: (span.start, span.end)):
         track = strips.get(span.action.kind) or halves.get(span.action, Track(0.0, full))
         tracks[span.device, track].append(span)
-    colours = colours_of(panel.timeline, frame.by, last)
+    colours = colours_of(panel.timeline, frame.by, frame.last)
     lanes: list[list[str]] = [[] for _ in range(panel.timeline.num_devices)]
     font, least = _number_size(panel, frame)
     for (device, track), spans in sorted(tracks.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import ceil, floor, gcd
@@ -58,6 +59,10 @@ class TextLayout(NamedTuple):
         name = summary.clip(summary.device_name(timeline, device, self.word), self.names)
         return f"{name}{' ' * (self.names - summary.size(name))} │{letters}│"
 
+    def side(self, busy: str, peak: str) -> str:
+        """The columns on the right."""
+        return f"{busy:>5}" + (f"  {peak:>{self.peaks}}" if peak else "")
+
     def paint(self, letters: str, code: int) -> str:
         """The letters, dark on the colour of their kind where colours are asked for."""
         return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
@@ -96,9 +101,10 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
         origin = summary.origin(source, drawn.axis)
         name = summary.clip(summary.title(source), width - len(origin) - 1) + origin
         if layout is None or not timeline.spans:
-            lines += _fill([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " ")
+            lines += _caption(name, [f"no actions on {timeline.num_devices} devices"], width)
             continue
-        lines += _caption(name, [*summary.numbers(timeline, drawn.axis), *([note] if note else [])], width)
+        facts = [*summary.numbers(timeline, drawn.axis), *([note] if note else [])]
+        lines += _caption(name, facts, width)
         lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
         lines += _ruler(drawn.axis, layout, width)
@@ -111,7 +117,9 @@ def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
     """The name and the facts, broken between facts where it can be, or between words."""
     phrases = ", ".join(facts).split(", ")
     phrases = [f"{name}:", *(f"{phrase}," for phrase in phrases[:-1]), phrases[-1]]
-    words = [word for phrase in phrases for word in ([phrase] if summary.size(phrase) <= width else phrase.split())]
+    words: list[str] = []
+    for phrase in phrases:
+        words += [phrase] if summary.size(phrase) <= width else phrase.split()
     return _fill(words, width, " ")
 
 
@@ -121,22 +129,25 @@ def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over replicas (G).
     """
     busy, peak = summary.side_columns(timeline)
-    yield " " * (layout.names + layout.columns + 2) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
+    yield " " * (layout.names + layout.columns + 3) + layout.side("busy", "peak" * any(peak))
     ranks = stage_ranks(timeline)
     end = max(1, layout.column(timeline.makespan))
     second = pairs_in(timeline.spans)
+
+    def cells(row: list[Span]) -> str:
+        parts = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
+        return "".join(parts)
+
     for device, spans in enumerate(spans_by_device(timeline)):
-        rows: dict[str, list[Span]] = {word: [] for word in ("", "+", *(kind.value for kind in MOVES))}
+        rows: defaultdict[str, list[Span]] = defaultdict(list)
         for span in spans:
             kind = span.action.kind
             rows[kind.value if kind in MOVES else "+" * second.get(span.action, 0)].append(span)
-        for word, row in rows.items():
-            cells = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
-            if word == "":
-                right = f" {busy[device]:>4}" + (f"  {peak[device]:>{layout.peaks}}" if peak else "")
-                yield layout.row(timeline, device, "".join(cells)) + right
-            elif row:
-                yield f"{word} │{''.join(cells)}│".rjust(layout.names + 3 + layout.columns)
+        main = layout.row(timeline, device, cells(rows.pop("", [])))
+        yield main + layout.side(busy[device], peak[device])
+        for word in ("+", *(kind.value for kind in MOVES)):
+            if word in rows:
+                yield f"{' ' * (layout.names - 1)}{word} │{cells(rows[word])}│"
 
 
 def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
@@ -146,7 +157,8 @@ def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     if not peak:
         yield "nothing is held" if devices else "memory is not known"
         return
-    yield summary.clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.names + 1 + layout.columns)
+    scale = f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:"
+    yield summary.clip(scale, layout.names + 1 + layout.columns)
     for device, device_levels in enumerate(devices):
         amounts = highest_in_slices(device_levels, layout.scale, layout.columns)
         letters = "".join(_EIGHTHS[ceil(8 * amount / peak - 1e-9)] for amount in amounts)
@@ -156,22 +168,23 @@ def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
 def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bool) -> TextLayout:
     """Choose the scale, and what the actions show, so that all fits."""
     word = "device" if width >= 80 else "dev"
-    peaks = [peak for timeline in timelines for peak in summary.side_columns(timeline)[1]]
-    peak_width = max(map(len, ["peak", *peaks])) if peaks else 0
+    peaks = max(len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1])
+    peaks = max(len("peak"), peaks) if peaks else 0
     names = [
         summary.device_name(timeline, device, word) for timeline in timelines for device in range(timeline.num_devices)
     ]
     # A long name is clipped, a number never is.
     numbered = max(len(f"{word} {timeline.num_devices - 1}") for timeline in timelines)
     name_width = min(max(map(summary.size, names)), max(numbered, width // 4))
-    room = width - name_width - len(" ││  busy") - (len("  ") + peak_width if peaks else 0)
+    room = width - name_width - len(" ││  busy") - (len("  ") + peaks if peaks else 0)
     spans = [span for timeline in timelines for span in timeline.spans]
     several = any(max(stage_ranks(timeline).values()) > 0 for timeline in timelines)
-    scale = _scale(spans, axis.makespan, room, max(len(_label(span, several)) for span in spans) + 1)
+    longest = max(len(_label(span, several)) for span in spans)
+    scale = _scale(spans, axis.makespan, room, longest + 1)
     stages = several and _fit(spans, scale, stages=True)
     labelled = stages or _fit(spans, scale, stages=False)
     columns = max(1, _column(axis.makespan, scale))
-    return TextLayout(word, name_width, peak_width, scale, columns, stages, labelled, color)
+    return TextLayout(word, name_width, peaks, scale, columns, stages, labelled, color)
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
@@ -225,7 +238,8 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
         word = label.ljust(size, _FILL)
         yield _IDLE * (start - done)
         # The last column stays open where it is not needed, so that neighbours do not run into each other.
-        yield layout.paint(word[:-1], code) + " " if word.endswith(_FILL) else layout.paint(word, code)
+        is_open = word.endswith(_FILL)
+        yield layout.paint(word[:-1] if is_open else word, code) + " " * is_open
         done = start + size
     yield (_IDLE * (end - done)).ljust(layout.columns - done)
 
@@ -236,33 +250,37 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
     Where a column holds several, what was shown too little so far comes first; so over a few columns the share of each
     letter is the share of its kind, also where every column holds one F and one B.
     """
-    columns: list[dict[Kind | None, float]] = [{} for _ in range(layout.columns)]
+    columns: list[defaultdict[Kind | None, float]] = [defaultdict(float) for _ in range(layout.columns)]
     for span in spans:
         start, stop = (max(0.0, time * layout.scale) for time in (span.start, span.end))
         for column in range(floor(start), min(layout.columns, floor(stop) + 1)):
             share = min(stop, column + 1) - max(start, column)
             if share > 1e-9:
-                columns[column][span.action.kind] = columns[column].get(span.action.kind, 0.0) + share
-    owed: dict[Kind | None, float] = {}
+                columns[column][span.action.kind] += share
+    owed: defaultdict[Kind | None, float] = defaultdict(float)
     shown: list[Kind | str] = []
     for column, shares in enumerate(columns):
         idle = 1.0 - sum(shares.values())
         if idle > 1e-9:
             shares[None] = idle
         for kind, share in shares.items():
-            owed[kind] = owed.get(kind, 0.0) + share
+            owed[kind] += share
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
         shown.append(best or (_IDLE if column < end else " "))
     for letter, run in groupby(shown):
         size = len(list(run))
-        yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, KINDS[letter].codes[0])
+        if isinstance(letter, str):
+            yield letter * size
+        else:
+            yield layout.paint(letter.value * size, KINDS[letter].codes[0])
 
 
 def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The time axis: a line with ticks, and their labels with the unit behind the last."""
     left = " " * (layout.names + 1)
-    marks = [(layout.column(time), label) for time, label in summary.ticks(axis, max(3, layout.columns // 10))]
+    times = summary.ticks(axis, max(3, layout.columns // 10))
+    marks = [(layout.column(time), label) for time, label in times]
     ticks = {column for column, _ in marks[1:]}
     yield f"{left}└{''.join('┴' if column in ticks else '─' for column in range(layout.columns))}┘"
     labels = left
@@ -278,7 +296,8 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
     """The meaning of every letter in the picture."""
     kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
-    words += ["+ beside the above"] if any(pairs_in(timeline.spans) for timeline in timelines) else []
+    if any(pairs_in(timeline.spans) for timeline in timelines):
+        words.append("+ beside the above")
     if layout.stages:
         first = timelines[0].spans[0].action
         piece = "" if first.slice is None else f", slice {first.slice}"
