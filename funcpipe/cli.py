@@ -34,7 +34,7 @@ from funcpipe.cli_words import (
     writable,
 )
 from funcpipe.core.result import NEGLIGIBLE
-from funcpipe.core.words import columns
+from funcpipe.view.table import Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,8 +120,9 @@ the interleaved families need several. The best makespan comes first.
   bubble       share of the makespan in which the busiest device waits: what the schedule loses
   span bubble  the same where batches follow each other: of the longest time from a device's first start to its last end
   idle         share of all device time of one batch: what the schedule and unequal work lose together
-  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the most that balancing wins at
-               the same bubble (fp.models.balance); 1 - idle = (1 - bubble) (1 - imbalance)
+  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the share of the
+               makespan that equal work on all devices would save at the same bubble (fp.models.balance);
+               1 - idle = (1 - bubble) (1 - imbalance)
   peak memory  the most that any device holds, in the unit of `residual`
 
 {COST}
@@ -134,8 +135,9 @@ examples:
 _SEARCH_HELP = f"""\
 First every family is timed, then rules and single actions are improved step by step; with --exact, a solver proves
 at the end. Said is
-  makespan     of one isolated batch; span: the longest device from its first start to its last end, the cost of one
-               of many batches that follow each other. --objective says which one is made short
+  makespan     of one isolated batch
+  span         where it is not the makespan: the longest time from a device's first start to its last end, the cost of
+               one of many batches that follow each other. --objective says which one is made short
   lower bound  no schedule for these costs, devices and limits takes less
   ended by     bound: nothing is left to find; evaluations; or seconds, then another run may find another schedule
 
@@ -155,6 +157,11 @@ examples:
   funcpipe convert interleaved --stages 8 --microbatches 16 --devices 4 torch.csv
   funcpipe convert torch.csv schedule.json
 """
+
+_IMBALANCE = (
+    "imbalance: the share of the makespan that equal work on all devices would save at the same bubble "
+    "(fp.models.balance)"
+)
 
 OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The keywords of `argparse` for each option."""
@@ -329,13 +336,13 @@ def _compare(
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")
     unequal = any(row.timeline is not None and row.timeline.imbalance >= NEGLIGIBLE for row in rows)
     shown = {head: show for head, show in COLUMNS.items() if unequal or head != "imbalance"}
-    cells = [
+    cells = tuple(
         (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
-    ]
-    print("\n".join(columns([("schedule", *shown, "legal"), *cells], words=(0, len(shown) + 1))))
+    )
+    print(Table("Schedules", ("schedule", *shown, "legal"), cells, words=(0, len(shown) + 1)).text())
     if unequal:
-        print("\nimbalance: the most that balancing wins at the same bubble (fp.models.balance)")
+        print(f"\n{_IMBALANCE}")
 
 
 def _timed(schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:

@@ -8,11 +8,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from unicodedata import east_asian_width
 
 import funcpipe as fp
-from funcpipe.core.result import imbalance_of, percent
-from funcpipe.core.words import columns
+from funcpipe.core.result import percent
+from funcpipe.view import summary
+from funcpipe.view.table import Table
 
 COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
@@ -55,11 +55,7 @@ _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def _columns_of(line: str) -> int:
-    return sum(map(_letter, _COLOR.sub("", line)))
-
-
-def _letter(letter: str) -> int:
-    return 2 if east_asian_width(letter) in "WF" else 1
+    return summary.size(_COLOR.sub("", line))
 
 
 def cut(line: str, room: int) -> str:
@@ -77,7 +73,7 @@ def cut(line: str, room: int) -> str:
             kept.append(part)
             continue
         for letter in part:
-            left -= _letter(letter)
+            left -= summary.size(letter)
             if left < 0:
                 kept += [] if full else ["…"]
                 full = True
@@ -125,19 +121,19 @@ def found(result: fp.typing.Found) -> None:
     schedule, timeline = result.schedule, result.timeline
     print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
     hint = "; another run may find another" * (result.ended == "seconds")
+    shows_span = result.objective == "span" or f"{result.span:.6g}" != f"{result.makespan:.6g}"
     looped = schedule.num_stages > schedule.num_devices
-    pairs = [
+    facts = (
         *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
         ("source", result.source),
         ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
-        ("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}"),
-        ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
+        *([("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")] if shows_span else []),
+        ("idle", ", ".join(filter(None, (percent(timeline.idle), summary.imbalance_text(timeline))))),
         ("peak memory", f"{max(result.peak):.6g}"),
         ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
         ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
-    ]
-    print("\n".join(columns(pairs, words=(0, 1))))
-    print()
+    )
+    print(Table("Found", (), facts, words=(0, 1)).text() + "\n")
 
 
 def proof(result: fp.typing.Found) -> str:

@@ -59,8 +59,8 @@ def drawn(measured: fp.Timeline) -> str:
     """The step over the simulation of its schedule with the mean times that were measured, as SVG."""
     simulated = fp.simulate(SCHEDULE, measured.cost())
     drawing = fp.draw(
-        replace(measured, name="measured: one step on two CPU lanes"),
-        replace(simulated, name="simulated: the same schedule, nothing lost between actions", unit=measured.unit),
+        replace(measured, name="one step on two CPU lanes"),
+        replace(simulated, name="the same schedule, nothing lost between actions", unit=measured.unit),
     )
     head, mark, body = drawing.svg().partition("<style>")
     return f"{head}{_CARD}{mark}{body}\n"

@@ -13,8 +13,9 @@ from funcpipe.core.notebook import page, picture
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.schedule import Schedule
+from funcpipe.view import summary
 from funcpipe.view.align import aligned
-from funcpipe.view.figure import frame_of, panels_of
+from funcpipe.view.figure import panels_of
 from funcpipe.view.palette import By
 from funcpipe.view.simulate import simulate
 from funcpipe.view.svg import svg, too_many
@@ -22,8 +23,7 @@ from funcpipe.view.text import text, width_of
 
 _FILE_WIDTH = 120
 _BY = ("kind", "stage")
-_LEGIBLE = 0.75
-"""The least size of a picture in a page, of its own: letters of 12 pixels are 9 then."""
+_TRACE = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
 _MOST = 5_000
 """Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
 
@@ -34,8 +34,8 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     """A picture of who does what when: a row for each device, time from left to right.
 
     >>> print(fp.draw(fp.schedules.one_f_one_b(2, 3)).text(width=60))
-    1F1B: makespan 12 units, span 12 units, bubble 25.0%,
-    span bubble 25.0%, idle 25.0%
+    1F1B, simulated in units: makespan 12 units, bubble 25.0%,
+    idle 25.0%
                                                  busy  peak
     dev 0 │F0 F1 ······B0─── F2 B1─── ···B2─── │  75%     2
     dev 1 │···F0 B0─── F1 B1─── F2 B2─── ······│  75%     1
@@ -44,12 +44,11 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     F forward  B backward  · idle
 
     Args:
-        what: a timeline, simulated or measured. A schedule, or a plan with its slots and slices, is drawn as its
-            simulation under the default `Cost`: F, I, W take one unit each, B two. Draw ``simulate(it, cost)`` for other
-            costs.
-        others: drawn below it on the same time axis. Beside a timeline in seconds, those in units are scaled until
-            their devices work as long in sum, and a note in the picture tells the scale.
-        memory: True: below each, what its devices hold over time.
+        what: a timeline, simulated or measured. A schedule or a plan is simulated with the default `Cost`: F, I and W
+            take one unit each, B two. For other costs draw ``simulate(what, cost)``.
+        others: drawn below it on the same time axis. Beside a timeline in seconds, timelines in units are scaled until
+            their devices work as long in sum. A note in the picture says the scale.
+        memory: True: below each timeline, what its devices hold over time.
         by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its "stage" (then
             letters and the upper edge tell the kind).
 
@@ -57,9 +56,9 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
         A drawing: print it, let a notebook show it, or save it.
 
     Raises:
-        TypeError: one is none of these.
+        TypeError: an argument is not a schedule, a plan or a timeline.
         ScheduleError: a schedule is not legal.
-        ValueError: the timelines are in different units, or ``by`` is something else.
+        ValueError: the timelines are in different units, or ``by`` is neither "kind" nor "stage".
     """
     if by not in _BY:
         raise ValueError(f'colours are by "kind" or by "stage"; got by={by!r}')
@@ -84,7 +83,7 @@ class Drawing:
     Attributes:
         timeline: what is drawn.
         others: what is drawn below it, on the same axis.
-        memory: is what the devices hold drawn, too.
+        memory: what the devices hold is drawn, too.
         by: what colours tell, "kind" or "stage".
     """
 
@@ -94,13 +93,13 @@ class Drawing:
     by: By = "kind"
 
     def text(self, width: int | None = None, *, color: bool = False) -> str:
-        """The picture as text.
+        """The picture as text, of any number of actions.
 
-        Actions have their labels (``F0``, and ``2F0`` where a device runs several stages) as long as most of these fit;
-        then each column shows one letter, in proportion to the time that each kind takes.
+        Actions have labels (``F0``, and ``2F0`` where a device runs several stages) if most labels fit. Otherwise each
+        column shows one letter, in proportion to the time that each kind takes.
 
         Args:
-            width: no line is longer. None: the width of the terminal, 80 without one.
+            width: no line has more columns. None: the width of the terminal, 80 without one.
             color: paint the actions with a terminal's 256 colours; the letters are the same.
 
         Raises:
@@ -110,10 +109,12 @@ class Drawing:
         return text([self.timeline, *self.others], width_of(width, "drawing"), color=color, memory=self.memory)
 
     def svg(self) -> str:
-        """The picture as a standalone SVG: no scripts, scales to any size, follows the viewer's light or dark mode.
+        """The picture as a standalone SVG without scripts, for browsers, papers and slides.
+
+        It scales to any size, and follows the viewer's light or dark mode.
 
         Raises:
-            ScheduleError: it has more than 10,000 actions.
+            ScheduleError: it has more than 10,000 actions. Save a trace with `Timeline.to_chrome_trace` instead.
         """
         return self._svg(inline=False)
 
@@ -121,12 +122,12 @@ class Drawing:
         """Write the picture to a file.
 
         Args:
-            path: ends in ``.svg`` or ``.txt`` (120 columns); written anew. To zoom until every action is seen, write
-                a trace with `Timeline.to_chrome_trace`, and open it at ui.perfetto.dev.
+            path: ends in ``.svg`` or ``.txt`` (120 columns); replaced if it exists.
 
         Raises:
-            ValueError: it ends otherwise.
-            ScheduleError: it is to be an SVG with more than 10,000 actions.
+            ValueError: the path ends otherwise.
+            ScheduleError: an SVG would have more than 10,000 actions. Save a trace with `Timeline.to_chrome_trace`
+                instead, and open it at ui.perfetto.dev.
         """
         file = Path(path)
         match file.suffix.lower():
@@ -142,18 +143,19 @@ class Drawing:
         file.write_text(content, encoding="utf-8", newline="\n")
 
     def _svg(self, *, inline: bool) -> str:
-        drawn = aligned([self.timeline, *self.others])
-        call = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
-        if reason := too_many(drawn.timelines, call):
+        timelines = [self.timeline, *self.others]
+        if reason := too_many(timelines, _TRACE):
             raise ScheduleError(reason)
-        return svg(panels_of(drawn, memory=self.memory), drawn.timelines, by=self.by, inline=inline)
+        panels = panels_of(timelines, memory=self.memory)
+        return svg(panels, [panel.timeline for panel in panels], by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
         # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour. In a narrow page
-        # it shrinks as long as it can be read, then it scrolls.
-        timelines = aligned([self.timeline, *self.others]).timelines
-        least = round(_LEGIBLE * frame_of(timelines, self.by).width)
-        return f'<div style="overflow-x:auto"><div style="min-width:{least}px">{self._svg(inline=True)}</div></div>'
+        # the picture shrinks to its least width, then the box scrolls.
+        try:
+            return f'<div style="overflow-x:auto">{self._svg(inline=True)}</div>'
+        except ScheduleError as error:
+            return page(f"Drawing of {summary.title(self.timeline)}", [("too large", str(error))])
 
     def __str__(self) -> str:
         return self.text()

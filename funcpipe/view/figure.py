@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from funcpipe.core.result import Timeline
 from funcpipe.view import summary
-from funcpipe.view.align import Aligned
+from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import Levels, highest, levels
 from funcpipe.view.palette import By
 
@@ -16,7 +16,7 @@ MARGIN = 16.0
 
 
 class LaneSizes(NamedTuple):
-    """Pixels: how high a lane is, how far from the next one, how large the letters beside it."""
+    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters beside it."""
 
     height: float
     pitch: float
@@ -28,14 +28,16 @@ class Panel(NamedTuple):
 
     Attributes:
         timeline: in the unit of the axis.
-        title: its heading.
-        words: what stands below that.
-        levels: what the devices hold, to be drawn instead of what they do.
+        name: of the timeline; first part of the title.
+        origin: simulated or measured, and the unit; second part of the title.
+        words: the caption below the title.
+        levels: what the devices hold, to be drawn in place of what they do.
         most: the amount that fills a lane's height, where levels are drawn.
     """
 
     timeline: Timeline
-    title: str
+    name: str
+    origin: str
     words: tuple[str, ...]
     levels: Levels | None = None
     most: float = 1.0
@@ -61,6 +63,7 @@ class Frame(NamedTuple):
     Attributes:
         axis: the timeline that gives the time axis.
         by: what colours tell.
+        last: the last stage of all.
         left: of the charts, in pixels.
         chart: their width.
         width: of the figure.
@@ -68,6 +71,7 @@ class Frame(NamedTuple):
 
     axis: Timeline
     by: By
+    last: int
     left: float
     chart: float
     width: float
@@ -78,21 +82,29 @@ class Frame(NamedTuple):
         return self.chart / (self.axis.makespan or 1.0)
 
 
-def panels_of(aligned: Aligned, *, memory: bool) -> list[Panel]:
-    """A panel for each timeline, and one for its memory."""
+def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
+    """A panel for each timeline, and one for its memory.
+
+    Raises:
+        ValueError: the timelines have no common axis.
+    """
+    drawn = aligned(timelines)
+    held = [levels(timeline) if memory else () for timeline in drawn.timelines]
+    peaks = [highest(devices) or 1.0 for devices in held]
+    if not any(drawn.notes):  # then all timelines count memory in one unit, as far as can be known
+        peaks = [max(peaks)] * len(peaks)
     panels: list[Panel] = []
-    timeline_levels = [levels(timeline) if memory else () for timeline in aligned.timelines]
-    scales = [highest(devices) or 1.0 for devices in timeline_levels]
-    if not any(aligned.notes):  # one unit of memory, as far as anybody can know
-        scales = [max(scales)] * len(scales)
-    for timeline, note, devices, peak in zip(aligned.timelines, aligned.notes, timeline_levels, scales, strict=True):
-        words = (*_counts(timeline), *summary.numbers(timeline, aligned.axis), *([note] if note else []))
+    rows = zip(timelines, drawn.timelines, drawn.notes, held, peaks, strict=True)
+    for source, timeline, note, devices, peak in rows:
+        counts = _counts(timeline)
+        words = (*counts, *summary.numbers(timeline, drawn.axis), *([note] if note else []))
         if not timeline.spans:
-            words = (words[0], "no actions")
-        panels.append(Panel(timeline, summary.title(timeline), words))
+            words = (counts[0], "no actions")
+        origin = summary.origin(source, drawn.axis)
+        panels.append(Panel(timeline, summary.title(source), origin, words))
         if memory and timeline.spans:
             scale = memory_scale(peak) if devices else "not known for this timeline"
-            panels.append(Panel(timeline, "memory", (scale,), devices, peak))
+            panels.append(Panel(timeline, "memory", "", (scale,), devices, peak))
     return panels
 
 
@@ -112,13 +124,12 @@ def _counts(timeline: Timeline) -> tuple[str, ...]:
 
 
 def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
-    """The axis that fits all of the timelines: short actions get the room for their numbers, if there is any."""
+    """The frame that fits all of the timelines. Short actions get room for their numbers, if there is any."""
     axis = max(timelines, key=lambda timeline: timeline.makespan)
     end = axis.makespan or 1.0
-    short = min(
-        (summary.quantile(summary.lengths(timeline), 0.1) for timeline in timelines if timeline.spans), default=end
-    )
-    chart = min(1240.0, max(640.0, 24 * end / short)) if axis.spans else 640.0
+    drawn = [timeline for timeline in timelines if timeline.spans]
+    short = min((summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end)
+    chart = min(1240.0, max(640.0, 24 * end / short))
     names = [
         summary.device_name(timeline, device)
         for timeline in timelines
@@ -126,5 +137,6 @@ def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
     ]
     left = MARGIN + 5 + 7 * max(map(len, names))
     peaks = [text for timeline in timelines for text in summary.side_columns(timeline)[1]]
-    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if peaks else 0)
-    return Frame(axis, by, left, chart, width)
+    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if any(peaks) else 0)
+    last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
+    return Frame(axis, by, last, left, chart, width)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import fmean
-from typing import NamedTuple
 
 from funcpipe.core.errors import PlanError
 from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER
+from funcpipe.core.program import CALLER, spans
 from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
 from funcpipe.core.schedule import Kind, Schedule, recounted
 from funcpipe.core.stage import names_of
@@ -20,6 +18,7 @@ from funcpipe.lower.plan import program_for
 from funcpipe.view import summary
 from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
 from funcpipe.view.simulate import simulate, sliced
+from funcpipe.view.table import Table
 
 _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""
@@ -27,22 +26,6 @@ _UNEVEN = 1.2
 """How much longer the busiest lane may work before it is worth a remark."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
 """Of a `Cost`."""
-
-
-class Table(NamedTuple):
-    """Rows under headings; all texts.
-
-    Attributes:
-        title: what the rows are.
-        heads: one for each column.
-        rows: as many cells each.
-        words: how many of the first columns are words; the others are numbers.
-    """
-
-    title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int
 
 
 @dataclass(frozen=True)
@@ -76,8 +59,8 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     if measured is None:
         raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
     schedule = plan.schedule.first(stats.num_microbatches)
-    ran = tuple(recounted(tuple(span.action for span in lane)) for lane in spans_by_device(measured, schedule))
-    if ran != schedule.orders:
+    ran = [[span.action for span in lane] for lane in spans_by_device(measured, schedule)]
+    if tuple(recounted(tuple(order)) for order in ran) != schedule.orders:
         raise PlanError(
             f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
             f"{plan.schedule!r}; give the plan that fp.run got"
@@ -101,33 +84,32 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
 
 def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> tuple[tuple[str, str], ...]:
     stats, times = result.stats, summary.time_text(measured)
-    of_plan = f" of {plan.num_microbatches}" if stats.num_microbatches < plan.num_microbatches else ""
     makespan = measured.makespan or 1.0
     longer = measured.makespan - simulated.makespan
-    busiest = max(range(plan.num_devices), key=measured.busy.__getitem__)
-    busy = measured.busy[busiest]
-    imbalance = (("imbalance, measured", percent(measured.imbalance)),) if measured.imbalance >= NEGLIGIBLE else ()
-    loss = () if result.loss is None else (("loss", f"{float(result.loss):.6g}"),)
-    return (
-        ("schedule", summary.clean(plan.schedule.name)),
-        ("stages", str(plan.num_stages)),
-        ("lanes", str(plan.num_devices)),
-        ("microbatches", f"{stats.num_microbatches}{of_plan}"),
-        ("executor", stats.executor),
-        ("because", summary.clean(stats.reason)),
-        ("threads per lane", str(stats.threads_per_lane)),
-        *loss,
-        ("wall clock", summary.time_text_to(stats.seconds, "s")(stats.seconds)),
-        ("makespan, measured", times(measured.makespan)),
-        ("makespan, simulated", times(simulated.makespan)),
-        ("difference", f"{times(longer)} ({longer / makespan:.1%} of the measured)"),
-        ("bubble, measured", percent(measured.bubble)),
-        ("bubble, simulated", percent(simulated.bubble)),
-        ("idle, measured", percent(measured.idle)),
-        ("idle, simulated", percent(simulated.idle)),
-        *imbalance,
-        ("busiest lane", f"{busiest} ({times(busy)}, {busy / makespan:.1%})"),
-    )
+    busy = max(measured.busy)
+    facts = {
+        "schedule": summary.clean(plan.schedule.name),
+        "stages": str(plan.num_stages),
+        "lanes": str(plan.num_devices),
+        "microbatches": str(stats.num_microbatches),
+        "executor": stats.executor,
+        "because": summary.clean(stats.reason),
+        "threads per lane": str(stats.threads_per_lane),
+        "loss": "" if result.loss is None else f"{float(result.loss):.6g}",
+        "wall clock": summary.time_text_to(stats.seconds, "s")(stats.seconds),
+        "makespan, measured": times(measured.makespan),
+        "makespan, simulated": times(simulated.makespan),
+        "difference": f"{times(longer)} ({longer / makespan:.1%} of the measured)",
+        "bubble, measured": percent(measured.bubble),
+        "bubble, simulated": percent(simulated.bubble),
+        "idle, measured": percent(measured.idle),
+        "idle, simulated": percent(simulated.idle),
+        "imbalance, measured": percent(measured.imbalance) if measured.imbalance >= NEGLIGIBLE else "",
+        "busiest lane": f"{measured.busy.index(busy)} ({times(busy)}, {busy / makespan:.1%})",
+    }
+    if stats.num_microbatches < plan.num_microbatches:
+        facts["microbatches"] += f" of {plan.num_microbatches}"
+    return tuple((name, value) for name, value in facts.items() if value)
 
 
 def _note(stats: RunStats, measured: Timeline) -> str:
@@ -142,29 +124,34 @@ def _note(stats: RunStats, measured: Timeline) -> str:
 
 def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
     """For each stage its size, the mean and the total time of each kind, and its share of its lane's work."""
-    kinds, by_kind = summary.kinds_in(measured), measured.by_kind
+    by_kind, homes = measured.by_kind, plan.schedule.device_of
     mean = summary.time_text_to(max(map(fmean, by_kind.values()), default=0.0), measured.unit)
     total = summary.time_text_to(max(map(sum, by_kind.values()), default=0.0), measured.unit)
-    sizes = ("parameters", "bytes") if params is not None else ()
-    heads = [f"{kind.value} {word}, {text.unit}" for kind in kinds for word, text in (("mean", mean), ("total", total))]
-    rows: list[tuple[str, ...]] = []
-    for stage, lane in enumerate(plan.schedule.device_of):
-        row = [str(stage), summary.clean(plan.stages[stage].name), str(lane)]
-        if params is not None:
-            tensors = leaves(params[stage])
-            row.append(f"{sum(tensor.numel() for tensor in tensors):,}")
-            row.append(size_of(sum(tensor.numel() * tensor.element_size() for tensor in tensors)))
-        work = 0.0
-        for kind in kinds:
-            times = by_kind.get((kind, stage), ())
-            row += [mean.fixed(fmean(times)), total.fixed(sum(times))] if times else ["", ""]
-            work += sum(times)
-        rows.append((*row, f"{work / (measured.busy[lane] or 1.0):.1%}"))
-    return Table("Stages", ("stage", "name", "lane", *sizes, *heads, "of its lane"), tuple(rows), words=2)
+    columns: dict[str, Iterable[object]] = {
+        "stage": range(plan.num_stages),
+        "name": [summary.clean(stage.name) for stage in plan.stages],
+        "lane": homes,
+    }
+    if params is not None:
+        tensors = [leaves(tree) for tree in params]
+        numbers = [sum(tensor.numel() for tensor in stage) for stage in tensors]
+        columns["parameters"] = [f"{count:,}" for count in numbers]
+        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in stage) for stage in tensors]
+        columns["bytes"] = map(size_of, sizes)
+    work = [0.0] * plan.num_stages
+    for kind in summary.kinds_in(measured):
+        times = [by_kind.get((kind, stage), ()) for stage in range(plan.num_stages)]
+        columns[f"{kind.value} mean, {mean.unit}"] = [mean.fixed(fmean(some)) if some else "" for some in times]
+        columns[f"{kind.value} total, {total.unit}"] = [total.fixed(sum(some)) if some else "" for some in times]
+        work = [before + sum(some) for before, some in zip(work, times, strict=True)]
+    columns["of its lane"] = [
+        percent(time / (measured.busy[lane] or 1.0)) for time, lane in zip(work, homes, strict=True)
+    ]
+    return Table.of_columns("Stages", columns, words=("stage", "name"))
 
 
 def _devices(plan: Plan, result: Result) -> list[str]:
-    """The torch device of each lane: the plan's, else where the gradients lie; empty where nothing tells."""
+    """The torch device of each lane: the plan's, else the gradients'; "" where neither is known."""
     if plan.devices is not None:
         return [summary.clean(str(device)) for device in plan.devices]
     devices = [""] * plan.num_devices
@@ -176,43 +163,34 @@ def _devices(plan: Plan, result: Result) -> list[str]:
 
 def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Table:
     """For each lane how much it works, measured and simulated, and its peak."""
-    times = summary.time_text(measured)
+    times, lanes = summary.time_text(measured), range(plan.num_devices)
     makespan, shortest = measured.makespan or 1.0, simulated.makespan or 1.0
-    _, peak = summary.side_columns(measured)
-    rows = tuple(
-        (
-            str(lane),
-            device,
-            _ranges(stage for stage, home in enumerate(plan.schedule.device_of) if home == lane),
-            str(len(spans)),
-            times.fixed(busy),
-            percent(busy / makespan),
-            percent(1 - busy / makespan),
-            percent(1 - simulated.busy[lane] / shortest),
-            peak[lane] if peak else "",
-        )
-        for lane, (device, spans, busy) in enumerate(
-            zip(_devices(plan, result), spans_by_device(measured), measured.busy, strict=True)
-        )
-    )
-    work = (f"busy, {times.unit}", "busy", "idle", "idle, simulated")
-    return Table("Lanes", ("lane", "device", "stages", "actions", *work, "residuals"), rows, words=3)
+    homes = plan.schedule.device_of
+    columns: dict[str, Iterable[object]] = {
+        "lane": lanes,
+        "device": _devices(plan, result),
+        "stages": [_ranges(stage for stage, home in enumerate(homes) if home == lane) for lane in lanes],
+        "actions": map(len, spans_by_device(measured)),
+        f"busy, {times.unit}": map(times.fixed, measured.busy),
+        "busy": [percent(busy / makespan) for busy in measured.busy],
+        "idle": [percent(1 - busy / makespan) for busy in measured.busy],
+        "idle, simulated": [percent(1 - busy / shortest) for busy in simulated.busy],
+        "residuals": summary.side_columns(measured)[1],
+    }
+    return Table.of_columns("Lanes", columns, words=("lane", "device", "stages"))
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:
-    """For each directed edge and kind of value: the most that lay in its slots, and the slots."""
+    """For each directed edge and kind of value: the most that were in its slots, and the slots."""
     pools = program_for(plan, stats.num_microbatches).pools
-    rows = tuple(
-        (
-            "caller" if pool.source == CALLER else f"lane {pool.source}",
-            f"lane {pool.lane}",
-            pool.role.value,
-            str(peak),
-            str(pool.slots),
-        )
-        for pool, peak in zip(pools, stats.slots, strict=True)
-    )
-    return Table("Values between lanes", ("from", "to", "value", "most at a time", "slots"), rows, words=3)
+    columns: dict[str, Iterable[object]] = {
+        "from": ["caller" if pool.source == CALLER else f"lane {pool.source}" for pool in pools],
+        "to": [f"lane {pool.lane}" for pool in pools],
+        "value": [pool.role.value for pool in pools],
+        "most at a time": stats.slots,
+        "slots": [pool.slots for pool in pools],
+    }
+    return Table.of_columns("Values between lanes", columns, words=("from", "to", "value"))
 
 
 def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:
@@ -269,9 +247,12 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[busiest] <= _UNEVEN * busy[idlest]:
         return
-    longer = f"{busy[busiest] / busy[idlest] - 1:.0%} longer than" if busy[idlest] else "while nothing is done by"
+    longer = "while nothing is done by"
+    if busy[idlest]:
+        longer = f"{busy[busiest] / busy[idlest] - 1:.0%} longer than"
     cost, times = measured.cost(), summary.time_text(measured)
-    equal = simulate(schedule, replace(cost, **{name: fmean(getattr(cost, name)) for name in _TIMES})).makespan
+    means = {name: fmean(getattr(cost, name)) for name in _TIMES}
+    equal = simulate(schedule, replace(cost, **means)).makespan
     change = equal / (simulated.makespan or 1.0) - 1
     advice = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
     yield (
@@ -283,8 +264,7 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers, neighbours joined: ``0-3, 6``."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(spans([*numbers]).split())
 
 
 def _stage_numbers(stages: set[int]) -> str:

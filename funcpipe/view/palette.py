@@ -1,9 +1,9 @@
-"""Colours: of kinds, lighter for a device's later stages, or of stages; and the legend that explains them."""
+"""Colours of actions: by kind, lighter for a device's later stages, or by stage; and the legend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.result import Span, Timeline
@@ -23,88 +23,74 @@ _RAMP: tuple[Colour, ...] = (
     (235, 223, 62),
     (255, 255, 183),
 )
-"""From the first stage to the last: darker to lighter, so that the order shows to all; all carry dark letters."""
+"""From the first stage to the last: darker to lighter. Dark letters can be read on all of them."""
 _FEW = 4
-"""Of many shades a legend shows so many; of stages twice as many."""
+"""A legend shows at most so many shades of a kind, and twice as many stages."""
 
 
-class Shade(NamedTuple):
-    """A colour and its name in a style sheet, which says the colour: it means the same in every picture of a page."""
-
-    name: str
-    colour: Colour
-
-    @property
-    def rule(self) -> str:
-        """Its rule in the style sheet."""
-        return f".funcpipe .{self.name}{{fill:#{_hexadecimal(self.colour)}}}"
+def kind_colour(kind: Kind, white: int = 0) -> Colour:
+    """The colour of a kind, mixed with some percent of white."""
+    return _mixed(KINDS[kind].colour, (255, 255, 255), white / 100)
 
 
-def kind_shade(kind: Kind, tint: int = 0) -> Shade:
-    """The colour of a kind, with some percent of white."""
-    return Shade(f"{kind.value}{tint}", _mixed(KINDS[kind].colour, (255, 255, 255), tint / 100))
-
-
-def stage_shade(stage: int, last: int) -> Shade:
-    """The colour of a stage: its place between the first and the last one."""
+def stage_colour(stage: int, last: int) -> Colour:
+    """The colour of a stage, by its place between the first stage and the last."""
     place = (len(_RAMP) - 1) * (stage / last if last else 0.0)
     below = min(int(place), len(_RAMP) - 2)
-    colour = _mixed(_RAMP[below], _RAMP[below + 1], place - below)
-    return Shade(f"s{_hexadecimal(colour)}", colour)
+    return _mixed(_RAMP[below], _RAMP[below + 1], place - below)
 
 
 def tint(rank: int, last: int) -> int:
-    """How many percent of white a device's stage gets: none for its first."""
+    """The percent of white for a device's stage with this rank; none for its first stage."""
     return round(min(62, 38 + 8 * (last - 1)) * rank / last) if last else 0
 
 
-def shades_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Shade]:
-    """The shade of every action, by its key; ``last`` is the last stage of all timelines in a picture."""
+def colours_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Colour]:
+    """The colour of every action, by `colour_key`; ``last`` is the last stage in the figure."""
     ranks = stage_ranks(timeline)
     last_rank = max(ranks.values(), default=0)
-    present = set(map(shade_key, timeline.spans))
     return {
-        (device, kind, stage): stage_shade(stage, last)
+        (device, kind, stage): stage_colour(stage, last)
         if by == "stage" and kind not in MOVES
-        else kind_shade(kind, tint(ranks[device, stage], last_rank))
-        for device, kind, stage in present
+        else kind_colour(kind, tint(ranks[device, stage], last_rank))
+        for device, kind, stage in set(map(colour_key, timeline.spans))
     }
 
 
-def shade_key(span: Span) -> tuple[int, Kind, int]:
-    """What a shade hangs on: device, kind, stage."""
+def colour_key(span: Span) -> tuple[int, Kind, int]:
+    """What an action's colour depends on: device, kind, stage."""
     return span.device, span.action.kind, span.action.stage
 
 
 def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """For (device, stage): how many earlier stages the device has. Shades tell these apart."""
+    """For each (device, stage), how many earlier stages the device has."""
     pairs = sorted({(span.device, span.action.stage) for span in timeline.spans})
     first: dict[int, int] = {}
     return {(device, stage): at - first.setdefault(device, at) for at, (device, stage) in enumerate(pairs)}
 
 
-def legend(timelines: Sequence[Timeline], by: By) -> Iterable[tuple[tuple[Shade, ...], str]]:
-    """Swatches, and what they mean."""
+def legend(timelines: Sequence[Timeline], by: By, last: int) -> Iterable[tuple[tuple[Colour, ...], str]]:
+    """Yield the swatches of each entry, and their meaning; ``last`` is the last stage in the figure."""
     tints, note = [0], ""
     if by == "stage":
-        last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
         stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
-        yield tuple(stage_shade(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
+        yield tuple(stage_colour(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
         note = "upper edge: kind"
     elif last_rank := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
         few = min(last_rank, _FEW - 1)
         tints = sorted({tint(rank * last_rank // few, last_rank) for rank in range(few + 1)})
         note = "lighter: later stages"
     for kind in kinds_in(*timelines):
-        yield tuple(kind_shade(kind, white) for white in tints), f"{kind.value} {KINDS[kind].word}"
+        yield tuple(kind_colour(kind, white) for white in tints), f"{kind.value} {KINDS[kind].word}"
     if note:
         yield (), note
+
+
+def hexadecimal(colour: Colour) -> str:
+    """A colour as every renderer of SVG reads it: ``"#5ac8fa"``."""
+    return "#" + "".join(f"{part:02x}" for part in colour)
 
 
 def _mixed(colour: Colour, other: Colour, share: float) -> Colour:
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(colour, other, strict=True))
     return red, green, blue
-
-
-def _hexadecimal(colour: Colour) -> str:
-    return "".join(f"{part:02x}" for part in colour)

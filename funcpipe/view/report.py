@@ -10,49 +10,22 @@ from dataclasses import dataclass, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
-from textwrap import wrap
+from textwrap import indent, wrap
 
-from funcpipe.core.notebook import table as html_table
+from funcpipe.core.notebook import page
 from funcpipe.core.plan import Plan
 from funcpipe.core.result import Result, Timeline
 from funcpipe.core.tree import Tree
-from funcpipe.core.words import columns
 from funcpipe.view import summary
-from funcpipe.view.align import aligned
 from funcpipe.view.figure import Panel, memory_scale, panels_of
-from funcpipe.view.findings import Findings, Table, findings
+from funcpipe.view.findings import Findings, findings
 from funcpipe.view.memory_levels import highest
 from funcpipe.view.svg import svg, too_many
 from funcpipe.view.text import text, width_of
 
-_SPARE = ("bytes", "total", "actions", "parameters", "device", "simulated", "name", "lane")
-"""Words of headings: columns of a text to leave out where there is no room, in this order."""
-_STYLE = """\
-.funcpipe-report{font:14px/1.45 system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;\
-font-variant-numeric:tabular-nums;max-width:1400px}
-.funcpipe-report h1{font-size:22px;margin:0 0 12px}
-.funcpipe-report h2{font-size:16px;margin:28px 0 8px}
-.funcpipe-report p,.funcpipe-report ul{max-width:80ch;margin:8px 0}
-.funcpipe-report ul{padding-left:20px}
-.funcpipe-report .soft{opacity:.75}
-.funcpipe-report dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:10px 24px;margin:0}
-.funcpipe-report dt{opacity:.75;font-size:12px}
-.funcpipe-report dd{margin:0;font-weight:600;overflow-wrap:anywhere}
-.funcpipe-report .wide{overflow-x:auto}
-.funcpipe-report .wide svg{display:block}
-.funcpipe-report .charts{margin-left:-10px}
-.funcpipe-report table{border-collapse:collapse;background:none;color:inherit;font-size:13px;margin:0}
-.funcpipe-report tr{background:none}
-.funcpipe-report th,.funcpipe-report td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;\
-border-bottom:1px solid rgba(128,128,128,.35)}
-.funcpipe-report th{font-weight:400;opacity:.75;vertical-align:bottom}
-.funcpipe-report .word{text-align:left}
-"""
-"""Inherits colour and background, so that it fits the page or the notebook around it."""
-
 _PAGE = """\
 :root{color-scheme:light dark}
-body{margin:24px;background:#fff;color:#1f2328}
+body{margin:24px;background:#fff;color:#1f2328;font-family:system-ui,sans-serif}
 @media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}
 @media(max-width:600px){body{margin:12px}}
 """
@@ -135,7 +108,7 @@ class Report:
         """The report as text.
 
         Args:
-            width: no line is longer; tables leave columns out where they do not fit. None: that of the terminal.
+            width: no line is longer; columns of tables that do not fit follow below. None: that of the terminal.
 
         Raises:
             TypeError: the width is no whole number.
@@ -143,17 +116,18 @@ class Report:
         """
         width, findings = width_of(width, "report"), self.findings
         longest = max(len(name) for name, _ in findings.headline)
-        parts = [
-            _wrap(findings.title, width),
-            [line for name, value in findings.headline for line in _wrap(value, width, f"  {name:<{longest}}  ")],
-            ["", text(_timelines(findings), width)],
-        ]
-        parts += [["", *_wrap(table.title, width), *_columns(table, width)] for table in findings.tables if table.rows]
+        lines = _wrap(findings.title, width)
+        for name, value in findings.headline:
+            lines += _wrap(value, width, f"  {name:<{longest}}  ")
+        lines += ["", text(_timelines(findings), width)]
+        for table in findings.tables:
+            if table.rows:
+                lines += ["", table.title, indent(table.text(width - 2), "  ")]
         if findings.remarks:
-            remarks = [line for remark in findings.remarks for line in _wrap(remark, width, "  * ")]
-            parts.append(["", "Remarks", *remarks])
-        parts.append(["", *_wrap(_sentence(findings.note), width)])
-        return "\n".join(line for part in parts for line in part)
+            lines += ["", "Remarks"]
+        for remark in findings.remarks:
+            lines += _wrap(remark, width, "  * ")
+        return "\n".join([*lines, "", *_wrap(_sentence(findings.note), width)])
 
     def __str__(self) -> str:
         return self.text()
@@ -172,63 +146,42 @@ def _page(findings: Findings) -> str:
 
 
 def _body(findings: Findings) -> str:
-    """The report as HTML for a place inside a page."""
-    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in findings.headline)
+    """The report as HTML for a place inside a page, with the style of everything that a notebook shows."""
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
-    return "\n".join(
-        [
-            f'<div class="funcpipe-report"><style>{_STYLE}</style>',
-            f"<h1>{escape(findings.title)}</h1>",
-            f"<dl>{pairs}</dl>",
-            f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
-            "<h2>Timelines</h2>",
-            f'<p class="soft">{escape(_sentence(findings.note))}</p>',
-            _charts(findings),
-            *map(_table, findings.tables),
-            "</div>",
-        ]
-    )
+    parts = [
+        f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
+        "<h2>Timelines</h2>",
+        f"<p>{escape(_sentence(findings.note))}</p>",
+        *_charts(findings),
+    ]
+    parts += [f"<h2>{escape(table.title)}</h2>{table.html()}" for table in findings.tables]
+    title = f"<h1>{escape(findings.title)}</h1>"
+    return f"<div>{title}\n{page('A recorded run', [*findings.headline], *parts)}</div>"
 
 
-def _charts(findings: Findings) -> str:
-    """The pictures of the timelines and of the residuals, or why there are none."""
+def _charts(findings: Findings) -> list[str]:
+    """The pictures of the timelines and of the residuals, or the reason why there are none."""
     timelines = _timelines(findings)
     if reason := too_many(timelines, "report.measured.to_chrome_trace('trace.json')"):
-        return f"<p>{escape(_sentence(reason))}</p>"
-    panels = panels_of(aligned(timelines), memory=False)
+        return [f"<p>{escape(_sentence(reason))}</p>"]
+    panels = panels_of(timelines, memory=False)
     if findings.held:
         peak = highest(findings.held) or 1.0
         words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
-        panels.append(Panel(findings.measured, "residuals held, measured", words, findings.held, peak))
-    charts = (svg([panel], timelines, inline=True, explained=number == 0) for number, panel in enumerate(panels))
-    return f'<div class="wide charts">{"".join(charts)}</div>'
+        panels.append(Panel(findings.measured, "residuals held", ", measured", words, findings.held, peak))
+    # One scale for all, and one legend.
+    return [svg([panel], timelines, inline=True, explained=at == 0) for at, panel in enumerate(panels)]
 
 
 def _timelines(findings: Findings) -> list[Timeline]:
-    """The timelines that are drawn, by their names."""
-    return [replace(findings.measured, name="measured"), replace(findings.simulated, name="simulated")]
-
-
-def _table(table: Table) -> str:
-    cells = html_table(table.heads, table.rows, range(table.words))
-    return f'<h2>{escape(table.title)}</h2>\n<div class="wide">{cells}</div>'
+    """The timelines that are drawn."""
+    # Memory over time marks a simulated timeline.
+    return [replace(findings.measured, memory=()), findings.simulated]
 
 
 def _wrap(words: str, width: int, first: str = "") -> list[str]:
     """The words behind a first few letters, the further lines below them."""
     return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
-
-
-def _columns(table: Table, width: int) -> list[str]:
-    """The table's rows, without the columns that can be spared until it fits."""
-    lines = [table.heads, *table.rows]
-    kept = list(range(len(table.heads)))
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for word in _SPARE:
-        if sum(widths[column] + 2 for column in kept) > width:
-            kept = [column for column in kept if not (column and word in table.heads[column].replace(",", "").split())]
-    words = [place for place, column in enumerate(kept) if column < table.words]
-    return [f"  {line}"[:width] for line in columns([[line[column] for column in kept] for line in lines], words)]
 
 
 def _sentence(words: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import ceil, floor, log10
 from typing import NamedTuple
+from unicodedata import east_asian_width
 
-from funcpipe.core.result import Timeline, imbalance_of, percent
+from funcpipe.core.result import NEGLIGIBLE, Timeline, percent
 from funcpipe.core.schedule import Kind
 from funcpipe.core.shown import count_text as count_text
 from funcpipe.core.shown import plural as plural
@@ -85,26 +86,43 @@ def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
     return tuple((at * step / times.factor, number_text(at * step, decimals)) for at in range(count + 1))
 
 
+def origin(timeline: Timeline, axis: Timeline) -> str:
+    """How the times came about, and the unit in which the axis shows them: ``", simulated in units"``."""
+    # Only `simulate` gives memory over time; its timelines may be in seconds, to be compared with a run.
+    is_simulated = bool(timeline.memory) or timeline.unit == "units"
+    return f", {'simulated' if is_simulated else 'measured'} in {clip(time_text(axis).unit, 10)}"
+
+
 def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
-    """The numbers of a header, in the unit of the timeline that gives the axis."""
+    """The numbers of a caption, in the unit of the axis; those of the span only where it is not the makespan."""
     times = time_text(axis)
-    imbalance = imbalance_of(timeline)
+    makespan, span = times(timeline.makespan), times(timeline.span)
+    imbalance = imbalance_text(timeline)
     return (
-        f"makespan {times(timeline.makespan)}",
-        f"span {times(timeline.span)}",
+        f"makespan {makespan}",
+        *([f"span {span}"] if span != makespan else []),
         f"bubble {percent(timeline.bubble)}",
-        f"span bubble {percent(timeline.span_bubble)}",
+        *([f"span bubble {percent(timeline.span_bubble)}"] if span != makespan else []),
         f"idle {percent(timeline.idle)}",
         *([imbalance] if imbalance else []),
     )
 
 
+def imbalance_text(timeline: Timeline) -> str:
+    """The imbalance as a sentence; "" where it is negligible, or where lanes are not devices."""
+    if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
+        return ""
+    share = percent(timeline.imbalance)
+    return f"imbalance {share}: equal work on all devices would save {share} of the makespan at the same bubble"
+
+
 def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What stands right of the devices: how busy each is, and its peak (empty where it is not known)."""
+    """What is right of the devices: how busy each is, and its peak; "" where it is not known."""
     makespan = timeline.makespan or 1.0
     busy = tuple(f"{time / makespan:.0%}" for time in timeline.busy)
-    peak = timeline.peak if len(timeline.peak) == timeline.num_devices else ()
-    return busy, tuple(map(amount_text, peak))
+    if len(timeline.peak) != timeline.num_devices:
+        return busy, ("",) * timeline.num_devices
+    return busy, tuple(map(amount_text, timeline.peak))
 
 
 def amount_text(memory: float) -> str:
@@ -123,16 +141,30 @@ def title(timeline: Timeline) -> str:
     return clean(timeline.name) or "timeline"
 
 
-def device_name(timeline: Timeline, device: int, word: str = "device", digits: int = 0) -> str:
-    """What a device is called in pictures."""
+def device_name(timeline: Timeline, device: int, word: str = "device") -> str:
+    """What a device is called in pictures; numbers are as wide as the largest one."""
     if device < len(timeline.lanes):
         return clean(timeline.lanes[device])
-    return f"{word} {device:>{digits}}"
+    return f"{word} {device:>{len(str(timeline.num_devices - 1))}}"
 
 
 def clean(text: str) -> str:
     """One line that terminals and XML can hold: what cannot be printed becomes a blank."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def size(text: str) -> int:
+    """The columns that a terminal needs: two for a wide letter."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def clip(text: str, width: int) -> str:
+    """The text, cut where it needs more columns than ``width``."""
+    if size(text) <= width:
+        return text
+    while text and size(text) > width - 1:
+        text = text[:-1]
+    return text + "…"
 
 
 def fill(words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len) -> list[str]:

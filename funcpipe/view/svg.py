@@ -1,57 +1,46 @@
-"""A figure as SVG: Gantt charts with a lane for each device, and what the lanes hold over time."""
+"""A figure as SVG: Gantt charts with a row for each device, and what the devices hold over time.
+
+Each shape has its colour as an attribute, or inherits the attribute of a group: renderers outside browsers
+read little CSS. The style sheet adds only what a renderer may ignore: the dark mode and the hover.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from funcpipe.core.result import Timeline
 from funcpipe.view import summary
 from funcpipe.view.figure import MARGIN, Frame, Panel, frame_of
-from funcpipe.view.palette import By, Shade, legend
-from funcpipe.view.svg_lanes import chart_of, lanes_of, pixels
+from funcpipe.view.palette import By, Colour, hexadecimal, legend
+from funcpipe.view.svg_lanes import INK, action_lanes, level_lanes, pixels
 
-_INK = "#1f2328"
-_STYLE = (
-    ".funcpipe{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;"
-    "font-variant-numeric:tabular-nums}"
-    ".funcpipe text{fill:currentColor}"
-    ".funcpipe .name{font-size:17px;font-weight:600}"
-    ".funcpipe .part{font-size:13px;font-weight:600}"
-    ".funcpipe .soft{opacity:.72}"
-    ".funcpipe .end{text-anchor:end}"
-    ".funcpipe .mid{text-anchor:middle}"
-    ".funcpipe .lane{fill:currentColor;opacity:.06}"
-    ".funcpipe .held{fill:#8b95d6;shape-rendering:crispEdges}"
-    ".funcpipe .top{stroke:currentColor;stroke-width:2;fill:none}"
-    ".funcpipe .grid{stroke:currentColor;opacity:.16;fill:none}"
-    f".funcpipe .num text{{fill:{_INK};text-anchor:middle;pointer-events:none}}"
-    ".funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
-)
-"""The same in every drawing, as are the rules for shades: several drawings in one page cannot disturb each other."""
-
+_FONT = "system-ui,-apple-system,Segoe UI,Roboto,Helvetica Neue,Arial,sans-serif"
+_STYLE = ".funcpipe{font-variant-numeric:tabular-nums}.funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
+"""The same in every drawing: several drawings in one page cannot disturb each other."""
 _ALONE = (
-    f".funcpipe.alone{{color:{_INK};color-scheme:light dark}}"
-    "@media (prefers-color-scheme:dark){.funcpipe.alone{color:#e6edf3}}"
+    ".funcpipe.alone{color-scheme:light dark}"
+    "@media screen{.funcpipe.alone{max-width:100%;height:auto}}"
+    "@media (prefers-color-scheme:dark){.funcpipe.alone{fill:#e6edf3;color:#e6edf3}}"
 )
-"""Text colours for a file (the scheme lets browsers darken what is behind it); in a page they are those of the page."""
-
+"""For a file. Behind "@media" is what only browsers read: cairosvg takes ``height:auto`` for no height at all."""
+_SOFT, _END = 'opacity=".72"', 'text-anchor="end"'
 _LETTER = 6.4
-"""The width of a letter, on average, at the size of most of the text."""
+"""The mean width of a letter in pixels, at the size of most of the text."""
 _SMALLEST = 0.75
-"""How far a page may shrink a picture, of its width: letters of 9 pixels can be read. Pages scroll what is wider."""
+"""A page may shrink a picture to this share of its width: letters of 9 pixels can be read."""
 _MOST = 10_000
-"""Actions of a figure, and levels of memory: with more a file would pass two megabytes, and nobody could tell them apart."""
+"""The most actions, and the most memory levels, of a figure. More would make a file of over 2 MB."""
 
 
 def too_many(timelines: Sequence[Timeline], call: str) -> str:
-    """Why timelines have too many actions for one figure, and what to call instead; "" where they do not."""
+    """Say that timelines have too many actions for a figure, and what to call instead; "" if not."""
     count = sum(len(timeline.spans) for timeline in timelines)
     if count <= _MOST:
         return ""
     return (
-        f"{count:,} actions are too many for a picture, which has at most {_MOST:,}; save a Perfetto trace instead: "
-        f"{call}, and open it at ui.perfetto.dev"
+        f"{count:,} actions are too many for a picture, which has at most {_MOST:,}; "
+        f"save a Perfetto trace instead: {call}, and open it at ui.perfetto.dev"
     )
 
 
@@ -63,25 +52,21 @@ def svg(
     inline: bool = False,
     explained: bool = True,
 ) -> str:
-    """A figure as SVG.
+    """Draw a figure as SVG.
 
     Args:
         panels: what to draw, from top to bottom.
-        timelines: all on whose axis this is drawn; pictures with the same timelines have the same scale.
+        timelines: all timelines on the axis; pictures of the same timelines have the same scale.
         by: what colours tell.
-        inline: True: for a place inside an HTML page, whose text colour it takes. False: a file of its own, which
-            follows the viewer's light or dark mode.
-        explained: is there a legend; False: another picture on the page has it.
+        inline: True: for a place inside an HTML page, with the page's text colour. False: a file of
+            its own, which follows the viewer's light or dark mode.
+        explained: draw a legend. False: another picture on the page has it.
     """
     frame = frame_of(timelines, by)
-    last = max((span.action.stage for panel in panels for span in panel.timeline.spans), default=0)
-    charts = [chart_of(panel, frame, last) for panel in panels]
-    entries = list(legend([panel.timeline for panel in panels if panel.levels is None], by))
-    shades = {shade for swatches, _ in entries for shade in swatches}
-    shades |= {shade for chart in charts for shade in chart.shades.values()}
+    entries = legend([panel.timeline for panel in panels if panel.levels is None], by, frame.last)
     body: list[str] = []
     y = 0.0
-    for number, (panel, chart) in enumerate(zip(panels, charts, strict=True)):
+    for number, panel in enumerate(panels):
         heading, y = _heading(panel, frame, y, small=number > 0 and panel.levels is not None)
         body += heading
         if not panel.has_lanes:
@@ -91,56 +76,57 @@ def svg(
             swatches, y = _legend(entries, frame, y - 16)
             body += swatches
         bottom = y + panel.timeline.num_devices * panel.lane.pitch
-        body += [
-            *_axis(panel, frame, y, bottom),
-            *_lanes(lanes_of(chart, frame, _MOST // len(panels)), panel, frame, y),
-        ]
+        lanes = action_lanes(panel, frame) if panel.levels is None else level_lanes(panel, frame, _MOST // len(panels))
+        body += [*_axis(panel, frame, y, bottom), *_lanes(lanes, panel, frame, y)]
         y = bottom + 30
-    label = "; ".join(f"{panel.title}: {', '.join(panel.words)}" for panel in panels)
+    label = "; ".join(f"{panel.name}{panel.origin}: {', '.join(panel.words)}" for panel in panels)
     width, height = pixels(frame.width), pixels(y + 12)
-    least = f"min-width:{pixels(_SMALLEST * frame.width)}px;" if inline else ""  # a file is scaled by whoever shows it
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" width="{width}" '
-            f'height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
-            f'style="max-width:100%;{least}height:auto">',
-            f"<style>{_STYLE}{'' if inline else _ALONE}{''.join(shade.rule for shade in sorted(shades))}</style>",
-            *body,
-            "</svg>",
-        ]
+    style = f' style="max-width:100%;min-width:{pixels(_SMALLEST * frame.width)}px;height:auto"' if inline else ""
+    ink = "currentColor" if inline else INK
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" '
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'fill="{ink}" font-family="{_FONT}" font-size="12" '
+        f'role="img" aria-label="{escape(label)}"{style}>'
     )
+    return "\n".join([head, f"<style>{_STYLE}{'' if inline else _ALONE}</style>", *body, "</svg>"])
+
+
+def _text(x: float, y: float, words: str, attributes: str = "") -> str:
+    """Words at a place; they are escaped already."""
+    return f'<text x="{pixels(x)}" y="{pixels(y)}" {attributes}'.rstrip() + f">{words}</text>"
 
 
 def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[list[str], float]:
-    """The title and the words below it, or behind it in one line; and where the lanes begin."""
-    title, x = panel.title, pixels(MARGIN)
+    """The title with its caption below, or beside it where small; and where the lanes begin."""
     if small:
         words = escape(" · ".join(panel.words))
-        words = f'<tspan class="soft" font-size="12" font-weight="400" dx="8">{words}</tspan>'
-        return [f'<text class="part" x="{x}" y="{pixels(top + 15)}">{escape(title)}{words}</text>'], top + 26
-    letters = int((frame.width - 2 * MARGIN) / 9.5)
-    title = title if len(title) <= letters else f"{title[: letters - 1]}…"
-    out = [f'<text class="name" x="{x}" y="{pixels(top + 28)}">{escape(title)}</text>']
+        words = f'<tspan {_SOFT} font-size="12" font-weight="400" dx="8">{words}</tspan>'
+        title = _text(MARGIN, top + 15, escape(panel.name + panel.origin) + words, 'font-size="13" font-weight="600"')
+        return [title], top + 26
+    name = summary.clip(panel.name, int((frame.width - 2 * MARGIN) / 9.5) - len(panel.origin))
+    title = escape(name + panel.origin)
+    out = [_text(MARGIN, top + 28, title, 'font-size="17" font-weight="600"')]
     y = top + 32
     for line in summary.fill(panel.words, (frame.width - 2 * MARGIN) / _LETTER, " · "):
         y += 16
-        out.append(f'<text class="soft" x="{x}" y="{pixels(y)}">{escape(line)}</text>')
+        out.append(_text(MARGIN, y, escape(line), _SOFT))
     return out, y + (28 if panel.has_lanes else 6)
 
 
-def _legend(entries: Sequence[tuple[tuple[Shade, ...], str]], frame: Frame, y: float) -> tuple[list[str], float]:
+def _legend(entries: Iterable[tuple[tuple[Colour, ...], str]], frame: Frame, y: float) -> tuple[list[str], float]:
     """Swatches and words above the first chart, and where its lanes begin."""
     out = ['<g class="legend">']
     x = MARGIN
-    for shades, word in entries:
-        swatches = 12 * len(shades) + (6 if shades else 0)
+    for colours, word in entries:
+        swatches = 12 * len(colours) + (6 if colours else 0)
         width = swatches + _LETTER * len(word)
         if x > MARGIN and x + width > frame.width - MARGIN:
             x, y = MARGIN, y + 18
-        for at, shade in enumerate(shades):
-            out.append(f'<path class="{shade.name}" d="M{pixels(x + 12 * at)} {pixels(y)}h12v12h-12z"/>')
-        soft = "" if shades else 'class="soft" '
-        out.append(f'<text {soft}x="{pixels(x + swatches)}" y="{pixels(y + 10.5)}">{word}</text>')
+        for at, colour in enumerate(colours):
+            shape = f"M{pixels(x + 12 * at)} {pixels(y)}h12v12h-12z"
+            out.append(f'<path fill="{hexadecimal(colour)}" d="{shape}"/>')
+        out.append(_text(x + swatches, y + 10.5, word, "" if colours else _SOFT))
         x += width + 18
     return [*out, "</g>"], y + 32
 
@@ -148,36 +134,44 @@ def _legend(entries: Sequence[tuple[tuple[Shade, ...], str]], frame: Frame, y: f
 def _axis(panel: Panel, frame: Frame, top: float, bottom: float) -> list[str]:
     """Grid lines, their times below the lanes, and the headings of the right columns."""
     ticks = summary.ticks(frame.axis, int(frame.chart / 80))
-    marks = [(pixels(frame.left + time * frame.scale), label) for time, label in ticks]
-    lines = "".join(f"M{x} {pixels(top - 4)}V{pixels(bottom + 3)}" for x, _ in marks)
-    labels = [f'<text x="{x}" y="{pixels(bottom + 18)}">{label}</text>' for x, label in marks]
-    unit = summary.time_text(frame.axis).unit
-    unit = escape(unit if len(unit) <= 10 else f"{unit[:9]}…")
-    words = [(frame.left - 10, bottom + 18, unit)]
+    marks = [(frame.left + time * frame.scale, label) for time, label in ticks]
+    # Lines are thin filled shapes: then the ink is one attribute, the fill of the figure.
+    down = f"{pixels(top - 4)}h1V{pixels(bottom + 3)}h-1z"
+    lines = "".join(f"M{pixels(x - 0.5)} {down}" for x, _ in marks)
+    unit = escape(summary.clip(summary.time_text(frame.axis).unit, 10))
+    sides = [_text(frame.left - 10, bottom + 18, unit, f"{_SOFT} {_END}")]
     if panel.levels is None:
-        words.append((frame.left + frame.chart + 44, top - 8, "busy"))
-    if summary.side_columns(panel.timeline)[1]:
-        words.append((frame.width - MARGIN, top - 8, "peak"))
-    sides = [f'<text class="soft end" x="{pixels(x)}" y="{pixels(y)}">{word}</text>' for x, y, word in words]
-    return [f'<path class="grid" d="{lines}"/>', '<g class="soft mid">', *labels, "</g>", *sides]
+        sides.append(_text(frame.left + frame.chart + 44, top - 8, "busy", f"{_SOFT} {_END}"))
+    if any(summary.side_columns(panel.timeline)[1]):
+        sides.append(_text(frame.width - MARGIN, top - 8, "peak", f"{_SOFT} {_END}"))
+    return [
+        f'<path class="grid" opacity=".16" d="{lines}"/>',
+        f'<g {_SOFT} text-anchor="middle">',
+        *(_text(x, bottom + 18, label) for x, label in marks),
+        "</g>",
+        *sides,
+    ]
 
 
 def _lanes(lanes: list[list[str]], panel: Panel, frame: Frame, top: float) -> list[str]:
     """One group per device: its name, its idle track, what is in it, busy and peak."""
     busy, peak = summary.side_columns(panel.timeline)
-    size = "" if panel.lane.letters == 12 else f' font-size="{pixels(panel.lane.letters)}"'
-    base = pixels(panel.lane.height / 2 + panel.lane.letters / 3)
-    length = pixels(panel.timeline.makespan * frame.scale)
+    size = panel.lane.letters
+    base = panel.lane.height / 2 + size / 3
+    track = f"M0 0h{pixels(panel.timeline.makespan * frame.scale)}v{pixels(panel.lane.height)}H0z"
     out: list[str] = []
     for device, lane in enumerate(lanes):
+        place = f"{pixels(frame.left)} {pixels(top + device * panel.lane.pitch)}"
         name = escape(summary.device_name(panel.timeline, device))
-        out.append(f'<g transform="translate({pixels(frame.left)} {pixels(top + device * panel.lane.pitch)})"{size}>')
-        out.append(f'<text class="end" x="-10" y="{base}">{name}</text>')
-        out += [f'<path class="lane" d="M0 0h{length}v{pixels(panel.lane.height)}H0z"/>', *lane]
+        out += [
+            f'<g transform="translate({place})" font-size="{pixels(size)}">',
+            _text(-10, base, name, _END),
+            f'<path class="lane" opacity=".06" d="{track}"/>',
+            *lane,
+        ]
         if panel.levels is None:
-            out.append(f'<text class="end" x="{pixels(frame.chart + 44)}" y="{base}">{busy[device]}</text>')
-        if peak:
-            x = pixels(frame.width - frame.left - MARGIN)
-            out.append(f'<text class="end" x="{x}" y="{base}">{peak[device]}</text>')
+            out.append(_text(frame.chart + 44, base, busy[device], _END))
+        if peak[device]:
+            out.append(_text(frame.width - frame.left - MARGIN, base, peak[device], _END))
         out.append("</g>")
     return out

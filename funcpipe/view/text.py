@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import ceil, floor, gcd
 from operator import index
 from typing import NamedTuple
-from unicodedata import east_asian_width
 
 from funcpipe.core.kinds import KINDS, MOVES, Kind
 from funcpipe.core.overlapping import pairs_in
 from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action
 from funcpipe.view import summary
 from funcpipe.view.align import aligned
 from funcpipe.view.memory_levels import highest, highest_in_slices, levels, spans_by_device
@@ -33,18 +32,16 @@ class TextLayout(NamedTuple):
 
     Attributes:
         word: what a device is called.
-        digits: of its number.
-        names: how wide the names of devices are.
-        peaks: how wide the peaks are.
+        names: columns for the names of devices.
+        peaks: columns for the peaks; 0 where none is known.
         scale: columns per unit of time.
         columns: of the chart.
-        stages: whether the labels of actions have stages.
-        labelled: whether actions have labels; if not, each column shows one letter.
-        color: whether they are painted with a terminal's colours.
+        stages: labels of actions have stages.
+        labelled: actions have labels; if not, each column shows one letter.
+        color: actions are painted with a terminal's colours.
     """
 
     word: str
-    digits: int
     names: int
     peaks: int
     scale: float
@@ -53,22 +50,21 @@ class TextLayout(NamedTuple):
     labelled: bool
     color: bool
 
-    @property
-    def left(self) -> int:
-        """How wide the names of the devices are, with the blank behind them."""
-        return self.names + 1
-
     def column(self, time: float) -> int:
         """The column border nearest to a time: cells that touch in time touch on the page."""
         return _column(time, self.scale)
 
-    def name(self, timeline: Timeline, device: int) -> str:
-        """What a device is called, as wide as all names."""
-        name = _clip(summary.device_name(timeline, device, self.word, self.digits), self.names)
-        return name + " " * (self.names - _size(name))
+    def row(self, timeline: Timeline, device: int, letters: str) -> str:
+        """A row of the chart behind its device's name."""
+        name = summary.clip(summary.device_name(timeline, device, self.word), self.names)
+        return f"{name}{' ' * (self.names - summary.size(name))} │{letters}│"
+
+    def side(self, busy: str, peak: str) -> str:
+        """The columns on the right."""
+        return f"{busy:>5}" + (f"  {peak:>{self.peaks}}" if peak else "")
 
     def paint(self, letters: str, code: int) -> str:
-        """The letters, with colour codes if asked for: dark on the colour of the kind."""
+        """The letters, dark on the colour of their kind where colours are asked for."""
         return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
 
 
@@ -100,82 +96,95 @@ def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memo
     busy = [timeline for timeline in drawn.timelines if timeline.spans]
     layout = _layout(busy, drawn.axis, width, color) if busy else None
     lines: list[str] = []
-    for timeline, note in zip(drawn.timelines, drawn.notes, strict=True):
+    for source, timeline, note in zip(timelines, drawn.timelines, drawn.notes, strict=True):
         lines += [""] if lines else []
-        name = _clip(summary.title(timeline), width - 1)
+        origin = summary.origin(source, drawn.axis)
+        name = summary.clip(summary.title(source), width - len(origin) - 1) + origin
         if layout is None or not timeline.spans:
-            lines += _fill([f"{name}:", "no actions", f"on {timeline.num_devices} devices"], width, " ")
+            lines += _caption(name, [f"no actions on {timeline.num_devices} devices"], width)
             continue
-        words = ", ".join([*summary.numbers(timeline, drawn.axis), *([note] if note else [])]).split(", ")
-        lines += _fill([f"{name}:", *(f"{word}," for word in words[:-1]), words[-1]], width, " ")
+        facts = [*summary.numbers(timeline, drawn.axis), *([note] if note else [])]
+        lines += _caption(name, facts, width)
         lines += _rows(timeline, layout)
         lines += _memory(timeline, layout) if memory else []
-        lines += [" " * layout.left + line for line in _ruler(drawn.axis, layout, width - layout.left)]
+        lines += _ruler(drawn.axis, layout, width)
     if layout is not None:
         lines += _legend(busy, drawn.axis, layout, width)
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
+    """The name and the facts, broken between facts where it can be, or between words."""
+    phrases = ", ".join(facts).split(", ")
+    phrases = [f"{name}:", *(f"{phrase}," for phrase in phrases[:-1]), phrases[-1]]
+    words: list[str] = []
+    for phrase in phrases:
+        words += [phrase] if summary.size(phrase) <= width else phrase.split()
+    return _fill(words, width, " ")
+
+
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device; below it what runs beside others (+), and its links: to the host (O), from it (L), to replicas."""
+    """A row for each device, and further rows below it.
+
+    What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over replicas (G).
+    """
     busy, peak = summary.side_columns(timeline)
-    yield " " * (layout.left + 1 + layout.columns) + "  busy" + (f"  {'peak':>{layout.peaks}}" if peak else "")
+    yield " " * (layout.names + layout.columns + 3) + layout.side("busy", "peak" * any(peak))
     ranks = stage_ranks(timeline)
     end = max(1, layout.column(timeline.makespan))
-    joined = pairs_in(timeline.spans)
+    second = pairs_in(timeline.spans)
 
-    def row_of(action: Action) -> str:
-        return action.kind.value if action.kind in MOVES else "+" * joined.get(action, 0)
+    def cells(row: list[Span]) -> str:
+        parts = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
+        return "".join(parts)
 
     for device, spans in enumerate(spans_by_device(timeline)):
-        for word in ("", "+", *(kind.value for kind in MOVES)):
-            row = [span for span in spans if row_of(span.action) == word]
-            if word and not row:
-                continue
-            cells = _labels(row, layout, end, ranks) if layout.labelled else _letters(row, layout, end)
-            drawn = "".join(cells)
-            if word:
-                yield f"{word} ".rjust(layout.left) + f"│{drawn}│"
-            else:
-                right = f" {busy[device]:>4}" + (f"  {peak[device]:>{layout.peaks}}" if peak else "")
-                yield f"{layout.name(timeline, device)} │{drawn}│{right}"
+        rows: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in spans:
+            kind = span.action.kind
+            rows[kind.value if kind in MOVES else "+" * second.get(span.action, 0)].append(span)
+        main = layout.row(timeline, device, cells(rows.pop("", [])))
+        yield main + layout.side(busy[device], peak[device])
+        for word in ("+", *(kind.value for kind in MOVES)):
+            if word in rows:
+                yield f"{' ' * (layout.names - 1)}{word} │{cells(rows[word])}│"
 
 
-def _memory(timeline: Timeline, layout: TextLayout) -> list[str]:
+def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     """A row for each device: in each column the most that it holds, in eighths of the most that any does."""
     devices = levels(timeline)
     peak = highest(devices)
     if not peak:
-        return ["memory is not known" if not devices else "nothing is held"]
-    lines = [_clip(f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:", layout.left + layout.columns)]
+        yield "nothing is held" if devices else "memory is not known"
+        return
+    scale = f"memory, {_EIGHTHS[-1]} is {summary.amount_text(peak)}:"
+    yield summary.clip(scale, layout.names + 1 + layout.columns)
     for device, device_levels in enumerate(devices):
         amounts = highest_in_slices(device_levels, layout.scale, layout.columns)
         letters = "".join(_EIGHTHS[ceil(8 * amount / peak - 1e-9)] for amount in amounts)
-        lines.append(f"{layout.name(timeline, device)} │{letters}│")
-    return lines
+        yield layout.row(timeline, device, letters)
 
 
 def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bool) -> TextLayout:
     """Choose the scale, and what the actions show, so that all fits."""
     word = "device" if width >= 80 else "dev"
-    digits = max(len(str(timeline.num_devices - 1)) for timeline in timelines)
-    peaks = max((len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1]), default=0)
-    peaks = max(4, peaks) if peaks else 0
-    names = max(
-        _size(summary.device_name(timeline, device, word, digits))
-        for timeline in timelines
-        for device in range(timeline.num_devices)
-    )
-    names = min(names, max(len(word) + digits + 1, width // 4))
-    room = width - names - len(" ││  busy") - (len("  ") + peaks if peaks else 0)
+    peaks = max(len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1])
+    peaks = max(len("peak"), peaks) if peaks else 0
+    names = [
+        summary.device_name(timeline, device, word) for timeline in timelines for device in range(timeline.num_devices)
+    ]
+    # A long name is clipped, a number never is.
+    numbered = max(len(f"{word} {timeline.num_devices - 1}") for timeline in timelines)
+    name_width = min(max(map(summary.size, names)), max(numbered, width // 4))
+    room = width - name_width - len(" ││  busy") - (len("  ") + peaks if peaks else 0)
     spans = [span for timeline in timelines for span in timeline.spans]
     several = any(max(stage_ranks(timeline).values()) > 0 for timeline in timelines)
     longest = max(len(_label(span, several)) for span in spans)
     scale = _scale(spans, axis.makespan, room, longest + 1)
-    columns = max(1, _column(axis.makespan, scale))
     stages = several and _fit(spans, scale, stages=True)
     labelled = stages or _fit(spans, scale, stages=False)
-    return TextLayout(word, digits, names, peaks, scale, columns, stages, labelled, color)
+    columns = max(1, _column(axis.makespan, scale))
+    return TextLayout(word, name_width, peaks, scale, columns, stages, labelled, color)
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
@@ -229,7 +238,8 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
         word = label.ljust(size, _FILL)
         yield _IDLE * (start - done)
         # The last column stays open where it is not needed, so that neighbours do not run into each other.
-        yield layout.paint(word[:-1], code) + " " if word.endswith(_FILL) else layout.paint(word, code)
+        is_open = word.endswith(_FILL)
+        yield layout.paint(word[:-1] if is_open else word, code) + " " * is_open
         done = start + size
     yield (_IDLE * (end - done)).ljust(layout.columns - done)
 
@@ -240,55 +250,60 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
     Where a column holds several, what was shown too little so far comes first; so over a few columns the share of each
     letter is the share of its kind, also where every column holds one F and one B.
     """
-    columns: list[dict[Kind | None, float]] = [{} for _ in range(layout.columns)]
+    columns: list[defaultdict[Kind | None, float]] = [defaultdict(float) for _ in range(layout.columns)]
     for span in spans:
         start, stop = (max(0.0, time * layout.scale) for time in (span.start, span.end))
         for column in range(floor(start), min(layout.columns, floor(stop) + 1)):
             share = min(stop, column + 1) - max(start, column)
             if share > 1e-9:
-                columns[column][span.action.kind] = columns[column].get(span.action.kind, 0.0) + share
-    owed: dict[Kind | None, float] = {}
+                columns[column][span.action.kind] += share
+    owed: defaultdict[Kind | None, float] = defaultdict(float)
     shown: list[Kind | str] = []
     for column, shares in enumerate(columns):
         idle = 1.0 - sum(shares.values())
         if idle > 1e-9:
             shares[None] = idle
         for kind, share in shares.items():
-            owed[kind] = owed.get(kind, 0.0) + share
+            owed[kind] += share
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
         shown.append(best or (_IDLE if column < end else " "))
     for letter, run in groupby(shown):
         size = len(list(run))
-        yield letter * size if isinstance(letter, str) else layout.paint(letter.value * size, KINDS[letter].codes[0])
+        if isinstance(letter, str):
+            yield letter * size
+        else:
+            yield layout.paint(letter.value * size, KINDS[letter].codes[0])
 
 
-def _ruler(axis: Timeline, layout: TextLayout, room: int) -> list[str]:
+def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The time axis: a line with ticks, and their labels with the unit behind the last."""
-    marks = [(layout.column(time), label) for time, label in summary.ticks(axis, max(3, layout.columns // 10))]
+    left = " " * (layout.names + 1)
+    times = summary.ticks(axis, max(3, layout.columns // 10))
+    marks = [(layout.column(time), label) for time, label in times]
     ticks = {column for column, _ in marks[1:]}
-    line = "".join("┴" if column in ticks else "─" for column in range(layout.columns))
-    labels = ""
+    yield f"{left}└{''.join('┴' if column in ticks else '─' for column in range(layout.columns))}┘"
+    labels = left
     for column, label in marks:
-        start = column + 1  # the axis begins below the left border
-        if len(labels) < start and start + len(label) <= room:
+        start = len(left) + column + 1  # the axis begins below the left border
+        if len(labels) < start and start + len(label) <= width:
             labels = labels.ljust(start) + label
     unit = summary.time_text(axis).unit
-    labels += f" {unit}" if len(labels) + 1 + len(unit) <= room else ""
-    return [f"└{line}┘", labels]
+    yield labels + (f" {unit}" if len(labels) + 1 + len(unit) <= width else "")
 
 
 def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     """The meaning of every letter in the picture."""
     kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
-    words += ["+ beside the above"] if any(pairs_in(timeline.spans) for timeline in timelines) else []
+    if any(pairs_in(timeline.spans) for timeline in timelines):
+        words.append("+ beside the above")
     if layout.stages:
         first = timelines[0].spans[0].action
         piece = "" if first.slice is None else f", slice {first.slice}"
         words.append(f"{first} stage {first.stage}, microbatch {first.microbatch}{piece}")
     elif not layout.labelled:
-        words.append(f"1 column = {_clip(summary.time_text(axis)(1 / layout.scale), 20)}")
+        words.append(f"1 column = {summary.clip(summary.time_text(axis)(1 / layout.scale), 20)}")
     for line in _fill(words, width, "  "):
         for word, kind in kinds.items():
             line = line.replace(word, layout.paint(kind.value, KINDS[kind].codes[0]) + word[1:], 1)
@@ -297,18 +312,4 @@ def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, w
 
 def _fill(words: Sequence[str], width: int, gap: str) -> list[str]:
     """The words on as few lines as they need; a word is broken nowhere and clipped if it must."""
-    return summary.fill([_clip(word, width) for word in words], width, gap, _size)
-
-
-def _size(words: str) -> int:
-    """Columns that a terminal needs: two for a wide letter."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in words)
-
-
-def _clip(words: str, width: int) -> str:
-    """The words, cut where they are too wide."""
-    if _size(words) <= width:
-        return words
-    while _size(words) > width - 1:
-        words = words[:-1]
-    return words + "…"
+    return summary.fill([summary.clip(word, width) for word in words], width, gap, summary.size)

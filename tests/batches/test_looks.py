@@ -76,7 +76,7 @@ def test_what_was_measured_is_a_timeline():
     names = [e["args"]["name"] for e in timeline.chrome_trace()["traceEvents"] if e["name"] == "thread_name"]
     assert names == list(timeline.lanes)
     assert sum(span.action.stage == 2 for span in timeline.spans) == 6
-    assert str(fp.draw(timeline)).startswith("overlap: makespan")
+    assert str(fp.draw(timeline)).startswith("overlap, measured in ")
     assert "h2d" in fp.draw(timeline, memory=True).svg()
     with pytest.raises(TypeError, match="got TickPlan"):
         fp.draw(run.plan)  # pyright: ignore

@@ -8,7 +8,7 @@ from math import dist
 import pytest
 
 from funcpipe.core.kinds import KINDS, Kind
-from funcpipe.view.palette import kind_shade, stage_shade, tint
+from funcpipe.view.palette import hexadecimal, kind_colour, stage_colour, tint
 
 # How the world looks without one of the three cones, for linear red, green, blue: Machado, Oliveira and Fernandes 2009,
 # "A physiologically-based model for simulation of color vision deficiency", severity 1.
@@ -65,14 +65,14 @@ def test_any_two_kinds_can_be_told_apart(eye: str) -> None:
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_shades_of_a_kind_become_lighter(eye: str, most: int) -> None:
     for kind in Kind:
-        lights = [lab(kind_shade(kind, tint(rank, most)).colour, eye)[0] for rank in range(most + 1)]
+        lights = [lab(kind_colour(kind, tint(rank, most)), eye)[0] for rank in range(most + 1)]
         assert lights == sorted(lights)
         assert lights[-1] - lights[0] > 5
 
 
 @pytest.mark.parametrize("eye", EYES)
 def test_stages_become_lighter_and_an_eighth_of_them_is_seen(eye: str) -> None:
-    seen = [lab(stage_shade(stage, 63).colour, eye) for stage in range(64)]
+    seen = [lab(stage_colour(stage, 63), eye) for stage in range(64)]
     assert all(b[0] > a[0] - 0.6 for a, b in itertools.pairwise(seen))
     assert seen[-1][0] - seen[0][0] > 30
     assert all(dist(a, b) > 6 for a, b in zip(seen, seen[8:], strict=False))
@@ -81,7 +81,7 @@ def test_stages_become_lighter_and_an_eighth_of_them_is_seen(eye: str) -> None:
 def test_dark_letters_can_be_read_on_every_colour() -> None:
     """WCAG's contrast of the ink on each colour is at least 4.5."""
     colours = {kind.value: KINDS[kind].colour for kind in Kind}
-    colours |= {f"stage {stage}": stage_shade(stage, 100).colour for stage in range(101)}
+    colours |= {f"stage {stage}": stage_colour(stage, 100) for stage in range(101)}
     assert {} == {name: contrast(colour) for name, colour in colours.items() if contrast(colour) < 4.5}
     assert len({KINDS[kind].word for kind in Kind}) == len(Kind)
 
@@ -92,7 +92,7 @@ def test_colours_of_terminals_are_different() -> None:
     assert all(len(code) == 3 and all(16 <= one <= 255 for one in code) for code in codes)
 
 
-def test_a_shade_says_its_colour() -> None:
-    assert kind_shade(Kind.F, 0).rule == ".funcpipe .F0{fill:#5ac8fa}"
-    assert stage_shade(0, 0).name == "s7083f3"
-    assert stage_shade(5, 5).rule == ".funcpipe .sffffb7{fill:#ffffb7}"
+def test_colours_are_written_as_svg_reads_them() -> None:
+    assert hexadecimal(kind_colour(Kind.F)) == "#5ac8fa"
+    assert hexadecimal(stage_colour(0, 0)) == "#7083f3"
+    assert hexadecimal(stage_colour(5, 5)) == "#ffffb7"

@@ -1,0 +1,71 @@
+"""A table as text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
+
+from funcpipe.core.notebook import table as html_table
+from funcpipe.core.words import columns
+
+
+class Table(NamedTuple):
+    """Rows of texts under headings.
+
+    Attributes:
+        title: what the rows are.
+        heads: one heading for each column; none: the rows are names with their values.
+        rows: one text for each column.
+        words: the columns of words, aligned left. The other columns are numbers, aligned right.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_columns(cls, title: str, columns: Mapping[str, Iterable[object]], words: Container[str]) -> Table:
+        """A table of columns by heading; ``words`` are the headings of the columns of words."""
+        rows = zip(*(map(str, cells) for cells in columns.values()), strict=True)
+        places = tuple(place for place, head in enumerate(columns) if head in words)
+        return cls(title, tuple(columns), tuple(rows), places)
+
+    def text(self, width: int | None = None) -> str:
+        """Return the aligned rows, without the title.
+
+        >>> print(Table("", ("lane", "busy", "idle"), (("0", "75%", "25%"), ("1", "70%", "30%"))).text(12))
+        lane  busy
+        0      75%
+        1      70%
+        lane  idle
+        0      25%
+        1      30%
+
+        Args:
+            width: no line has more characters. Columns for which there is no room follow below, each
+                time behind the first column again. None: any width.
+        """
+        lines = [self.heads, *self.rows] if self.heads else [*self.rows]
+        out: list[str] = []
+        for block in self._blocks(width):
+            words = [place for place, column in enumerate(block) if column in self.words]
+            out += columns([[line[column] for column in block] for line in lines], words)
+        return "\n".join(line[:width] for line in out)
+
+    def _blocks(self, width: int | None) -> Iterable[list[int]]:
+        """The columns that are beside each other, from top to bottom."""
+        lines = [self.heads, *self.rows] if self.heads else [*self.rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        block = [0]
+        for column in range(1, len(widths)):
+            needed = sum(widths[shown] + 2 for shown in block) + widths[column]
+            if width is not None and needed > width and len(block) > 1:
+                yield block
+                block = [0]
+            block.append(column)
+        yield block
+
+    def html(self) -> str:
+        """Return the rows as an HTML table, without the title and without columns that are empty."""
+        return html_table(self.heads, self.rows, self.words)
