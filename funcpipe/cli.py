@@ -34,7 +34,7 @@ from funcpipe.cli_words import (
     writable,
 )
 from funcpipe.core.result import NEGLIGIBLE
-from funcpipe.view.table import Table
+from funcpipe.core.table import Table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable
 
 import funcpipe as fp
-from funcpipe.core.result import percent
+from funcpipe.core.result import imbalance_of, percent
+from funcpipe.core.table import Table
 from funcpipe.view import summary
-from funcpipe.view.table import Table
 
 COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "makespan": lambda timeline: f"{timeline.makespan:.6g}",
@@ -128,7 +128,7 @@ def found(result: fp.typing.Found) -> None:
         ("source", result.source),
         ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
         *([("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")] if shows_span else []),
-        ("idle", ", ".join(filter(None, (percent(timeline.idle), summary.imbalance_text(timeline))))),
+        ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
         ("peak memory", f"{max(result.peak):.6g}"),
         ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
         ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),

@@ -1,11 +1,11 @@
-"""What objects show in a notebook: what they say of themselves, and tables, as HTML; pictures are the room `view`'s.
+"""What objects show in a notebook: what they say of themselves, as HTML; pictures are the room `view`'s.
 
 The HTML inherits text colour and background, so it fits a light page or a dark one, and scrolls where it is too wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable
 from functools import singledispatch, wraps
 from html import escape
 from typing import TypeVar
@@ -63,22 +63,3 @@ def page(kind: str, facts: Facts, *parts: str) -> str:
         f'<div class="funcpipe-shown"><style>{_STYLE}</style><p class="name">{escape(kind)}</p>'
         f"{f'<dl>{pairs}</dl>' if pairs else ''}{body}</div>"
     )
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: Container[int] = (0,)) -> str:
-    """A table; columns with words to the left, numbers to the right. Columns without any entry are left out.
-
-    >>> print(table(["layer", "bytes", "state"], [["<a>", "12", ""]]))
-    <table><thead><tr><th class="word">layer</th><th>bytes</th></tr></thead><tbody><tr><td class="word">&lt;a&gt;</td>\
-<td>12</td></tr></tbody></table>
-    """
-    lines = [tuple(row) for row in rows]
-    kept = [column for column in range(len(heads)) if not lines or any(row[column] for row in lines)]
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        marks = [' class="word"' if column in words else "" for column in kept]
-        pairs = zip(kept, marks, strict=True)
-        return f"<tr>{''.join(f'<{tag}{mark}>{escape(row[column])}</{tag}>' for column, mark in pairs)}</tr>"
-
-    body = "".join(cells("td", row) for row in lines)
-    return f"<table><thead>{cells('th', heads)}</thead><tbody>{body}</tbody></table>"

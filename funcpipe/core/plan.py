@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 
 from funcpipe.core.losses import BY_ROWS, Counts
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.notebook import page, picture, shown, table
+from funcpipe.core.notebook import page, picture, shown
 from funcpipe.core.remembered import declared_fields
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
 from funcpipe.core.stage import Stage, names_of
+from funcpipe.core.table import Table
 
 Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
 """Groups of (stage, path): leaves that are one parameter."""
@@ -125,7 +126,7 @@ class Plan:
             for number, (part, lane) in enumerate(zip(self.stages, self.schedule.device_of, strict=True))
         ]
         facts = [*self.facts[:-1], *[("hint", hint) for hint in self.hints]]
-        return page("Plan", facts, table(heads, rows, words=range(len(heads))), picture(self))
+        return page("Plan", facts, Table("Stages", heads, tuple(rows), tuple(range(len(heads)))).html(), picture(self))
 
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))

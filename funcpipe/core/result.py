@@ -221,7 +221,8 @@ class Timeline:
 
     def __str__(self) -> str:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
-        times = f"makespan {self.makespan:.6g} {self.unit}, span {self.span:.6g} {self.unit}"
+        makespan, span = (f"{time:.6g} {self.unit}" for time in (self.makespan, self.span))
+        times = f"makespan {makespan}" + (f", span {span}" if span != makespan else "")
         peak = f"peak {some((f'{amount:g}' for amount in self.peak), most=8)} residuals" if self.peak else ""
         return "; ".join(part for part in (head, times, shares(self), peak) if part)
 
@@ -241,12 +242,15 @@ def imbalance_of(timeline: Timeline) -> str:
     """The imbalance and what balancing wins, in words; "" where it is negligible, or where lanes are not devices."""
     if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
         return ""
-    return f"imbalance {percent(timeline.imbalance)}, the most balancing wins at this bubble"
+    share = percent(timeline.imbalance)
+    return f"imbalance {share}: equal work on all devices would save {share} of the makespan at the same bubble"
 
 
 def shares(timeline: Timeline) -> str:
     """The bubble, the idle share and the imbalance, in a line."""
-    bubbles = f"bubble {percent(timeline.bubble)} of the makespan, {percent(timeline.span_bubble)} of the span"
+    bubbles = f"bubble {percent(timeline.bubble)} of the makespan"
+    if timeline.span != timeline.makespan:
+        bubbles += f", {percent(timeline.span_bubble)} of the span"
     idle = f"idle {percent(timeline.idle)} of all device time"
     return "; ".join(part for part in (bubbles, idle, imbalance_of(timeline)) if part)
 

@@ -1,9 +1,9 @@
-"""Words for messages and tables: sizes in units, columns, and the nearest known name."""
+"""Words for messages and tables: sizes in units, and the nearest known name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 
 
 def size_of(count: int) -> str:
@@ -12,18 +12,6 @@ def size_of(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
-
-
-def columns(rows: Sequence[Sequence[str]], words: Container[int] = (0,)) -> list[str]:
-    """Rows as lines of aligned columns; those with words to the left, numbers to the right.
-
-    >>> print(*columns([["", "bytes"], ["weight", "12"]]), sep="\\n")
-            bytes
-    weight     12
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    forms = [f"{'<' if column in words else '>'}{width}" for column, width in enumerate(widths)]
-    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def similar(name: object, names: Iterable[object], words: str = "; did you mean {!r}?") -> str:

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from funcpipe.core.errors import PlanError
-from funcpipe.core.notebook import page, shown, table
+from funcpipe.core.notebook import page, shown
 from funcpipe.core.plan import Plan
 from funcpipe.core.schedule import Schedule
 from funcpipe.core.shown import guarded, line
+from funcpipe.core.table import Table
 from funcpipe.core.tree import Tree, flatten, leaves
-from funcpipe.core.words import columns, size_of
+from funcpipe.core.words import size_of
 from funcpipe.cutting.example import unmarked
 from funcpipe.measuring.join import join, peaks
 from funcpipe.measuring.measured import Measured, Pass, merged
@@ -156,7 +157,7 @@ class Memory:
         return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
 
     def __str__(self) -> str:
-        return "\n".join(columns([self._heads(), *self._rows()]))
+        return self._table.text()
 
     @guarded
     def __repr__(self) -> str:
@@ -165,9 +166,11 @@ class Memory:
 
     @shown
     def _repr_html_(self) -> str:
-        return page(
-            "Memory", [("of", f"{len(self)} layers, activations of one microbatch")], table(self._heads(), self._rows())
-        )
+        return page("Memory", [("of", f"{len(self)} layers, activations of one microbatch")], self._table.html())
+
+    @property
+    def _table(self) -> Table:
+        return Table("Layers", tuple(self._heads()), tuple(map(tuple, self._rows())))
 
     def _heads(self) -> list[str]:
         return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import PlanError, ScheduleError, bullets, raise_all
-from funcpipe.core.notebook import page, shown, table
+from funcpipe.core.notebook import page, shown
 from funcpipe.core.schedule import Kind
 from funcpipe.core.shown import guarded
+from funcpipe.core.table import Table
 
 Numbers = Sequence[int]
 
@@ -60,7 +61,9 @@ class Balance(tuple[int, ...]):
             )
             for part, (count, (first, end), time, memory, remat) in enumerate(columns)
         ]
-        return page("Balance", facts, table(("part", "layers", "which", "time", "memory", "remat"), rows))
+        return page(
+            "Balance", facts, Table("Parts", ("part", "layers", "which", "time", "memory", "remat"), tuple(rows)).html()
+        )
 
 
 class _PartCost(NamedTuple):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe.core.errors import PlanError, raise_all
-from funcpipe.core.notebook import page, shown, table
+from funcpipe.core.notebook import page, shown
 from funcpipe.core.plan import Ties, forgotten_state
 from funcpipe.core.shown import Facts, amount_of, guarded, line, some, stages_words, tied_words
 from funcpipe.core.stage import Stage
+from funcpipe.core.table import Table
 from funcpipe.core.tree import Tree, same_numbers
 from funcpipe.core.words import similar, size_of
 from funcpipe.modules.graph import CutEdge
@@ -184,12 +185,12 @@ class Split:
     @shown
     def _repr_html_(self) -> str:
         heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "hands on, takes")
-        rows: list[Sequence[str]] = []
+        rows: list[tuple[str, ...]] = []
         for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
             numel = sum(tensor.numel() for tensor in params.values())
             sizes = (f"{len(params)}", f"{numel:,}", _size(params), _size(state) if state else "")
             rows.append((str(index), stage.name, *sizes, "; ".join(self._borders(index))))
-        return page("Split", self.facts, table(heads, rows, words=(0, 1, 6)))
+        return page("Split", self.facts, Table("Stages", heads, tuple(rows), (0, 1, 6)).html())
 
     def _loss_words(self) -> str:
         path = getattr(self.loss, "path", None)

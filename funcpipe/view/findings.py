@@ -12,13 +12,13 @@ from funcpipe.core.program import CALLER, spans
 from funcpipe.core.result import NEGLIGIBLE, Result, RunStats, Timeline, percent
 from funcpipe.core.schedule import Kind, Schedule, recounted
 from funcpipe.core.stage import names_of
+from funcpipe.core.table import Table
 from funcpipe.core.tree import Tree, leaves
 from funcpipe.core.words import size_of
 from funcpipe.lower.plan import program_for
 from funcpipe.view import summary
 from funcpipe.view.memory_levels import Levels, count_residuals, spans_by_device
 from funcpipe.view.simulate import simulate, sliced
-from funcpipe.view.table import Table
 
 _SHORT = 100e-6
 """Seconds. Below about this two Python threads cost more than they win."""

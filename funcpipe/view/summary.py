@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
-from funcpipe.core.result import NEGLIGIBLE, Timeline, percent
+from funcpipe.core.result import Timeline, imbalance_of, percent
 from funcpipe.core.schedule import Kind
 from funcpipe.core.shown import count_text as count_text
 from funcpipe.core.shown import plural as plural
@@ -97,7 +97,7 @@ def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
     """The numbers of a caption, in the unit of the axis; those of the span only where it is not the makespan."""
     times = time_text(axis)
     makespan, span = times(timeline.makespan), times(timeline.span)
-    imbalance = imbalance_text(timeline)
+    imbalance = imbalance_of(timeline)
     return (
         f"makespan {makespan}",
         *([f"span {span}"] if span != makespan else []),
@@ -106,14 +106,6 @@ def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
         f"idle {percent(timeline.idle)}",
         *([imbalance] if imbalance else []),
     )
-
-
-def imbalance_text(timeline: Timeline) -> str:
-    """The imbalance as a sentence; "" where it is negligible, or where lanes are not devices."""
-    if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
-        return ""
-    share = percent(timeline.imbalance)
-    return f"imbalance {share}: equal work on all devices would save {share} of the makespan at the same bubble"
 
 
 def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -25,12 +25,10 @@ def test_no_text_has_a_bubble_without_idle(tmp_path, capsys):
     main(["compare", "--stages", "3", "--microbatches", "8", "--cost", str(file)])
     drawing = fp.draw(timeline)
     pictures = [str(drawing), drawing.svg(), str(report), report._repr_html_(), capsys.readouterr().out]
+    said = "equal work on all devices would save"
     for text in (str(timeline), *pictures):
-        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%"):
+        for word in ("bubble", "1.0%", "idle", "42.3%", "imbalance", "41.7%", said):
             assert word in text.replace("\n", " "), (word, text)
-    assert "balancing wins at" in str(timeline)
-    for text in pictures:
-        assert "equal work on all devices would save" in text.replace("\n", " "), text
 
 
 def test_the_bubble_of_a_search_has_idle_beside_it():

@@ -134,7 +134,8 @@ def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> Non
     assert pytest.approx(2 / 194) == unequal.bubble
     assert pytest.approx(1 - 336 / (3 * 194)) == unequal.idle
     assert pytest.approx(1 - 112 / 192) == unequal.imbalance
-    says = "idle 42.3% of all device time; imbalance 41.7%, the most balancing wins at this bubble"
+    says = "idle 42.3% of all device time; imbalance 41.7%: "
+    says += "equal work on all devices would save 41.7% of the makespan at the same bubble"
     assert says in str(unequal)
     assert "imbalance" not in str(replace(unequal, lanes=("load", "decode", "step")))  # no stages to balance
 
@@ -186,8 +187,8 @@ def test_timelines_of_other_costs_differ() -> None:
 def test_a_timeline_prints_one_line_with_its_numbers() -> None:
     """The figures that people compare."""
     expected = (
-        "1F1B: 8 actions on 2 devices; makespan 9 units, span 9 units; "
-        "bubble 33.3% of the makespan, 33.3% of the span; idle 33.3% of all device time; peak 2, 1 residuals"
+        "1F1B: 8 actions on 2 devices; makespan 9 units; "
+        "bubble 33.3% of the makespan; idle 33.3% of all device time; peak 2, 1 residuals"
     )
     assert expected == str(simulate(one_f_one_b(2, 2))) == repr(simulate(one_f_one_b(2, 2)))
 

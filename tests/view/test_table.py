@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from funcpipe.view.table import Table
+from funcpipe.core.table import Table
 
 LANES = Table(
     "Lanes",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from html import escape
 from typing import NamedTuple
-
-from funcpipe.core.notebook import table as html_table
-from funcpipe.core.words import columns
 
 
 class Table(NamedTuple):
@@ -47,17 +45,19 @@ class Table(NamedTuple):
                 time behind the first column again. None: any width.
         """
         lines = [self.heads, *self.rows] if self.heads else [*self.rows]
-        out: list[str] = []
-        for block in self._blocks(width):
-            words = [place for place, column in enumerate(block) if column in self.words]
-            out += columns([[line[column] for column in block] for line in lines], words)
-        return "\n".join(line[:width] for line in out)
-
-    def _blocks(self, width: int | None) -> Iterable[list[int]]:
-        """The columns that are beside each other, from top to bottom."""
-        lines = [self.heads, *self.rows] if self.heads else [*self.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        block = [0]
+        out: list[str] = []
+        for block in self._blocks(widths, width):
+            forms = [f"{'<' if column in self.words else '>'}{widths[column]}" for column in block]
+            for line in lines:
+                cells = map(format, [line[column] for column in block], forms)
+                out.append("  ".join(cells).rstrip()[:width])
+        return "\n".join(out)
+
+    @staticmethod
+    def _blocks(widths: list[int], width: int | None) -> Iterable[list[int]]:
+        """The columns that are beside each other, from top to bottom."""
+        block = [0] if widths else []
         for column in range(1, len(widths)):
             needed = sum(widths[shown] + 2 for shown in block) + widths[column]
             if width is not None and needed > width and len(block) > 1:
@@ -67,5 +67,18 @@ class Table(NamedTuple):
         yield block
 
     def html(self) -> str:
-        """Return the rows as an HTML table, without the title and without columns that are empty."""
-        return html_table(self.heads, self.rows, self.words)
+        """Return the rows as an HTML table, without the title and without columns that are empty.
+
+        >>> print(Table("", ("layer", "bytes", "state"), (("<a>", "12", ""),)).html())
+        <table><thead><tr><th class="word">layer</th><th>bytes</th></tr></thead><tbody><tr><td class="word">&lt;a&gt;</td>\
+<td>12</td></tr></tbody></table>
+        """
+        heads = range(len(self.heads))
+        kept = [column for column in heads if not self.rows or any(row[column] for row in self.rows)]
+
+        def cells(tag: str, row: tuple[str, ...]) -> str:
+            marks = {column: ' class="word"' if column in self.words else "" for column in kept}
+            return f"<tr>{''.join(f'<{tag}{marks[at]}>{escape(row[at])}</{tag}>' for at in kept)}</tr>"
+
+        body = "".join(cells("td", row) for row in self.rows)
+        return f"<table><thead>{cells('th', self.heads)}</thead><tbody>{body}</tbody></table>"
