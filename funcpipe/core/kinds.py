@@ -75,16 +75,25 @@ class Held(Enum):
     DIFFERENCE = "what the backward of the input needs alone"
 
 
+class Scope(Enum):
+    """What one action of a kind is for."""
+
+    MICROBATCH = "microbatch"
+    """A microbatch, or a slice of one."""
+    STAGE = "stage"
+    """A stage, once a batch: the action has no number. It comes after everything that adds to the stage's gradients."""
+    RUN = "run"
+    """A run of actions of a stage: those from here to the next action of this kind. The action's number counts the runs
+    of the stage, and what the stage computes in the run waits for the action."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KindRow:
     """What is true of a kind of action.
 
     Attributes:
         word: what it does, in pictures.
-        once: does it stand once a batch, at most, so that it has no microbatch; it comes after everything that adds to
-            the gradients of its stage.
-        counted: does its number count the times that it stands for its stage, in place of a microbatch; what its stage
-            computes from there on waits for it.
+        scope: what one action is for.
         after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
         before_backward: does it stand before the backward (B or I) of its stage and microbatch.
         pair: the kind with which it comes in pairs.
@@ -103,8 +112,7 @@ class KindRow:
     """
 
     word: str
-    once: bool = False
-    counted: bool = False
+    scope: Scope = Scope.MICROBATCH
     after: Kind | None = Kind.F
     before_backward: bool = False
     pair: Kind | None = None
@@ -202,7 +210,7 @@ KINDS: Mapping[Kind, KindRow] = {
     ),
     Kind.G: KindRow(
         word="reduce",
-        once=True,
+        scope=Scope.STAGE,
         after=None,
         times=(("reduce",),),
         units=0,
@@ -212,7 +220,7 @@ KINDS: Mapping[Kind, KindRow] = {
     ),
     Kind.U: KindRow(
         word="unshard",
-        counted=True,
+        scope=Scope.RUN,
         after=None,
         times=(("gather",),),
         units=0,
@@ -222,7 +230,7 @@ KINDS: Mapping[Kind, KindRow] = {
     ),
     Kind.S: KindRow(
         word="step",
-        once=True,
+        scope=Scope.STAGE,
         after=None,
         times=(("step",),),
         colour=(152, 229, 117),
@@ -231,10 +239,10 @@ KINDS: Mapping[Kind, KindRow] = {
 }
 """A row for each kind."""
 
-ONCE = tuple(kind for kind, row in KINDS.items() if row.once)
+ONCE = tuple(kind for kind, row in KINDS.items() if row.scope is Scope.STAGE)
 """The kinds that stand once a batch, without a microbatch."""
 
-COUNTED = tuple(kind for kind, row in KINDS.items() if row.counted)
+COUNTED = tuple(kind for kind, row in KINDS.items() if row.scope is Scope.RUN)
 """The kinds whose number counts the times that they stand for their stage."""
 
 SPELLING = (
@@ -249,11 +257,19 @@ LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVI
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
 """The kinds that run on a device's links (to its host, to other replicas), while the device works."""
 
-COMPUTES = tuple(kind for kind, row in KINDS.items() if row.resource is Resource.DEVICE and not row.once)
+COMPUTES = tuple(
+    kind for kind, row in KINDS.items() if row.resource is Resource.DEVICE and row.scope is Scope.MICROBATCH
+)
 """The kinds in which a stage computes with its parameters."""
 
 WHOLE = (*ONCE, *COUNTED)
 """The kinds that are for all microbatches, so that they have no slice of one."""
+
+BY_SIZE = tuple(kind for kind, row in KINDS.items() if row.resource in (Resource.TO_HOST, Resource.FROM_HOST))
+"""The kinds that move memory: for a slice they take its share of the microbatch's memory, not of the time."""
+
+WITHOUT_BACKWARD = tuple(kind for kind, row in KINDS.items() if row.flow is Flow.FORWARD or row.scope is Scope.RUN)
+"""The kinds of a batch that computes no gradients."""
 
 ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)
 """The kinds that add to the gradients of the weights."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from funcpipe.core.errors import ScheduleError, raise_all
-from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, SPELLING, WHOLE, Flow, flowing
+from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, SPELLING, WHOLE, WITHOUT_BACKWARD, Flow, flowing
 from funcpipe.core.kinds import Kind as Kind
 from funcpipe.core.notebook import picture, shown
 from funcpipe.core.remembered import declared_fields
@@ -221,7 +221,7 @@ class Schedule:
     def has_backward(self) -> bool:
         """Does any action compute gradients."""
         kinds = {action[0] for order in self.orders for action in order}
-        return not kinds <= {Kind.F, *COUNTED}
+        return not kinds.issubset(WITHOUT_BACKWARD)
 
     @cached_property
     def steps(self) -> bool:

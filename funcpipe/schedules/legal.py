@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funcpipe.core.errors import ScheduleError, bullets, raise_all
-from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, WHOLE, Flow, Kind, flowing
+from funcpipe.core.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, WHOLE, WITHOUT_BACKWARD, Flow, Kind, flowing
 from funcpipe.core.remembered import Remembered
 from funcpipe.core.schedule import Action, Schedule, action_of, select
 from funcpipe.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
@@ -295,7 +295,7 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
         return str(action_of(kind, *divmod(at, microbatches), slices))
 
     faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
-    if any(any(row) for kind, row in done.items() if kind not in (Kind.F, *COUNTED)):
+    if any(any(row) for kind, row in done.items() if kind not in WITHOUT_BACKWARD):
         for at, (whole, half) in enumerate(zip(done[Kind.B], done[Kind.I], strict=True)):
             if not whole and not half:
                 faults.append(f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})")

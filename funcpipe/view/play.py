@@ -1,278 +1,251 @@
-"""Lane programs by the clock: every lane does its instructions as early as it can, under given costs."""
+"""Lane programs by the clock: one loop over the instructions in plan order, under given costs."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 from funcpipe.core.cost import Cost, per_stage
 from funcpipe.core.errors import FuncpipeError
-from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
+from funcpipe.core.kinds import BY_SIZE, KINDS, MOVES, WITHOUT_BACKWARD, Kind, Resource, Scope
 from funcpipe.core.lowered import Lowered
-from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
+from funcpipe.core.program import CALLER, Free, Instruction, LaneProgram, Receive, Role, Run, Send
 from funcpipe.core.result import Span
 from funcpipe.core.schedule import Action
 from funcpipe.schedules.memory import residual_table
 
 
-class Since(NamedTuple):
-    """From when on something is, and the action whose end (and way) that is; None: nobody's."""
+class Moment(NamedTuple):
+    """A time, and the action at whose end it begins; None: no action's."""
 
     time: float
     cause: Action | None
 
 
-BEGIN = Since(0.0, None)
+BEGIN = Moment(0.0, None)
 _ALL = 1.0, 1.0
-_time = attrgetter("time")
+"""The shares of time and memory of an action that is not about a slice."""
+
+
+def _latest(moments: Sequence[Moment]) -> Moment:
+    """The last moment, of equal ones the first in the sequence."""
+    return max(moments, key=lambda moment: moment.time)
 
 
 @dataclass
-class LaneState:
-    """How far a lane is.
+class LaneClock:
+    """The clock of one lane.
 
     Attributes:
-        program: what it does.
-        at: its next instruction.
-        begun: how many of its actions have begun, of two that overlap one after the other.
-        now: until when it is busy.
-        values: by slot, the number of what lies there.
-        ready: by slot, from when on that can be read.
-        links: until when each of `LINKS` is busy: to the host, from it, to other replicas.
-        whole: by stage, from when on its parameters are gathered.
-        spans: of its actions, in order.
-        changes: of the memory that it holds: (when, its place among those of one time, by how much).
+        program: what the lane does.
+        now: until when it computes or sends.
+        links: until when each of its links is busy.
+        ready: by slot, when the value there can be read, if that may be later than ``now``.
+        gathered: by stage, when its parameters are gathered.
+        begun: how many of its actions the loop has passed.
+        spans: the spans of its actions, in order.
+        changes: of its memory, as (time, place among the changes of one time, amount).
     """
 
     program: LaneProgram
-    at: int = 0
+    now: Moment = BEGIN
+    links: dict[Resource, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
+    ready: dict[int, Moment] = field(default_factory=dict[int, Moment])
+    gathered: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
     begun: int = 0
-    now: Since = BEGIN
-    values: dict[int, int] = field(default_factory=dict[int, int])
-    ready: dict[int, Since] = field(default_factory=dict[int, Since])
-    links: list[Since] = field(default_factory=lambda: [BEGIN] * len(LINKS))
-    whole: dict[int, Since] = field(default_factory=dict[int, Since])
     spans: list[Span] = field(default_factory=list[Span])
     changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
 
+_LAST = float("inf")
+"""The place of values that arrive or are made: after all that actions take and free at that time."""
+
+
 class Play:
-    """All lanes of a program under a cost.
+    """A program under a cost.
+
+    Plan order satisfies every wait: what an action reads was sent before, and the slot into which it sends was freed
+    before. So one loop in this order knows each time when an instruction asks for it, and no lane has to be put to
+    sleep.
 
     A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
-    other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free and it has heard of that, the latency later. O, L, G and U occupy a link of the lane (G and U
-    the same); the lane goes on.
+    other, and can be read the latency later. With ``bounded`` a lane that sends waits until the slot at the other end is
+    free and the news of it has come, the latency later. O, L, G and U occupy a link of the lane (G and U the same); the
+    lane goes on.
 
     Args:
-        lowered: a program.
+        program: a program.
         cost: times and memory.
         bounded: are there only as many slots as the program has.
 
     Attributes:
-        causes: for each action the one that let it start when it did; None: it started at 0.
+        lanes: the clock of each lane.
+        causes: for each action the action that let it start when it did; None: it started at 0.
     """
 
-    def __init__(self, lowered: Lowered, cost: Cost, *, bounded: bool) -> None:
-        self.lowered, self.cost, self.bounded = lowered, cost, bounded
-        self.lanes = [LaneState(program) for program in lowered.lanes]
+    def __init__(self, program: Lowered, cost: Cost, *, bounded: bool) -> None:
+        self.program, self.cost, self.bounded = program, cost, bounded
+        self.lanes = [LaneClock(lane) for lane in program.lanes]
         self.causes: dict[Action, Action | None] = {}
-        self.backward = any(call.kind not in (Kind.F, *COUNTED) for call in lowered.calls)
-        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
-        self.shares = cost.slice_shares(lowered.num_slices)
-        """Of the time and of the memory of a microbatch, by slice."""
-        self.residuals = residual_table(cost, lowered.num_stages)
-        self.crossings = _crossings(lowered, cost)
+        self.backward = any(call.kind not in WITHOUT_BACKWARD for call in program.calls)
+        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls}
+        self.shares = cost.slice_shares(program.num_slices)
+        """Of each slice its share of a microbatch's time and memory."""
+        self.residuals = residual_table(cost, program.num_stages)
+        self.crossings = _crossings(program, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
-        self.arrivals: dict[tuple[int, int], deque[Since]] = defaultdict(deque)
-        """When what was sent into a slot can be read."""
-        self.free = {end: BEGIN for lane in self.lanes for end in lane.program.outgoing}
-        """From when on a slot is free, of those that are."""
-        self.waits: dict[Hashable, int] = {}
-        """Which lane waits for what."""
+        """Until when the link from one lane to another is busy."""
+        self.free = {end: BEGIN for lane in program.lanes for end in lane.outgoing}
+        """The (lane, slot) that are free, and when their sender knows it."""
 
     def run(self) -> None:
-        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for.
+        """Do all instructions. Linear.
 
         Raises:
-            FuncpipeError: they wait for each other; `make_plan` makes no such program.
+            FuncpipeError: an instruction waits for what does not come before it; `make_plan` makes no such program.
         """
-        awake = list(range(len(self.lanes)))[::-1]
-        while awake:
-            number = awake.pop()
-            lane = self.lanes[number]
-            instructions = lane.program.instructions
-            while lane.at < len(instructions):
-                awaited = self._step(number, lane, awake)
-                if awaited is not None:
-                    self.waits[awaited] = number
-                    break
-                lane.at += 1
-        waiting = [number for number, lane in enumerate(self.lanes) if lane.at < len(lane.program.instructions)]
-        if waiting:
-            raise FuncpipeError(f"this program cannot come to its end: lanes {waiting} wait for each other")
+        for number, instruction, values in self.program.walk():
+            self.step(self.lanes[number], instruction, values)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of all actions, by start and device."""
+        spans = (span for lane in self.lanes for span in lane.spans)
+        return tuple(sorted(spans, key=lambda span: (span.start, span.device)))
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
         """The chain of actions, each starting when the one before lets it, that ends with the last action."""
-        spans = sorted((span for lane in self.lanes for span in lane.spans), key=lambda span: (span.start, span.device))
-        action = max(spans, key=lambda span: span.end).action if spans else None
+        last = max(self.spans, key=lambda span: span.end, default=None)
+        action = None if last is None else last.action
         path: list[Action] = []
         while action is not None:
             path.append(action)
             action = self.causes[action]
         return tuple(reversed(path))
 
-    def _step(self, number: int, lane: LaneState, awake: list[int]) -> Hashable:
-        """Do the next instruction of a lane, or return what it has to wait for. Lanes that waited for it are awake."""
-        instruction = lane.program.instructions[lane.at]
+    def step(self, lane: LaneClock, instruction: Instruction, values: Mapping[int, int]) -> None:
+        """Do one instruction of a lane, with the numbers of the values in its slots."""
         if type(instruction) is Run:
-            self._run(number, lane, instruction)
+            self._run(lane, instruction, values)
         elif type(instruction) is Receive:
-            value, source, slot = instruction
-            lane.values[slot] = value
-            if source != CALLER:
-                if not self.arrivals[number, slot]:
-                    return "arrival", number, slot
-                lane.ready[slot] = self.arrivals[number, slot].popleft()
+            if instruction.source != CALLER and instruction.slot not in lane.ready:
+                raise _endless(lane, f"{self.program.value(instruction.value)}, which is not sent before")
         elif type(instruction) is Send:
-            _, to, into = instruction
-            if self.bounded:
-                if (to, into) not in self.free:
-                    return "free", to, into
-                lane.now = max(lane.now, self.free.pop((to, into)), key=_time)
-            self._send(number, lane, instruction)
-            self._wake(("arrival", to, into), awake)
+            self._send(lane, instruction, values[instruction.slot])
         elif type(instruction) is Free:
-            for slot in instruction.slots:
-                self._leave(number, lane, slot)
-                if lane.program.sources[slot] not in (None, CALLER):
-                    _, latency = self._crossing(lane.values[slot], number)
-                    self.free[number, slot] = Since(lane.now.time + latency, lane.now.cause)  # that news travels too
-                    self._wake(("free", number, slot), awake)
-        return None
+            self._free(lane, instruction, values)
 
-    def _wake(self, event: Hashable, awake: list[int]) -> None:
-        waiter = self.waits.pop(event, None)
-        if waiter is not None:
-            awake.append(waiter)
-
-    def _run(self, number: int, lane: LaneState, run: Run) -> None:
-        """One action. With the first of two that overlap both begin; all that the second reads has come by then."""
-        at = lane.begun
+    def _run(self, lane: LaneClock, run: Run, values: Mapping[int, int]) -> None:
+        """An action. The second of a pair has begun with the first."""
+        at, program = lane.begun, lane.program
         lane.begun = at + 1
-        if at in lane.program.pairs:
-            self._begin(number, lane, run, lane.program.runs[at + 1])
-        elif at == len(lane.spans):
-            self._begin(number, lane, run)
-        end = lane.spans[at].end
-        for wire, slot in zip(lane.program.calls[run.call].writes, run.writes, strict=True):
-            lane.values[slot] = wire * self.lowered.num_pieces + run.microbatch
-            size, _ = self._crossing(lane.values[slot], number)
+        if at == len(lane.spans):
+            self._begin(lane, program.runs[at : at + 1 + (at in program.pairs)])
+        for slot in run.writes:
+            size, _ = self._crossing(values[slot], program.lane)
             if size:
-                lane.changes.append((end, float("inf"), size))
+                lane.changes.append((lane.spans[at].end, _LAST, size))
 
-    def _begin(self, number: int, lane: LaneState, run: Run, beside: Run | None = None) -> None:
-        """When an action, with another one beside it or alone, starts and ends, and what it takes and frees."""
-        action, since = lane.program.action(run), lane.now
-        kind, stage, _, piece = action
-        time, part = self.shares[piece or 0] if kind not in WHOLE else _ALL
-        for slot in run.reads if beside is None else run.reads + beside.reads:
-            ready = lane.ready.pop(slot, since)
-            if ready[0] > since[0]:
-                since = ready
+    def _begin(self, lane: LaneClock, runs: Sequence[Run]) -> None:
+        """Start and end an action, or the two of a pair together."""
+        actions = [lane.program.action(run) for run in runs]
+        shares = [_ALL if action.slice is None else self.shares[action.slice] for action in actions]
+        kind, stage = actions[0].kind, actions[0].stage
+        needs = [lane.now, *(lane.ready.pop(slot, lane.now) for run in runs for slot in run.reads)]
         if kind in MOVES:
-            way = LINKS.index(KINDS[kind].resource)
-            since = max(since, lane.links[way], key=_time)
-            end = since.time + self.durations[kind, stage] * (part if kind in (Kind.O, Kind.L) else time)
-            lane.links[way] = Since(end, action)
-            if run.writes:
-                lane.ready[run.writes[0]] = lane.links[way]
-            if kind in WHOLE:
-                lane.whole[stage] = lane.links[way]
-        elif beside is None:
-            since = max(since, lane.whole.get(stage, BEGIN), key=_time)
-            end = since.time + self.durations[kind, stage] * time
-            lane.now = Since(end, action)
+            row, (time, size) = KINDS[kind], shares[0]
+            since = _latest([*needs, lane.links[row.resource]])
+            share = size if kind in BY_SIZE else time
+            done = Moment(since.time + self.durations[kind, stage] * share, actions[0])
+            lane.links[row.resource] = done
+            lane.ready |= dict.fromkeys(runs[0].writes, done)
+            if row.scope is Scope.RUN:
+                lane.gathered[stage] = done
         else:
-            other = lane.program.action(beside)
-            since = max(since, *(lane.whole.get(one.stage, BEGIN) for one in (action, other)), key=_time)
-            halves = (kind, stage, time), (other.kind, other.stage, self.shares[other.slice or 0][0])
-            end = since.time + self.cost.both(*halves)
-            lane.now = Since(end, other)
-        self._hold(number, lane, run, action, part, since, end, both=beside is not None)
-        if beside is not None:
-            other = lane.program.action(beside)
-            self._hold(number, lane, beside, other, self.shares[other.slice or 0][1], since, end)
+            since = _latest([*needs, *(lane.gathered[action.stage] for action in actions)])
+            if len(actions) == 1:
+                duration = self.durations[kind, stage] * shares[0][0]
+            else:
+                one, other = ((*action[:2], time) for action, (time, _) in zip(actions, shares, strict=True))
+                duration = self.cost.both(one, other)
+            done = lane.now = Moment(since.time + duration, actions[-1])
+        for place, (run, action, (_, share)) in enumerate(zip(runs, actions, shares, strict=True)):
+            self.causes[action] = since.cause
+            ends = len(runs) - 1 - place
+            self._hold(lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends)
 
-    def _hold(
-        self,
-        number: int,
-        lane: LaneState,
-        run: Run,
-        action: Action,
-        part: float,
-        since: Since,
-        end: float,
-        *,
-        both: bool = False,
-    ) -> None:
-        """The span of an action, and what it takes and frees, of which it has a part: that of its slice.
+    def _hold(self, lane: LaneClock, span: Span, run: Run, share: float, later: int) -> None:
+        """Note the span of an action, and the residuals that it takes and frees.
 
-        The first of ``both`` frees with the second.
+        Args:
+            share: which part of a microbatch's memory it is about.
+            later: how many actions later it frees: the first of a pair with the second.
         """
-        kind, stage = action.kind, action.stage
-        self.causes[action] = since.cause
-        place = 2.0 * len(lane.spans)
-        lane.spans.append(Span(number, since.time, end, action))
+        at, (kind, stage, _, _) = len(lane.spans), span.action
+        lane.spans.append(span)
         takes, frees = self.residuals[kind]
-        taken = takes[stage] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
+        taken = takes[stage] * share if self.backward and lane.program.calls[run.call].keeps else 0.0
         if taken or not self.backward:
-            lane.changes.append((since.time, place, taken if self.backward else 0.0))
+            lane.changes.append((span.start, 2.0 * at, taken))
         if self.backward and frees[stage]:
-            lane.changes.append((end, place + 1 + 2 * both, -frees[stage] * part))
+            lane.changes.append((span.end, 2.0 * (at + later) + 1, -frees[stage] * share))
 
-    def _crossing(self, value: int, lane: int) -> tuple[float, float]:
-        """The size of a value that a lane gets of others, and its latency."""
-        wire, piece = divmod(value, self.lowered.num_pieces)
-        size, latency = self.crossings[wire, lane]
-        return (size * self.shares[piece % len(self.shares)][1] if size else size), latency
-
-    def _send(self, number: int, lane: LaneState, send: Send) -> None:
-        slot, to, into = send
-        size, latency = self._crossing(lane.values[slot], to)
+    def _send(self, lane: LaneClock, send: Send, value: int) -> None:
+        end = send.to, send.into
+        if end not in self.free:
+            raise _endless(lane, f"slot {send.into} of lane {send.to}, which is not freed before")
+        free = self.free.pop(end)
+        if self.bounded:
+            lane.now = _latest([lane.now, free])
+        size, latency = self._crossing(value, send.to)
         crossed = lane.now.time
         if size and self.cost.bandwidth:
-            crossed = self.links[number, to] = max(crossed, self.links[number, to]) + size / self.cost.bandwidth
-        self.arrivals[to, into].append(Since(crossed + latency, lane.now.cause))
+            way = lane.program.lane, send.to
+            crossed = self.links[way] = max(crossed, self.links[way]) + size / self.cost.bandwidth
+        receiver = self.lanes[send.to]
+        receiver.ready[send.into] = Moment(crossed + latency, lane.now.cause)
         if size:
-            self.lanes[to].changes.append((crossed, float("inf"), size))
+            receiver.changes.append((crossed, _LAST, size))
 
-    def _leave(self, number: int, lane: LaneState, slot: int) -> None:
-        """What one stage handed to another goes: into the residual, or when the action that read it ends."""
-        size, _ = self._crossing(lane.values[slot], number)
-        if size:
-            # Of two that overlap, and free together, the one that read it.
-            at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in lane.program.runs[at].reads)
-            _, start, end, _ = lane.spans[at]
-            kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in lane.program.runs[at].writes)
-            lane.changes.append((start, 2.0 * at, -size) if kept else (end, 2.0 * at + 1, -size))
+    def _free(self, lane: LaneClock, free: Free, values: Mapping[int, int]) -> None:
+        """Empty slots. A value between stages goes into the residual, or when the action that read it ends."""
+        program = lane.program
+        for slot in free.slots:
+            size, latency = self._crossing(values[slot], program.lane)
+            if program.sources[slot] not in (None, CALLER):
+                self.free[program.lane, slot] = Moment(lane.now.time + latency, lane.now.cause)
+            if size:
+                # The two of a pair free together; one of them has read the value.
+                at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads)
+                kept = any(program.slots[written].role is Role.RESIDUAL for written in program.runs[at].writes)
+                time, place = (lane.spans[at].start, 2.0 * at) if kept else (lane.spans[at].end, 2.0 * at + 1)
+                lane.changes.append((time, place, -size))
+
+    def _crossing(self, value: int, lane: int) -> tuple[float, float]:
+        """The size of a value that a lane gets from another stage, and its latency."""
+        wire, piece = divmod(value, self.program.num_pieces)
+        size, latency = self.crossings[wire, lane]
+        return size * self.shares[piece % len(self.shares)][1], latency
+
+
+def _endless(lane: LaneClock, what: str) -> FuncpipeError:
+    return FuncpipeError(f"this program cannot come to its end: lane {lane.program.lane} waits for {what}")
 
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
 """What one stage hands to another."""
 
 
-def _crossings(lowered: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
+def _crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
     """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
-    skips, outputs = _skip_sizes(lowered, cost), per_stage(cost.output, lowered.num_stages)
+    skips, outputs = _skip_sizes(program, cost), per_stage(cost.output, program.num_stages)
     out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for call in lowered.calls:
+    for call in program.calls:
         for wire, _ in call.reads:
-            role, stage, name, peer = lowered.wires[wire]
+            role, stage, name, peer = program.wires[wire]
             if role not in _HANDED:
                 continue
             source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
@@ -283,16 +256,16 @@ def _crossings(lowered: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[f
     return out
 
 
-def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
+def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
     """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names, in order.
 
     Where there are not as many as the program has between these stages, each has its share of all.
     """
     names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for call in lowered.calls:
+    for call in program.calls:
         for wire, _ in call.reads if call.kind is Kind.F else ():
-            role, stash, name, _ = lowered.wires[wire]
+            role, stash, name, _ = program.wires[wire]
             if role is Role.SKIP:
                 names[stash, call.stage][name] = None
     for stash, pop, size in cost.skips:

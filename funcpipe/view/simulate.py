@@ -62,11 +62,9 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     program = plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
     play = Play(program, cost, bounded=isinstance(plan_or_schedule, Plan))
     play.run()
-    spans = [span for lane in play.lanes for span in lane.spans]
-    spans.sort(key=lambda span: (span.start, span.device))
     memory = tuple(running_sum(lane.changes) for lane in play.lanes)
     return Timeline(
-        tuple(spans),
+        play.spans,
         schedule.num_devices,
         tuple(max((level for _, level in steps), default=0.0) for steps in memory),
         comm=cost.comm,

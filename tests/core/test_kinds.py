@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, flowing
+from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, Scope, flowing
 from funcpipe.core.schedule import Action
 from funcpipe.core.stage import Stage
 from funcpipe.lower.effects import EffectContext, effects
@@ -32,21 +32,21 @@ def test_a_row_fits_the_others(kind):
         assert before not in seen
         seen.append(before)
         before = KINDS[before].after
-    assert seen[-1] is Kind.F or row.once or row.counted
+    assert seen[-1] is Kind.F or row.scope is not Scope.MICROBATCH
     assert all(hasattr(fp.Cost(), name) for names in row.times for name in names)
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_every_place_knows_every_kind(kind):
     """Letters, costs, memory and effects: no kind falls through."""
-    action = Action(kind, 12, 0 if KINDS[kind].once else 3)
+    action = Action(kind, 12, 0 if KINDS[kind].scope is Scope.STAGE else 3)
     assert Action.parse(str(action)) == action
     assert isinstance(fp.Cost(forward=2.0).of(kind, 0), float)
     assert kind in residual_table(fp.Cost(), 1)
     stages = (Stage(lambda p, x: x), Stage(lambda p, x: x))
     reads, writes = effects(kind, 0, True, EffectContext(stages, {}, loss=True, outputs=False))
     # U works on the parameters, which are the stage's own.
-    assert bool(reads or writes) != KINDS[kind].counted
+    assert bool(reads or writes) != (KINDS[kind].scope is Scope.RUN)
 
 
 def test_a_schedule_with_every_kind_runs_as_the_loop_does():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core.program import Free, Receive, Send
+from funcpipe.core.program import Free, Send
 from funcpipe.view.findings import findings
 from funcpipe.view.memory_levels import spans_by_device
 from funcpipe.view.play import Play
@@ -234,13 +235,15 @@ def test_lanes_of_many_stages_are_written_in_linear_time():
 
 def test_a_program_that_cannot_end_is_not_simulated_in_part():
     plan = fp.make_plan([SCALE] * 2, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
-    play = Play(plan.program, fp.Cost(), bounded=True)
-    lane = play.lanes[0].program
-    kept = tuple(one for one in lane.instructions if not isinstance(one, Send))
-    play.lanes[0].program = replace(lane, instructions=kept)
-    assert {Receive, Free} <= {type(one) for one in kept}
-    with pytest.raises(fp.FuncpipeError, match=r"cannot come to its end: lanes \[.*1\] wait"):
-        play.run()
+    first, second = plan.program.lanes
+    for lost, waits in ((Send, r"act\[0,0\], which is not sent"), (Free, r"slot \d of lane 0, which is not freed")):
+        spoilt = replace(plan.program)
+        kept = [tuple(one for one in part if not isinstance(one, lost)) for part in first.parts]
+        ends = tuple(accumulate(map(len, kept)))
+        changed = replace(first, instructions=tuple(chain.from_iterable(kept)), ends=ends)
+        vars(spoilt)["lanes"] = (changed, second)
+        with pytest.raises(fp.FuncpipeError, match=f"cannot come to its end: lane 1 waits for {waits}"):
+            Play(spoilt, fp.Cost(), bounded=True).run()
 
 
 def test_the_second_of_a_pair_may_begin_first():

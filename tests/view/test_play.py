@@ -140,14 +140,12 @@ class Events(Play):
         self.latest = [0.0] * len(self.lanes)
         super().run()
 
-    def _step(self, number, lane, awake):
-        wanted = super()._step(number, lane, awake)
-        if wanted is None:
-            instruction = lane.program.instructions[lane.at]
-            came = lane.ready.get(instruction.slot) if type(instruction) is Receive else None
-            self.latest[number] = max(self.latest[number], lane.now.time, came.time if came else 0.0)
-            self.events.append((self.latest[number], len(self.events), number))
-        return wanted
+    def step(self, lane, instruction, values):
+        super().step(lane, instruction, values)
+        number = lane.program.lane
+        came = lane.ready.get(instruction.slot) if type(instruction) is Receive else None
+        self.latest[number] = max(self.latest[number], lane.now.time, came.time if came else 0.0)
+        self.events.append((self.latest[number], len(self.events), number))
 
     def order(self):
         """The lane of each instruction, by when it was done."""
