@@ -35,7 +35,7 @@ def _latest(moments: Sequence[Moment]) -> Moment:
 
 
 @dataclass
-class LaneClock:
+class LaneTimes:
     """The clock of one lane.
 
     Attributes:
@@ -87,7 +87,7 @@ class Play:
 
     def __init__(self, program: Lowered, cost: Cost, *, bounded: bool) -> None:
         self.program, self.cost, self.bounded = program, cost, bounded
-        self.lanes = [LaneClock(lane) for lane in program.lanes]
+        self.lanes = [LaneTimes(lane) for lane in program.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind not in WITHOUT_BACKWARD for call in program.calls)
         self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls}
@@ -126,7 +126,7 @@ class Play:
             action = self.causes[action]
         return tuple(reversed(path))
 
-    def step(self, lane: LaneClock, instruction: Instruction, values: Mapping[int, int]) -> None:
+    def step(self, lane: LaneTimes, instruction: Instruction, values: Mapping[int, int]) -> None:
         """Do one instruction of a lane, with the numbers of the values in its slots."""
         if type(instruction) is Run:
             self._run(lane, instruction, values)
@@ -138,7 +138,7 @@ class Play:
         elif type(instruction) is Free:
             self._free(lane, instruction, values)
 
-    def _run(self, lane: LaneClock, run: Run, values: Mapping[int, int]) -> None:
+    def _run(self, lane: LaneTimes, run: Run, values: Mapping[int, int]) -> None:
         """An action. The second of a pair has begun with the first."""
         at, program = lane.begun, lane.program
         lane.begun = at + 1
@@ -149,7 +149,7 @@ class Play:
             if size:
                 lane.changes.append((lane.spans[at].end, _LAST, size))
 
-    def _begin(self, lane: LaneClock, runs: Sequence[Run]) -> None:
+    def _begin(self, lane: LaneTimes, runs: Sequence[Run]) -> None:
         """Start and end an action, or the two of a pair together."""
         actions = [lane.program.action(run) for run in runs]
         shares = [_ALL if action.slice is None else self.shares[action.slice] for action in actions]
@@ -177,7 +177,7 @@ class Play:
             ends = len(runs) - 1 - place
             self._hold(lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends)
 
-    def _hold(self, lane: LaneClock, span: Span, run: Run, share: float, later: int) -> None:
+    def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
         """Note the span of an action, and the residuals that it takes and frees.
 
         Args:
@@ -193,7 +193,7 @@ class Play:
         if self.backward and frees[stage]:
             lane.changes.append((span.end, 2.0 * (at + later) + 1, -frees[stage] * share))
 
-    def _send(self, lane: LaneClock, send: Send, value: int) -> None:
+    def _send(self, lane: LaneTimes, send: Send, value: int) -> None:
         end = send.to, send.into
         if end not in self.free:
             raise _endless(lane, f"slot {send.into} of lane {send.to}, which is not freed before")
@@ -210,7 +210,7 @@ class Play:
         if size:
             receiver.changes.append((crossed, _LAST, size))
 
-    def _free(self, lane: LaneClock, free: Free, values: Mapping[int, int]) -> None:
+    def _free(self, lane: LaneTimes, free: Free, values: Mapping[int, int]) -> None:
         """Empty slots. A value between stages goes into the residual, or when the action that read it ends."""
         program = lane.program
         for slot in free.slots:
@@ -231,7 +231,7 @@ class Play:
         return size * self.shares[piece % len(self.shares)][1], latency
 
 
-def _endless(lane: LaneClock, what: str) -> FuncpipeError:
+def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
     return FuncpipeError(f"this program cannot come to its end: lane {lane.program.lane} waits for {what}")
 
 
