@@ -237,6 +237,8 @@ class Team(Reader):
         """The run is over: all processes have all values."""
         with self._gate:
             self._ended = self.run
+            for arrivals in self._arrivals.values():
+                arrivals.remotes.clear()  # they refer to each other, and would keep values until the collector comes
             self._arrivals.clear()
             self._early = {key: jobs for key, jobs in self._early.items() if key[0] > self.run}
 

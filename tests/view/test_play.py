@@ -101,7 +101,8 @@ def test_residuals_are_those_of_the_order(data):
     schedule = data.draw(schedules())
     cost = replace(data.draw(costs(schedule.num_stages)), output=0.0, skips=())
     peaks = [residual_peak(order, schedule, cost) for order in schedule.orders]
-    assert list(fp.simulate(schedule, cost).peak) == peaks
+    # The two of a pair free at one moment, and the order adds what they free in another order than the clock.
+    assert list(fp.simulate(schedule, cost).peak) == pytest.approx(peaks, rel=1e-12, abs=1e-12)
 
 
 @settings(max_examples=200)
