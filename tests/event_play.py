@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from funcpipe.core.cost import Cost, per_stage
+from funcpipe.core.cost import Cost
 from funcpipe.core.errors import FuncpipeError
 from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
 from funcpipe.core.lowered import Lowered
@@ -16,6 +16,7 @@ from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run,
 from funcpipe.core.result import Span
 from funcpipe.core.schedule import Action
 from funcpipe.schedules.memory import residual_table
+from funcpipe.view.play import crossings
 
 
 class Since(NamedTuple):
@@ -85,7 +86,7 @@ class EventPlay:
         self.shares = cost.slice_shares(lowered.num_slices)
         """Of the time and of the memory of a microbatch, by slice."""
         self.residuals = residual_table(cost, lowered.num_stages)
-        self.crossings = _crossings(lowered, cost)
+        self.crossings = crossings(lowered, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.arrivals: dict[tuple[int, int], deque[Since]] = defaultdict(deque)
         """When what was sent into a slot can be read."""
@@ -260,46 +261,3 @@ class EventPlay:
             _, start, end, _ = lane.spans[at]
             kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in lane.program.runs[at].writes)
             lane.changes.append((start, 2.0 * at, -size) if kept else (end, 2.0 * at + 1, -size))
-
-
-_HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
-"""What one stage hands to another."""
-
-
-def _crossings(lowered: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
-    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
-    skips, outputs = _skip_sizes(lowered, cost), per_stage(cost.output, lowered.num_stages)
-    out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for call in lowered.calls:
-        for wire, _ in call.reads:
-            role, stage, name, peer = lowered.wires[wire]
-            if role not in _HANDED:
-                continue
-            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
-            stash, pop = sorted((source, call.stage))
-            size = outputs[stage] if role in (Role.ACT, Role.GRAD) else skips.get((stash, pop, name), 0.0)
-            most, slowest = out[wire, call.lane]
-            out[wire, call.lane] = max(most, size), max(slowest, cost.latency(source, call.stage))
-    return out
-
-
-def _skip_sizes(lowered: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
-    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names, in order.
-
-    Where there are not as many as the program has between these stages, each has its share of all.
-    """
-    names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
-    sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for call in lowered.calls:
-        for wire, _ in call.reads if call.kind is Kind.F else ():
-            role, stash, name, _ = lowered.wires[wire]
-            if role is Role.SKIP:
-                names[stash, call.stage][name] = None
-    for stash, pop, size in cost.skips:
-        sizes[stash, pop].append(size)
-    out: dict[tuple[int, int, str], float] = {}
-    for pair, between in names.items():
-        of_cost = sizes[pair]
-        each = of_cost if len(of_cost) == len(between) else [sum(of_cost) / len(between)] * len(between)
-        out |= {(*pair, name): size for name, size in zip(between, each, strict=True)}
-    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -54,12 +55,15 @@ class DeviceWays:
     """The streams of one process for what goes between its devices and other processes, by edge or stage.
 
     Args:
-        store: in which devices are joined, by a connection of their own: whoever joins them may wait there for long.
+        store: devices are joined through a copy of it, since a join may wait there for long.
+        seconds: the limit of that wait.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, seconds: float) -> None:
         self._streams: dict[Any, DeviceStream] = {}
-        self._store = store
+        self._store, self._seconds = store, seconds
+        self._joins: Any = None
+        """The copy of the store, once a device is joined."""
         self._gate = threading.Lock()
         self._groups: list[Any] = []
         self._is_over = False
@@ -89,8 +93,10 @@ class DeviceWays:
     def _made(self, ends: DeviceEnds) -> DeviceStream:
         group = None
         if ends.joined:
-            store = below(ends.name, self._store.clone())
-            group = ends.backend.joined(store, ends.seat, len(ends.ranks), ends.device)
+            if self._joins is None:
+                self._joins = self._store.clone()
+                self._joins.set_timeout(timedelta(seconds=self._seconds))
+            group = ends.backend.joined(below(ends.name, self._joins), ends.seat, len(ends.ranks), ends.device)
             with self._gate:
                 self._groups.append(group)
             if self._is_over:

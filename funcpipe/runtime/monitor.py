@@ -1,4 +1,4 @@
-"""The thread of a team: it reads where nobody waits, tells that this process gets on, and ends waits that take too long."""
+"""The thread of a team: it reads if no other thread waits, reports progress, and ends waits that take too long."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _IDLE = 0.1
 """The same where there is nothing. Each look takes the interpreter's lock from the lanes, so it must be seldom."""
 
 _LONG = 0.5
-"""Seconds for which it waits at most where it reads everything."""
+"""The longest wait in seconds of a thread that reads everything."""
 
 _LARGE = 1 << 18
-"""Bytes in one read after which more are expected, so that it goes on without a pause."""
+"""After a read of so many bytes the thread reads again without a pause."""
 
 
 class Monitor:
@@ -34,11 +34,11 @@ class Monitor:
 
     Args:
         team: the team.
-        timeout: seconds after which a wait ends, when no process gets on any more.
-        marks: returns a value that changes whenever this process gets on.
+        timeout: seconds without progress of any process, after which a wait ends.
+        marks: returns a value that changes with each progress of this process.
 
     Attributes:
-        beats: changes whenever any process gets on.
+        beats: the count of reports of progress, from all processes.
         worker: the thread.
     """
 
@@ -59,13 +59,13 @@ class Monitor:
         self.worker.give(self._serve)
 
     def limit(self, timeout: float) -> None:
-        """Let waits end so many seconds after the last process got on; all are told more often where that is short."""
+        """Set the timeout in seconds. This process reports its progress 40 times in it, or each second."""
         if timeout != self.timeout:
             self.timeout, self._next_beat = timeout, 0.0
             self._turn.set()
 
     def wake(self) -> None:
-        """Let it look at once."""
+        """Wake the thread."""
         self._turn.set()
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ class Monitor:
 
     @contextmanager
     def patient(self) -> Generator[None]:
-        """Inside, the caller waits for others: after the timeout without progress the team fails. Turns Stop into Alarm."""
+        """Guard a wait of the caller: after the timeout without progress the team fails. Raises Alarm in place of Stop."""
         with self._gate:
             self._since = monotonic()
         try:
@@ -99,7 +99,7 @@ class Monitor:
             self._turn.clear()
 
     def _beat(self, now: float) -> None:
-        """Tell the others now and then that this process gets on; end the caller's wait where nobody does."""
+        """Report progress of this process; end the caller's wait if no process makes progress."""
         team = self._team
         if now >= self._next_beat:
             marks, seen = self._marks(), self._seen

@@ -1,7 +1,7 @@
 """The connection to one other process: a socket that carries frames, each a head and a body, in both directions.
 
-A frame is written at once as far as the system takes it. Whoever reads for the process (`Team.lead`) writes the rest. Nobody
-waits for a process that does not read. What comes is parsed as it arrives, in pieces of any size.
+`send` writes as many bytes as the system accepts, and returns. The thread that reads (`Reading`) writes the other bytes. So no
+lane waits for a process that does not read. The parser takes bytes as they arrive, in pieces of any size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from funcpipe.runtime.mail import Stop
 from funcpipe.runtime.wire_format import TensorLayout, TreeForm, machine_memory, unpack_form
+
+if TYPE_CHECKING:
+    from funcpipe.runtime.team import Team
 
 _MOST = 512
 """The system takes at most 1024 pieces of memory at once."""
@@ -81,7 +84,7 @@ class Head(NamedTuple):
 _HEAD = struct.Struct("<IIIIIIQ")
 
 Pieces: TypeAlias = Generator[memoryview]
-"""Asks for memory to be filled with the bytes that come next."""
+"""Yields the memory that the next bytes of the connection fill."""
 
 
 class KnownForm:
@@ -95,7 +98,7 @@ class KnownForm:
 
 
 class LostError(Exception):
-    """The connection to a process has ended, or what it sent cannot be read. ``rank`` is at fault; -1: unknown."""
+    """The connection to a process has ended, or its bytes cannot be read. ``rank`` is at fault; -1: unknown."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -123,26 +126,6 @@ def memory_view(tensor: Tensor) -> memoryview:
     return _memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
 
-class Reader:
-    """What a process does with the frames of a peer. A `Team` is one."""
-
-    def value(self, rank: int, frame: Head, known: KnownForm) -> Pieces:
-        """Read the tensors of a value, and deliver it."""
-        raise NotImplementedError
-
-    def joined(self, rank: int, frame: Head, known: KnownForm) -> None:
-        """Receive a value straight from another device."""
-
-    def free(self, rank: int, frame: Head) -> None:
-        """Tell a lane that a slot is free again."""
-
-    def data(self, rank: int, channel: int, body: Tensor) -> None:
-        """Deliver bytes to a channel."""
-
-    def word(self, rank: int, kind: int, body: bytes) -> None:
-        """Take a message about the process itself."""
-
-
 class Peer:
     """One connection. Any thread writes; one thread at a time reads.
 
@@ -151,11 +134,11 @@ class Peer:
         is_open: has neither end closed it.
     """
 
-    def __init__(self, connected: socket.socket, rank: int, reader: Reader) -> None:
+    def __init__(self, connected: socket.socket, rank: int, team: Team) -> None:
         with suppress(OSError):  # another family of sockets has no such option
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setblocking(False)
-        self._socket, self.rank, self._reader = connected, rank, reader
+        self._socket, self.rank, self._team = connected, rank, team
         self.is_open = True
         self._gate = threading.Lock()
         self._unwritten: deque[tuple[Any, Any]] = deque()
@@ -176,8 +159,7 @@ class Peer:
     def send(self, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> bool:
         """Send a frame. Tensors are dense and must not change until they are written. Returns whether all was written."""
         with self._gate:
-            if self.is_open:
-                self._add(frame, body, tensors)
+            self._add(frame, body, tensors)
             return self._flush()
 
     def send_value(self, frame: Head, key: Any, form: Callable[[], bytes], tensors: Sequence[Tensor]) -> bool:
@@ -193,7 +175,7 @@ class Peer:
             return self._flush()
 
     def knows(self, key: Any) -> bool:
-        """Has the form with this key been sent."""
+        """Return whether the form with this key was sent."""
         return key in self._numbers
 
     def _add(self, frame: Head, body: bytes, tensors: Sequence[Tensor], *, counted: bool = True) -> None:
@@ -214,18 +196,18 @@ class Peer:
                 count = self._socket.sendmsg([piece for piece, _ in islice(left, _MOST)], (), _NO_SIGNAL)
             except BlockingIOError:
                 return False
-            except OSError:  # whoever reads finds out why: the other process may have said so before
-                left.clear()
+            except OSError:  # the thread that reads finds the reason: the other process may have sent it before
                 break
             while left and count >= len(left[0][0]):
                 count -= len(left.popleft()[0])
             if count:
                 piece, kept = left[0]
                 left[0] = memoryview(piece)[count:], kept
+        left.clear()  # of a connection that has ended
         return True
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
-        """Wait until all is written, or the connection has ended, while it still ``goes_on``. Raises Stop."""
+        """Wait until all bytes are written or the connection has ended. Raises Stop when ``goes_on()`` is False."""
         while not self.flush():
             if not goes_on():
                 raise Stop
@@ -272,8 +254,8 @@ class Peer:
             self._wanted = next(self._parser)
 
     def _parse(self) -> Pieces:
-        """Ask for the memory of one frame after the other, and hand each over."""
-        reader, head = self._reader, bytearray(_HEAD.size)
+        """Parse one frame after the other, and deliver each to the team."""
+        team, head = self._team, bytearray(_HEAD.size)
         while True:
             yield memoryview(head)
             frame = Head(*_HEAD.unpack(head))
@@ -286,25 +268,25 @@ class Peer:
                     self._forms[frame.other] = KnownForm(unpack_form(bytes(memory_view(body))))
                 known = self._forms[frame.other]
                 if frame.kind == FrameKind.VALUE:
-                    yield from reader.value(self.rank, frame, known)
+                    yield from team.value(self.rank, frame, known)
                 else:
-                    reader.joined(self.rank, frame, known)
+                    team.joined(self.rank, frame, known)
             elif frame.kind == FrameKind.FREE:
-                reader.free(self.rank, frame)
+                team.free(self.rank, frame)
             else:
                 body = _room(frame.length)
                 if frame.length:
                     yield memory_view(body)
                 if frame.kind == FrameKind.DATA:
-                    reader.data(self.rank, frame.lane, body)
+                    team.data(self.rank, frame.lane, body)
                 else:
-                    reader.word(self.rank, FrameKind(frame.kind), bytes(memory_view(body)))
+                    team.word(self.rank, FrameKind(frame.kind), bytes(memory_view(body)))
                 del body
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection. Whoever waits at either end is woken; what was written before still arrives."""
+        """End the connection. Threads that wait at either end wake up. Bytes that were written before still arrive."""
         self.is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -327,7 +309,7 @@ _open: WeakSet[Peer] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child does not keep the connections of its parent open: others must notice when the parent is killed."""
+    """Close the copies of a forked child. Otherwise the connections of a killed parent would stay open."""
     for peer in [*_open]:
         peer.close()
 

@@ -102,7 +102,7 @@ class Ranks(Lanes):
         self._is_limit_given = timeout is not None
         self._team: Team | None = None
         self._identities: Identities = {}
-        self._ways = DeviceWays(store)
+        self._ways = DeviceWays(store, self._limit)
         self._replicas: dict[int, Replicas] = {}
         self._summing: dict[int, Worker] = {}
         """By lane, the thread that works with its replicas."""
@@ -300,8 +300,7 @@ class Ranks(Lanes):
         seed: int | None = None,
         scale_grads: bool = True,
     ) -> RankSchedule:
-        """An object with the ``step`` and ``eval`` of torch.distributed.pipelining's schedules, for loops such as
-        torchtitan's.
+        """An object with ``step`` and ``eval`` of torch's pipeline schedules, for loops such as torchtitan's.
 
         Args:
             params: as for `run`, one tree per stage, None for stages of other ranks.
@@ -349,14 +348,16 @@ class Ranks(Lanes):
         return wait
 
     def _replicas_of(self, stage: int) -> Replicas:
-        """The replicas of a stage that is here."""
+        """The replicas of a stage that is here. Raises Stop in a lane whose team is at its end."""
+        if self._team is None:
+            raise Stop
         if stage not in self._replicas:
             lane = self.plan.schedule.device_of[stage]
             if lane not in self._summing:
                 self._summing[lane] = Worker(f"funcpipe replicas {lane}", self._ways.abort, patience=1.0)
                 self._summing[lane].start()
             ways = self._ways.get(stage)
-            self._replicas[stage] = Replicas(self._open(), stage, self._copies, self._summing[lane], ways)
+            self._replicas[stage] = Replicas(self._team, stage, self._copies, self._summing[lane], ways)
         return self._replicas[stage]
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
@@ -407,24 +408,23 @@ class Ranks(Lanes):
             self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
             team.start(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
             answered(partial(meeting.connect, team.add), seconds + 1.0)
-            self._ways = DeviceWays(store)
+            self._ways = DeviceWays(store, self._limit)
         except LostError as error:
             team.lost(error)
             raise peer_error(team, {}) from None
 
     def _hello(self) -> dict[str, Any]:
         """What the others must know of this process."""
-        own = {"same": alike(self.plan, self.rank_of), "machine": machine()}
-        return {**own, "devices": identities_of(self, self.plan)}
+        same, devices = alike(self.plan, self.rank_of), identities_of(self, self.plan)
+        return {"same": same, "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:
         """Is a lane in an action, and what all of them do; for the tables of others."""
-        executions = self._executions
         if self._did is not None:
             return self._did
-        if not executions:
+        if not self._executions:
             return False, self._at
-        states = lane_states(executions)
+        states = lane_states(self._executions)
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
 
     def _marks(self) -> tuple[Any, ...]:

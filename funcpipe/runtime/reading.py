@@ -19,12 +19,12 @@ _LOOK = 0.5
 class Reading:
     """The connections of a process, and the turn to read them.
 
-    A thread that waits for what others send reads it itself: to wake a thread, and be woken by it, takes longer than to read.
-    One of those that wait leads, and reads for all.
+    A thread that waits for a message reads the connections itself: two switches between threads take longer than a read. One
+    of several waiting threads leads: it reads for all.
 
     Args:
         lost: called with a connection that has ended, and why.
-        goes_on: are threads that wait still to wait.
+        goes_on: returns whether waiting threads shall wait longer.
     """
 
     def __init__(self, lost: Callable[[Peer, LostError], None], goes_on: Callable[[], bool]) -> None:
@@ -44,7 +44,7 @@ class Reading:
 
     @property
     def has_unwritten(self) -> bool:
-        """Is there something to write when a connection takes more."""
+        """Return whether bytes wait for a connection that accepts no more now."""
         return bool(self._unwritten)
 
     def add(self, peer: Peer) -> None:
@@ -79,7 +79,7 @@ class Reading:
             self._end_turn()
 
     def write_later(self, peer: Peer) -> None:
-        """Let whoever reads write what a connection does not take now."""
+        """Let the thread that reads write the bytes that a connection does not accept now."""
         self._unwritten.add(peer)
         self.wake()
 
@@ -125,6 +125,6 @@ class Reading:
         peer.shut()
 
     def close(self) -> None:
-        """Give back what this has, when nobody reads any more."""
+        """Close the sockets that wake the reader. No thread may read any more."""
         self._woken.close()
         self._waker.close()

@@ -84,9 +84,9 @@ class Arrivals:
 
 
 class RemoteLane(Mailbox):
-    """The mailbox of a lane of another process, for one lane here and one execution: what is put here is sent there.
+    """The mailbox of a lane of another process, for one local lane and one execution. `put` sends to that lane.
 
-    A value waits here while its slot there is taken. So the lane here may be one value for each slot ahead.
+    A value waits here while its slot in the other process is taken. So the local lane may be one value for each slot ahead.
 
     Args:
         team: the other processes.

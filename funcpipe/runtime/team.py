@@ -3,8 +3,8 @@
 Threads that wait for what others send read it themselves (`Reading`). Where nobody waits the `Monitor` reads, at short
 intervals. It also tells the others that this process gets on, and ends waits that take too long.
 
-A team lasts until the first failure of anyone. Who fails tells all others and closes its connections, and so does everyone who
-is told. The next run makes a new team.
+A team lasts until the first failure. A process that fails sends the failure to all others and closes its connections. A process
+that receives a failure does the same. The next run makes a new team.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from funcpipe.runtime.peer import (
     LostError,
     Peer,
     Pieces,
-    Reader,
     lost_by_device,
     memory_view,
 )
@@ -45,13 +44,13 @@ _FLUSH = 1.0
 """Seconds in which the last words of this process must be written."""
 
 
-class Team(Reader):
+class Team:
     """One process's connections to the others of its plan.
 
     Args:
         rank: which process this is.
         processes: the number of each rank in torch.distributed.
-        timeout: seconds after which a wait ends in an error, when no rank gets on any more.
+        timeout: seconds without progress of any rank, after which a wait ends in an error.
         doing: returns whether a lane is in an action, and what this process does in words.
         marks: returns a value that changes whenever this process gets on.
         has_devices: lanes here are on devices with streams. Then the team's own thread reads everything: a lane there does not
@@ -62,7 +61,6 @@ class Team(Reader):
         names: the name of each rank in errors.
         peers: the connections, by rank.
         failure: the first failure, once there is one.
-        from_peer: another process told it.
         run: the number of the run.
         reading: which thread reads the connections.
         monitor: the team's own thread.
@@ -85,7 +83,7 @@ class Team(Reader):
         self.doing = doing
         self.peers: dict[int, Peer] = {}
         self.failure: Failure | None = None
-        self.from_peer, self.run, self._told = False, 0, False
+        self.run, self._told = 0, False
         self.states: dict[int, tuple[bool, str]] = {}
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
@@ -183,7 +181,7 @@ class Team(Reader):
                 channel.put(peer.rank, None)
 
     def miss(self, rank: int) -> NoReturn:
-        """End the team because a process has left, and this one waits for it. Raises Stop."""
+        """End the team: this process waits for one that has left. Raises Stop."""
         text = f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others wait for it"
         self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
         raise Stop
@@ -220,7 +218,7 @@ class Team(Reader):
         self.safely(partial(job, arrivals), rank)
 
     def begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
-        """Let a lane have what comes for it in a run (run, batch, lane); its thread calls this."""
+        """Deliver the values for a lane, by (run, batch, lane), from now on. The lane's thread calls this."""
         if self.has_devices:  # in the thread that receives from devices, which must do so in the order of the frames
             self.jobs.give(partial(self._begin, key, arrivals))
         else:
@@ -234,11 +232,11 @@ class Team(Reader):
             self.safely(partial(job, arrivals), rank)
 
     def end_run(self) -> None:
-        """The run is over: all processes have all values."""
+        """Forget the lanes of the run: all processes have all values."""
         with self._gate:
             self._ended = self.run
             for arrivals in self._arrivals.values():
-                arrivals.remotes.clear()  # they refer to each other, and would keep values until the collector comes
+                arrivals.remotes.clear()  # a cycle, which would keep values in memory
             self._arrivals.clear()
             self._early = {key: jobs for key, jobs in self._early.items() if key[0] > self.run}
 
@@ -247,7 +245,7 @@ class Team(Reader):
         self.channel(channel).put(rank, body)
 
     def word(self, rank: int, kind: int, body: bytes) -> None:
-        """Take a message about another process."""
+        """Receive a message about another process."""
         what = json.loads(body)
         if kind == FrameKind.BEAT:
             self.monitor.beats += 1
@@ -260,10 +258,10 @@ class Team(Reader):
             failure = Failure(*what)
             if failure.timed and self.failure is None:
                 self.say()
-            self.fail(failure, from_peer=True)
+            self.fail(failure)
 
     def safely(self, job: Callable[[], Any], rank: int = -1) -> None:
-        """Do a job of the connections, with a process; an error is a failure of this one, or of the connection."""
+        """Run a job that serves the connection to a rank. An error in it ends the team."""
         try:
             job()
         except LostError as error:
@@ -342,12 +340,12 @@ class Team(Reader):
             with self._gate:
                 self._alarms.remove(alarm)
 
-    def fail(self, failure: Failure, *, from_peer: bool = False) -> None:
+    def fail(self, failure: Failure) -> None:
         """End the team by a failure; the first counts."""
         with self._gate:
             if self.failure is not None:
                 return
-            self.failure, self.from_peer = failure, from_peer
+            self.failure = failure
             stops = [channel.box.stop for channel in self._channels.values()]
             alarms = [*self._alarms, *stops]
         for alarm in alarms:
@@ -359,7 +357,7 @@ class Team(Reader):
         self.fail(Failure(error.rank, "", error.text, None, self.run))
 
     def tell(self) -> None:
-        """Tell the failure to all others, once. Who is told passes it on, so that nobody takes it for the next failure."""
+        """Send the failure to all others, once. Every process passes it on: its closed connection is no new failure."""
         if not self._told and self.failure is not None:
             self._told = True
             self.tell_all(FrameKind.FAILED, list(self.failure))

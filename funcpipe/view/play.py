@@ -94,7 +94,7 @@ class Play:
         self.shares = cost.slice_shares(program.num_slices)
         """Of each slice its share of a microbatch's time and memory."""
         self.residuals = residual_table(cost, program.num_stages)
-        self.crossings = _crossings(program, cost)
+        self.crossings = crossings(program, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         """Until when the link from one lane to another is busy."""
         self.free = {end: BEGIN for lane in program.lanes for end in lane.outgoing}
@@ -239,7 +239,7 @@ _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
 """What one stage hands to another."""
 
 
-def _crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
+def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
     """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
     skips, outputs = _skip_sizes(program, cost), per_stage(cost.output, program.num_stages)
     out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))

@@ -556,7 +556,7 @@ def test_who_is_lost_is_named(teams):
 def test_a_failure_is_passed_on_so_that_nobody_blames_who_was_told(teams):
     one = teams.members[1]
     one.lost(LostError(1, "boom"))
-    teams.members[0].fail(one.failure, from_peer=True)  # it was told first, and leaves
+    teams.members[0].fail(one.failure)  # it was told first, and leaves
     teams.members[0].close(told=False)
     until(lambda: teams.members[2].failure is not None)
     assert teams.members[2].failure.text == "boom"
