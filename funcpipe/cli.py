@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import funcpipe as fp
-from funcpipe.cli_show import COLUMNS, found, picture, proof, wrapped
-from funcpipe.cli_words import (
+from funcpipe._src.cli.show import COLUMNS, found, picture, proof, wrapped
+from funcpipe._src.cli.words import (
     COST,
     FAMILIES,
     FORMATS,
@@ -33,8 +33,8 @@ from funcpipe.cli_words import (
     source,
     writable,
 )
-from funcpipe.core.result import NEGLIGIBLE
-from funcpipe.core.table import Table
+from funcpipe._src.core.table import Table
+from funcpipe._src.data.result import NEGLIGIBLE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from funcpipe import demo
+    from funcpipe._src.cli import demo
 
     parser = argparse.ArgumentParser(
         prog="funcpipe",

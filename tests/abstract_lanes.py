@@ -3,9 +3,9 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 
-from funcpipe.core.kinds import MOVES, Kind
-from funcpipe.core.lowered import Lowered
-from funcpipe.core.program import CALLER, FROM, Free, Instruction, Receive, Role, Run, Send
+from funcpipe._src.data.kinds import MOVES, Kind
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.program import CALLER, FROM, Free, Instruction, Receive, Role, Run, Send
 
 
 class Wrong(Exception):

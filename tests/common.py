@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
-from funcpipe.core.tree import flatten
+from funcpipe._src.core.tree import flatten
 
 EXECUTORS = ("serial", "threads")
 

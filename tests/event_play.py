@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import FuncpipeError
-from funcpipe.core.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
-from funcpipe.core.lowered import Lowered
-from funcpipe.core.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
-from funcpipe.core.result import Span
-from funcpipe.core.schedule import Action
-from funcpipe.schedules.memory import residual_table
-from funcpipe.view.play import crossings
+from funcpipe._src.core.errors import FuncpipeError
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Kind
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.program import CALLER, Free, LaneProgram, Receive, Role, Run, Send
+from funcpipe._src.data.result import Span
+from funcpipe._src.data.schedule import Action
+from funcpipe._src.schedules.memory import residual_table
+from funcpipe._src.view.play import crossings
 
 
 class Since(NamedTuple):

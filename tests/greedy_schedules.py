@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from funcpipe.lab.problem import ROUNDING, CodedLanes, Problem
-from funcpipe.lab.simulation import NEVER, Simulation
-from funcpipe.schedules.clock import F, I, W
+from funcpipe._src.schedules.clock import F, I, W
+from funcpipe._src.search.problem import ROUNDING, CodedLanes, Problem
+from funcpipe._src.search.simulation import NEVER, Simulation
 
 
 class NoRoom(Exception):

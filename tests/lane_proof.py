@@ -58,11 +58,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from funcpipe.core.errors import raise_all
-from funcpipe.core.kinds import Kind
-from funcpipe.core.lowered import TAKEN, Lowered
-from funcpipe.core.program import CALLER, FROM, Call, Role, lane_name
-from funcpipe.core.schedule import action_of
+from funcpipe._src.core.errors import raise_all
+from funcpipe._src.data.kinds import Kind
+from funcpipe._src.data.lowered import TAKEN, Lowered
+from funcpipe._src.data.program import CALLER, FROM, Call, Role, lane_name
+from funcpipe._src.data.schedule import action_of
 
 MOST_WAITS = 20
 """A message lists no more."""

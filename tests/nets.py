@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from faulty import P
 
 import funcpipe as fp
-from funcpipe.core.tree import map_leaves
+from funcpipe._src.core.tree import map_leaves
 
 Q = {"w": torch.ones(3, dtype=torch.float64)}
 

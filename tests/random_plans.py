@@ -4,11 +4,11 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from funcpipe.core.plan import Plan
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.core.stage import Stage
-from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.pairs import may_overlap, together
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.schedules.pairs import may_overlap, together
 
 
 @st.composite

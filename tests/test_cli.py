@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules as theirs
 import funcpipe as fp
 from funcpipe import demo
 from funcpipe.__main__ import main
-from funcpipe.cli_words import FAMILIES
+from funcpipe._src.cli.words import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 
@@ -445,7 +445,7 @@ def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
     """And it comes before any work: no images are read, no search begins."""
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("the demo began"))
     if words.startswith("search") and "e-9" not in words:
-        monkeypatch.setattr("funcpipe.lab.search._search", lambda *_: pytest.fail("the search began"))
+        monkeypatch.setattr("funcpipe._src.search.search._search", lambda *_: pytest.fail("the search began"))
     Path("a.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
     Path("rematted.json").write_text(fp.schedules.to_json(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2))))
     Path("stuck.json").write_text(fp.schedules.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
@@ -658,7 +658,7 @@ def test_ctrl_c_is_one_message(capsys, monkeypatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("funcpipe.lab.search.climb", interrupted)
+    monkeypatch.setattr("funcpipe._src.search.search.climb", interrupted)
     with pytest.raises(SystemExit) as left:
         main(shlex.split(f"{SEARCH} --device-memory 5"))
     assert 130 == left.value.code

@@ -18,36 +18,48 @@ import funcpipe as fp
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
+SOURCE = PACKAGE / "_src"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each room may import besides itself: core < schedules < lower < view < lab, core < modules, {core, lower} < runtime < compiled.
+# What each folder of _src may import besides itself, from the bottom up. The four folders of a run (engine, optimizing,
+# replicas, processes) import each other: they are one layer.
+NUMBERS = {"core", "data", "schedules"}
+RUN = {"engine", "optimizing", "replicas", "processes"}
 ALLOWED = {
     "core": set(),
-    "schedules": {"core"},
-    "lower": {"core", "schedules"},
-    "view": {"core", "schedules", "lower"},
-    "lab": {"core", "schedules", "lower", "view"},
-    "modules": {"core"},
-    "runtime": {"core", "schedules", "lower"},
-    "compiled": {"core", "lower", "runtime"},
-    "cutting": {"core", "lab", "modules", "runtime"},
-    "measuring": {"core", "lower", "modules", "runtime", "cutting"},
-    "pipe": {"core", "schedules", "lower", "modules", "runtime", "cutting"},
-    "batches": {"core", "runtime"},
-    "testing": {"core", "lower", "runtime"},
-    "checkpoints": {"core", "modules"},
+    "data": {"core"},
+    "schedules": {"core", "data"},
+    "lower": NUMBERS,
+    "view": NUMBERS | {"lower"},
+    "search": NUMBERS | {"view"},
+    "devices": {"core", "data"},
+    "stages": {"core", "data", "devices"},
+    "batch": NUMBERS | {"stages"},
+    **{folder: NUMBERS | {"lower", "devices", "stages", "batch"} | RUN for folder in RUN},
+    "models.norms": {"core"},
+    "models.traced": {"core", "data", "models", "models.norms"},
+    "models.layers": {"core", "data", "models", "models.norms", "models.traced"},
+    "models": {"core", "data", "search", "batch", "engine", "models.norms", "models.traced", "models.layers"},
+    "compiled": {"core", "data", "devices", "stages", "engine"},
+    "measuring": {"core", "data", "lower", "stages", "engine", "models"},
+    "pipe": NUMBERS | {"lower", "devices", "stages", "batch", "engine", "models", "models.norms"},
+    "prefetch": {"core", "data", "devices", "stages", "engine"},
+    "testing": {"core", "data", "lower", "stages", "batch", "engine"},
+    "checkpoints": {"core", "data", "models"},
+    "cli": {"core", "data", "view"},
 }
-WITHOUT_TORCH = {"schedules", "lower", "view", "lab"}
-FACE = {
+WITHOUT_TORCH = {"schedules", "lower", "view", "search"}
+FACES_OF_FILES = {
     "__init__.py",
     "__main__.py",
+    "batches.py",
     "cli.py",
-    "cli_show.py",
-    "cli_words.py",
-    "demo.py",
     "models.py",
+    "schedules.py",
+    "testing.py",
     "typing.py",
 }
+FILES_OF_A_FOLDER = 25
 STANDARD = 460
 
 
@@ -63,21 +75,41 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+def folder_of(module: str) -> str:
+    """The folder of a module of ``_src``: ``models`` has folders of its own."""
+    *folders, _ = module.removeprefix("funcpipe._src.").split(".")
+    return ".".join(folders)
+
+
+def folder(path: Path) -> str:
+    return folder_of("funcpipe." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path):
-    """A room imports only the rooms below it."""
-    own = room(path)
-    if not own:
-        assert path.name in FACE
+    """A folder imports only the folders below it, and no public module."""
+    if path.parent == PACKAGE:
+        assert path.name in FACES_OF_FILES
         return
-    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("funcpipe.")}
-    assert set() == rooms - ALLOWED[own] - {own}
-    assert "funcpipe" not in imports(path), "a room does not import the face"
+    ours = {name for name in imports(path) if name.split(".")[0] == "funcpipe"}
+    if folder(path) == "cli":  # a user of the public names
+        ours.discard("funcpipe")
+    assert all(name.startswith("funcpipe._src.") for name in ours), "a folder does not import a public module"
+    if path.name == "__init__.py":
+        assert not ours
+        return
+    folders = {name.removeprefix("funcpipe._src.") if is_folder(name) else folder_of(name) for name in ours}
+    assert set() == folders - ALLOWED[folder(path)] - {folder(path)}
+
+
+def is_folder(module: str) -> bool:
+    return (ROOT / module.replace(".", "/")).is_dir()
+
+
+def test_folders_are_small():
+    """No folder has so many files that its listing does not fit on a screen."""
+    count = collections.Counter(path.parent for path in FILES)
+    assert {} == {str(where): n for where, n in count.items() if n > FILES_OF_A_FOLDER}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -97,13 +129,13 @@ def test_no_line_of_a_test_is_kept_from_the_formatter():
 def test_foreign_imports(path):
     """Only core/tree.py imports optree; schedules, lower and view never import torch; no plotting or solver."""
     tops = {name.split(".")[0] for name in imports(path)}
-    assert ("optree" in tops) == (path == PACKAGE / "core" / "tree.py")
-    if room(path) in WITHOUT_TORCH:
+    assert ("optree" in tops) == (path == SOURCE / "core" / "tree.py")
+    if folder(path) in WITHOUT_TORCH:
         assert "torch" not in tops
     assert not {"matplotlib", "ortools", "plotly", "pandas", "numpy"} & tops
 
 
-NAMES = PACKAGE / "core" / "torch_names.py"
+NAMES = SOURCE / "core" / "torch_names.py"
 PUBLIC = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames"}  # of named tuples and of sys
 
 
@@ -263,11 +295,10 @@ def test_made_up_docstrings_are_seen():
     assert is_documented(fp.run)
 
 
-@pytest.mark.parametrize("face", FACES[:3], ids=lambda face: face.__name__)
-def test_no_public_name_hides_a_module(face):
-    """``funcpipe.compiled.cut`` is that file, though it is asked of the face; so is ``funcpipe.schedules.legal``."""
-    modules = {module.name for module in pkgutil.iter_modules(face.__path__)} - {"testing"}
-    assert [] == sorted(modules & set(public(face)))
+def test_no_public_name_hides_a_module():
+    """``funcpipe.models`` is that file, whatever the flat names are."""
+    modules = {module.name for module in pkgutil.iter_modules(fp.__path__)} - {"testing"}
+    assert [] == sorted(modules & set(public(fp)))
 
 
 def test_no_public_name_hides_a_builtin():

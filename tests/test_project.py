@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import funcpipe as fp
-from funcpipe.schedules import families
+from funcpipe._src.schedules import families
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

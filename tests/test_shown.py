@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core.notebook import picture
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.words import size_of
+from funcpipe._src.core.notebook import picture
+from funcpipe._src.core.words import size_of
+from funcpipe._src.data.result import Span, Timeline
 
 LONGEST = 320
 """Characters: three or four lines of a terminal."""

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from torch.distributed.pipelining import schedules as theirs
 
-from funcpipe.core.stage import Stage
-from funcpipe.lower.plan import make_plan
-from funcpipe.schedules import families, v_shape
-from funcpipe.schedules.legal import check
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.schedules import families, v_shape
+from funcpipe._src.schedules.legal import check
 
 FAMILIES = {
     "interleaved": (families.interleaved, "ScheduleInterleaved1F1B"),

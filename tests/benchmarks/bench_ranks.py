@@ -45,8 +45,8 @@ from peers_samples import ENOUGH, Spent, busy, undisturbed
 from torch import Tensor
 
 import funcpipe as fp
-from funcpipe.runtime import remote
-from funcpipe.runtime.remote import Arrivals
+from funcpipe._src.processes import remote
+from funcpipe._src.processes.remote import Arrivals
 
 WARMUP = 3
 FAMILIES = {

@@ -21,14 +21,14 @@ from time import perf_counter, process_time
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 
 from search_reference import Instance, Reference, instance, reference
 from test_tables import LINE, cost_of
 from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
-from funcpipe.lab import problem
+from funcpipe._src.search import problem
 
 TIMES = [(1, 1, 1), (1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2)]
 CLASSES = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")

@@ -177,7 +177,7 @@ def _main(rank: int, schedule: str, folder: Path, device: str, port: int, pipe: 
 
 def _share(rank: int, device: str) -> None:
     """One GPU for all ranks, joined by NCCL over sockets; funcpipe's ranks take each for one of its own likewise."""
-    from funcpipe.runtime.stream import StreamBackend
+    from funcpipe._src.devices.stream import StreamBackend
 
     os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     StreamBackend.identity = lambda self, device: f"{rank} {device}"

@@ -21,9 +21,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import funcpipe as fp
-from funcpipe.core.kinds import MOVES
-from funcpipe.schedules.clock import CODED, clock, coded, durations_of, edges_of
-from funcpipe.schedules.memory import residual_peak
+from funcpipe._src.data.kinds import MOVES
+from funcpipe._src.schedules.clock import CODED, clock, coded, durations_of, edges_of
+from funcpipe._src.schedules.memory import residual_peak
 
 S = fp.schedules
 FAMILIES: dict[str, tuple[Callable[..., fp.Schedule], int, int]] = {

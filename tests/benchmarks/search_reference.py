@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ortools.sat.python import cp_model
 
 import funcpipe as fp
-from funcpipe.core.cost import per_stage
-from funcpipe.core.kinds import Kind
+from funcpipe._src.data.cost import per_stage
+from funcpipe._src.data.kinds import Kind
 
 COMPUTES = (Kind.F, Kind.I, Kind.W, Kind.R)
 _SCALE = 2

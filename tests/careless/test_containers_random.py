@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core import tree
+from funcpipe._src.core import tree
 from funcpipe.testing import check_stage
 
 

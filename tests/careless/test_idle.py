@@ -7,7 +7,7 @@ from torch import nn
 
 import funcpipe as fp
 from funcpipe.__main__ import main
-from funcpipe.core.result import RunStats
+from funcpipe._src.data.result import RunStats
 
 UNEQUAL = fp.Cost(forward=[8, 3, 3], backward=[16, 6, 6])
 

@@ -352,7 +352,7 @@ def test_a_refused_norm_has_written_nothing():
 
 def test_a_forward_is_looked_at_once(monkeypatch):
     """Once per stage and mode, and never where there are no buffers."""
-    from funcpipe.modules import module
+    from funcpipe._src.models import module
 
     looks = []
     real = module.looked_at

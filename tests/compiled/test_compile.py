@@ -19,8 +19,8 @@ from common import EXECUTORS, assert_same_result, ids, same, schedules, snapshot
 from stage_zoo import ZOO, pair
 
 import funcpipe as fp
-from funcpipe.compiled.bound import CompiledBound
-from funcpipe.compiled.residual import ProgramResidual
+from funcpipe._src.compiled.bound import CompiledBound
+from funcpipe._src.compiled.residual import ProgramResidual
 
 
 def compiled(stages, **options):

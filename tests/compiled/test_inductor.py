@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.compiled.backend import lies_as
-from funcpipe.core import torch_names
+from funcpipe._src.compiled.backend import lies_as
+from funcpipe._src.core import torch_names
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from funcpipe.core.frames import MODULE_CALL, REGIONS, frames, own_dict
+from funcpipe._src.core.frames import MODULE_CALL, REGIONS, frames, own_dict
 
 
 class Thing:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import funcpipe as fp
-from funcpipe.core.measured_cost import middle
+from funcpipe._src.data.measured_cost import middle
 
 HOST = 0.25
 COST = fp.Cost([2.0, 3.0, 2.5, 2.0], [3.0, 4.0, 3.5, 3.0], [2.0, 2.0, 1.5, 1.0], comm=0.5)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from funcpipe.core import hidden
-from funcpipe.core.hidden import fault_of, hides_tensors
+from funcpipe._src.core import hidden
+from funcpipe._src.core.hidden import fault_of, hides_tensors
 
 KEPT = torch.ones(3)
 

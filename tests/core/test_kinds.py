@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.kinds import KINDS, Flow, Kind, Resource, Scope, flowing
-from funcpipe.core.schedule import Action
-from funcpipe.core.stage import Stage
-from funcpipe.lower.effects import EffectContext, effects
-from funcpipe.schedules.clock import CODE, CODED
-from funcpipe.schedules.memory import residual_table
+from funcpipe._src.data.kinds import KINDS, Flow, Kind, Resource, Scope, flowing
+from funcpipe._src.data.schedule import Action
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.effects import EffectContext, effects
+from funcpipe._src.schedules.clock import CODE, CODED
+from funcpipe._src.schedules.memory import residual_table
 
 
 def test_every_kind_has_a_row():

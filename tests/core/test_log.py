@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core import log as logs
+from funcpipe._src.core import log as logs
 
 BATCH = (torch.ones(4, 8), torch.ones(4, 8))
 PARAMS = (torch.ones(8, 8), torch.ones(8, 8))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core.progress import CallProgress, display, telling
+from funcpipe._src.core.progress import CallProgress, display, telling
 
 COST = fp.Cost(5, 6, 4, comm=1)
 SEARCH: dict[str, Any] = {
@@ -57,7 +57,7 @@ CALLS = {
 @pytest.fixture
 def always(monkeypatch):
     """Every step is told, however soon it comes after the last."""
-    monkeypatch.setattr("funcpipe.core.progress.EVERY", 0.0)
+    monkeypatch.setattr("funcpipe._src.core.progress.EVERY", 0.0)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -230,7 +230,7 @@ def test_ctrl_c_takes_the_bar_away(monkeypatch, rich, always):
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
     monkeypatch.setattr(sys, "stderr", file)
-    monkeypatch.setattr("funcpipe.lab.search.climb", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("funcpipe._src.search.search.climb", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         fp.search(COST, **SEARCH, progress=True)
     assert "rules" in file.getvalue()

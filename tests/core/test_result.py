@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import funcpipe as fp
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.families import one_f_one_b, zero_bubble
-from funcpipe.schedules.transforms import offload
-from funcpipe.view.simulate import simulate
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.result import Span, Timeline
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.families import one_f_one_b, zero_bubble
+from funcpipe._src.schedules.transforms import offload
+from funcpipe._src.view.simulate import simulate
 
 
 def test_a_default_cost_is_one_for_each_half_and_two_for_a_whole_backward() -> None:

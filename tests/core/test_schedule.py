@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.errors import FuncpipeError, ScheduleError
-from funcpipe.core.kinds import ONCE, WHOLE
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import remat
+from funcpipe._src.core.errors import FuncpipeError, ScheduleError
+from funcpipe._src.data.kinds import ONCE, WHOLE
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.transforms import remat
 
 random_sizes = settings(deadline=None, database=None, max_examples=80)
 

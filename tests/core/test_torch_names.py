@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe
-from funcpipe.core import torch_lookup
-from funcpipe.core import torch_names as names
-from funcpipe.core.torch_lookup import MissingName, attribute, private
+from funcpipe._src.core import torch_lookup
+from funcpipe._src.core import torch_names as names
+from funcpipe._src.core.torch_lookup import MissingName, attribute, private
 
 PACKAGE = Path(funcpipe.__file__).parent
 PROBES: dict[str, Callable[[], None]] = {}
@@ -41,7 +41,7 @@ def users() -> dict[str, list[str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             entries: list[str] = []
-            if isinstance(node, ast.ImportFrom) and "funcpipe.core.torch_names" == node.module:
+            if isinstance(node, ast.ImportFrom) and "funcpipe._src.core.torch_names" == node.module:
                 entries = [alias.name for alias in node.names]
             elif (
                 isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and "torch_names" == node.value.id
@@ -338,7 +338,7 @@ def operations_that_call_functions() -> None:
 @probe("dispatch_key", "include_key", "operations_with")
 def kernels_of_ours() -> None:
     """draws are caught by a dispatch mode, which costs some microseconds at every operation of a run."""
-    from funcpipe.runtime.drawing import CatchDraws
+    from funcpipe._src.stages.drawing import CatchDraws
 
     seen: list[object] = []
 
@@ -701,7 +701,7 @@ with warnings.catch_warnings(record=True) as said:
     import torch.nn as nn, torch.nn.functional as F, funcpipe as fp
     assert "torch._dynamo" not in sys.modules
     if "everything" in names:  # the import goes well
-        from funcpipe.core.torch_lookup import MissingName
+        from funcpipe._src.core.torch_lookup import MissingName
         try:
             fp.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
             print("split")
@@ -717,7 +717,7 @@ with warnings.catch_warnings(record=True) as said:
             found = fp.run(plan, params, batch, executor=executor, seed=1)
             assert all(map(torch.equal, expected.grads, found.grads))
             assert torch.equal(expected.loss, found.loss)
-    from funcpipe.core.torch_names import copy_all
+    from funcpipe._src.core.torch_names import copy_all
     copied = [torch.zeros(2), torch.zeros(3)]
     copy_all(copied, [torch.ones(2), torch.ones(3)])
     assert all(bool(one.all()) for one in copied)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.core.program import Run, Send
-from funcpipe.core.result import Timeline
+from funcpipe._src.data.program import Run, Send
+from funcpipe._src.data.result import Timeline
 
 SCHEDULES = {
     "1F1B": fp.schedules.one_f_one_b(4, 3),

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcpipe.core.tree import cow_clone_unchecked
+from funcpipe._src.core.tree import cow_clone_unchecked
 
 
 def test_a_lazy_copy_is_made_when_somebody_writes():

@@ -299,7 +299,7 @@ def test_torchs_own_sanitizer_finds_no_race():
     assert "CLEAN" in done.stdout, done.stderr[-3000:]
     assert "data race" not in done.stderr.lower(), done.stderr[-3000:]
     planted = """
-    from funcpipe.runtime.stream import Place
+    from funcpipe._src.devices.stream import Place
     Place.wait = lambda self, event: None
     """
     raced = in_process(planted + run, TORCH_CUDA_SANITIZER="1")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from funcpipe.runtime.nccl import has_nccl, nccl
+from funcpipe._src.devices.nccl import has_nccl, nccl
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_nccl(), reason="needs a torch with NCCL")]
 

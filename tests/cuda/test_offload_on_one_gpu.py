@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from common import assert_same_result, device_peak, ids, poison
 
 import funcpipe as fp
-from funcpipe.runtime.residual import EagerResidual
-from funcpipe.runtime.stream import StreamBackend
-from funcpipe.schedules.transforms import offload
+from funcpipe._src.devices.stream import StreamBackend
+from funcpipe._src.schedules.transforms import offload
+from funcpipe._src.stages.residual import EagerResidual
 
 pytestmark = [
     pytest.mark.cuda,

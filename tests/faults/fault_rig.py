@@ -22,10 +22,10 @@ from common import assert_same_result, same, snapshot
 from watch import Watch, num_tensors
 
 import funcpipe as fp
-from funcpipe.core.tree import flatten
-from funcpipe.runtime.context import RUNNING
+from funcpipe._src.core.tree import flatten
+from funcpipe._src.stages.context import RUNNING
+from funcpipe._src.testing.fault import running
 from funcpipe.testing import FaultAt
-from funcpipe.testing.fault import running
 
 S, M, ROWS, WIDTH = 3, 3, 7, 4
 EXECUTORS = ("serial", "threads", "lanes")

@@ -29,7 +29,7 @@ from fault_rig import (
 )
 
 import funcpipe as fp
-from funcpipe.runtime import context
+from funcpipe._src.stages import context
 from funcpipe.testing import FaultAt
 
 

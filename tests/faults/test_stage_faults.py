@@ -270,7 +270,7 @@ def test_exits_leave_nothing_behind(rig, kind, make, executor):
 def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
     """Row 6: of an error and an exit in two lanes the earlier in plan order arrives, the other is a note of it."""
     # On a loaded machine the one that fails first would else have the other interrupted before that one fails.
-    monkeypatch.setattr("funcpipe.runtime.lanes._PATIENCE", 10.0)
+    monkeypatch.setattr("funcpipe._src.engine.lanes._PATIENCE", 10.0)
     meet = threading.Barrier(2)
 
     def together(make):

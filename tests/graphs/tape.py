@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcpipe.runtime.plain_tensors import address
-from funcpipe.runtime.stream import StreamBackend
+from funcpipe._src.core.plain_tensors import address
+from funcpipe._src.devices.stream import StreamBackend
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 """Operations that give numbers to Python."""
@@ -41,7 +41,7 @@ class _Recording(TorchDispatchMode):
 
 
 class Tape:
-    """What `funcpipe.runtime.device_graph.DeviceGraph` does, on the CPU."""
+    """What `funcpipe._src.devices.device_graph.DeviceGraph` does, on the CPU."""
 
     def __init__(self) -> None:
         self.operations = []

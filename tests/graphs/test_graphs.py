@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common import assert_same_result, ids, schedules
 
 import funcpipe as fp
-from funcpipe.runtime.stream import Place
+from funcpipe._src.devices.stream import Place
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import Tapes
@@ -648,7 +648,7 @@ def test_what_is_on_while_programs_are_built(tapes, built):
 
 def test_weights_are_copied_once_a_run(tapes, monkeypatch):
     """Three microbatches read them; only what was written to or is new is copied."""
-    from funcpipe.runtime import device_graph
+    from funcpipe._src.devices import device_graph
 
     w, x = torch.ones(2, 2), torch.ones(2, 2)
     found = device_graph.Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.runtime.device_graph import DeviceGraph, Recorded, Rehearsal, Unrecordable
-from funcpipe.runtime.stream import Place
+from funcpipe._src.devices.device_graph import DeviceGraph, Recorded, Rehearsal, Unrecordable
+from funcpipe._src.devices.stream import Place
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import Tape

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, same, schedules
 
 import funcpipe as fp
-from funcpipe.core.tree import flatten, map_leaves, unflatten
+from funcpipe._src.core.tree import flatten, map_leaves, unflatten
 
 Pair = namedtuple("Pair", ["a", "b"])
 

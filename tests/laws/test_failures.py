@@ -17,9 +17,9 @@ from failing import ODD, PARAMS, Boom, Faults, M, S, X, caught, go, make
 from watch import num_tensors
 
 import funcpipe as fp
-from funcpipe.core.errors import Where
-from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.failures import raise_located
+from funcpipe._src.core.errors import Where
+from funcpipe._src.engine.failures import raise_located
+from funcpipe._src.stages.eager import EagerBound
 
 EXECUTORS = ("serial", "threads", "lanes")
 SCHEDULES = [

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.runtime.lane import Lane
+from funcpipe._src.engine.lane import Lane
 
 PACKAGE = str(Path(fp.__file__).parent)
 S, M = 2, 4

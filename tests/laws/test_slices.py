@@ -11,7 +11,7 @@ from random_plans import schedules as random_schedules
 
 import funcpipe as fp
 from funcpipe import schedules as S
-from funcpipe.testing.match import assert_matches_sequential
+from funcpipe._src.testing.match import assert_matches_sequential
 
 CHAIN = ("attend", "recur", "point", "attend")
 
@@ -475,7 +475,7 @@ def test_numbers_that_are_not_finite_are_named_as_the_carry():
 
 def test_a_carry_that_nobody_reads_is_not_kept():
     """In plans of whole microbatches, and of last slices."""
-    from funcpipe.runtime.eager import EagerBound
+    from funcpipe._src.stages.eager import EagerBound
 
     stages, params = chain(("attend",))
     kept = []

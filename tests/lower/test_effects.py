@@ -2,14 +2,14 @@
 
 import pytest
 
-from funcpipe.core.compose import compose
-from funcpipe.core.program import Role, Wire
-from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.core.stage import Stage, stage
-from funcpipe.lower.effects import EffectContext, effects
-from funcpipe.lower.plan import make_plan
-from funcpipe.lower.program import lower
-from funcpipe.lower.skips import routes
+from funcpipe._src.data.compose import compose
+from funcpipe._src.data.program import Role, Wire
+from funcpipe._src.data.schedule import Kind, Schedule
+from funcpipe._src.data.stage import Stage, stage
+from funcpipe._src.lower.effects import EffectContext, effects
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.lower.program import lower
+from funcpipe._src.lower.skips import routes
 
 
 def net() -> list[Stage]:

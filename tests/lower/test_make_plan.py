@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from funcpipe.core.errors import PlanError, ScheduleError
-from funcpipe.core.program import CALLER, Pool, Role, spans
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.core.stage import Stage, stage
-from funcpipe.lower.plan import make_plan, program_for
-from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
-from funcpipe.schedules.transforms import remat
+from funcpipe._src.core.errors import PlanError, ScheduleError
+from funcpipe._src.data.program import CALLER, Pool, Role, spans
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.data.stage import Stage, stage
+from funcpipe._src.lower.plan import make_plan, program_for
+from funcpipe._src.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.transforms import remat
 
 
 def keep(params: Any, x: Any) -> Any:

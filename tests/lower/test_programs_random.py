@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import plans, schedules
 
-from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, FROM, Free, Receive, Role, Run, Send, Value
-from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.legal import check
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.program import CALLER, FROM, Free, Receive, Role, Run, Send, Value
+from funcpipe._src.data.schedule import Kind, Schedule
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.schedules.legal import check
 
 random_plans = settings(deadline=None, database=None, max_examples=250)
 

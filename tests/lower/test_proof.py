@@ -17,13 +17,13 @@ from lane_proof import prove
 from random_plans import plans
 
 from funcpipe import schedules as families
-from funcpipe.core.errors import PlanError, ScheduleError
-from funcpipe.core.lowered import Lowered
-from funcpipe.core.plan import Plan
-from funcpipe.core.program import CALLER, Call, Pool, Role
-from funcpipe.core.schedule import Kind, Schedule, serving
-from funcpipe.core.stage import Stage
-from funcpipe.lower.plan import make_plan, program_for
+from funcpipe._src.core.errors import PlanError, ScheduleError
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.program import CALLER, Call, Pool, Role
+from funcpipe._src.data.schedule import Kind, Schedule, serving
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.plan import make_plan, program_for
 
 
 def proven(program: Lowered) -> bool:

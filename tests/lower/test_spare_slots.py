@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from lane_proof import prove
 
 import funcpipe as fp
-from funcpipe.core.program import CALLER
+from funcpipe._src.data.program import CALLER
 
 
 def plan_of(schedule, spare):

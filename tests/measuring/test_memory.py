@@ -10,9 +10,9 @@ from measuring import amoebanet, unet
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.measuring.live import Live
-from funcpipe.measuring.memory import memory
-from funcpipe.measuring.optimizer_state import optimizer_state
+from funcpipe._src.measuring.live import Live
+from funcpipe._src.measuring.memory import memory
+from funcpipe._src.measuring.optimizer_state import optimizer_state
 
 GiB = 2**30
 

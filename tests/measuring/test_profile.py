@@ -12,9 +12,9 @@ from common import snapshot
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.measuring import profile as room
-from funcpipe.measuring.memory import memory
-from funcpipe.measuring.profile import profile
+from funcpipe._src.measuring import profile as room
+from funcpipe._src.measuring.memory import memory
+from funcpipe._src.measuring.profile import profile
 
 
 class Hand:

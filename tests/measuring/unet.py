@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.modules.skippable import Namespace, pop, skippable, stash
+from funcpipe._src.models.skippable import Namespace, pop, skippable, stash
 
 DEPTH = 5
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from common import same
 
 import funcpipe as fp
-from funcpipe.modules.balance import evenly
+from funcpipe._src.models.balance import evenly
 
 CHECKPOINTS = ("always", "except_last", "never")
 every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)

@@ -11,8 +11,8 @@ import torch.nn as nn
 from common import same
 
 import funcpipe as fp
-from funcpipe.pipe.layout import Layout, lay_out
-from funcpipe.pipe.stages import Stages
+from funcpipe._src.pipe.layout import Layout, lay_out
+from funcpipe._src.pipe.stages import Stages
 
 
 def data(rows=6, width=4):
@@ -321,7 +321,7 @@ def test_copies_of_what_is_tied_are_trained_with_it(monkeypatch):
     models = [linears(2) for _ in range(2)]
     for model in models:
         model[1].weight, model[1].bias = model[0].weight, model[0].bias
-    monkeypatch.setattr("funcpipe.pipe.stages.same_device", lambda lies, wanted: wanted.index != 1)
+    monkeypatch.setattr("funcpipe._src.pipe.stages.same_device", lambda lies, wanted: wanted.index != 1)
     pipe = fp.Pipe(models[1], 2, balance=[1, 1], devices=["cpu", "cpu:1"])
     for model in (models[0], pipe):
         model(data()).square().sum().backward()

@@ -24,12 +24,12 @@ from rank_tasks import batch, differences, everything, everything_of, local, los
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
-from funcpipe.core.tree import map_tensors
-from funcpipe.runtime import lanes
-from funcpipe.runtime.device_stream import DeviceStream
-from funcpipe.runtime.replicas import Replicas
-from funcpipe.runtime.sharded import ShardedParams
-from funcpipe.runtime.stream import Place, StreamBackend
+from funcpipe._src.core.tree import map_tensors
+from funcpipe._src.devices.stream import Place, StreamBackend
+from funcpipe._src.engine import lanes
+from funcpipe._src.processes.device_stream import DeviceStream
+from funcpipe._src.replicas.replicas import Replicas
+from funcpipe._src.replicas.sharded import ShardedParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 from recorder import Recorder

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import funcpipe as fp
-from funcpipe.compiled.programs import Programs
-from funcpipe.runtime.lanes import Lanes
-from funcpipe.runtime.replicas import Replicas
-from funcpipe.runtime.team import Team
+from funcpipe._src.compiled.programs import Programs
+from funcpipe._src.engine.lanes import Lanes
+from funcpipe._src.processes.team import Team
+from funcpipe._src.replicas.replicas import Replicas
 
 
 class Pair(NamedTuple):

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from funcpipe.runtime.rendezvous import Rendezvous
-from funcpipe.runtime.team import Team
+from funcpipe._src.processes.rendezvous import Rendezvous
+from funcpipe._src.processes.team import Team
 
 HOST = {"hostname": "127.0.0.1"}
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from rank_pool import within
 
-from funcpipe.core.errors import PeerError
-from funcpipe.runtime.address import connect_at, host_of, machine, own_address
-from funcpipe.runtime.rendezvous import STALL, answered, refuse_to_join
+from funcpipe._src.core.errors import PeerError
+from funcpipe._src.processes.address import connect_at, host_of, machine, own_address
+from funcpipe._src.processes.rendezvous import STALL, answered, refuse_to_join
 
 SIZE = 4
 LONE = Path(__file__).parent / "lone_rank.py"
@@ -287,7 +287,7 @@ def test_the_way_to_another_machine_says_our_address(monkeypatch):
 
 def test_a_machine_is_the_same_for_processes_without_a_network():
     """Without one a process would draw the number of a network card by itself."""
-    code = "from funcpipe.runtime.address import machine; print(machine())"
+    code = "from funcpipe._src.processes.address import machine; print(machine())"
     done = subprocess.run(["unshare", "-rn", sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(done.stderr.strip())

@@ -10,7 +10,7 @@ from rank_pool import Failed
 from rank_tasks import everything
 
 import funcpipe as fp
-from funcpipe.runtime.rank_lanes import Ranks
+from funcpipe._src.processes.rank_lanes import Ranks
 
 RIGHT = next(number for number, schedule in enumerate(schedules(4, 4)) if schedule.num_devices == 2)
 """A schedule for two ranks, whose run must be right after all."""

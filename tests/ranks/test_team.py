@@ -18,18 +18,18 @@ import torch.distributed as dist
 from teams import Teams, meeting
 
 import funcpipe as fp
-from funcpipe.core.tree import flatten
-from funcpipe.runtime import team as team_module
-from funcpipe.runtime.address import addresses_at, addresses_of
-from funcpipe.runtime.alarms import Alarm
-from funcpipe.runtime.border import Border
-from funcpipe.runtime.mail import Inbox, PoolLevel, Stop
-from funcpipe.runtime.peer import FrameKind, Head, LostError, memory_view
-from funcpipe.runtime.remote import Arrivals, RemoteLane
-from funcpipe.runtime.rendezvous import Rendezvous, listening
-from funcpipe.runtime.replicas import Replicas, Sharding
-from funcpipe.runtime.stream import Place
-from funcpipe.runtime.worker import Worker
+from funcpipe._src.core.border import Border
+from funcpipe._src.core.tree import flatten
+from funcpipe._src.devices.stream import Place
+from funcpipe._src.engine.mail import Inbox, PoolLevel, Stop
+from funcpipe._src.engine.worker import Worker
+from funcpipe._src.processes import team as team_module
+from funcpipe._src.processes.address import addresses_at, addresses_of
+from funcpipe._src.processes.alarms import Alarm
+from funcpipe._src.processes.peer import FrameKind, Head, LostError, memory_view
+from funcpipe._src.processes.remote import Arrivals, RemoteLane
+from funcpipe._src.processes.rendezvous import Rendezvous, listening
+from funcpipe._src.replicas.replicas import Replicas, Sharding
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_values_come_whole_and_in_order_into_their_slots(ends):
 
 
 def test_forms_are_numbered_anew_where_there_are_many(ends, monkeypatch):
-    monkeypatch.setattr("funcpipe.runtime.peer._FORMS", 3)
+    monkeypatch.setattr("funcpipe._src.processes.peer._FORMS", 3)
     for count in (1, 2, 3, 4, 1, 2, 3, 4):
         ends.out.put(0, (border(torch.full((count,), float(count))), None))
         assert ends.came(0)[0].tolist() == [float(count)] * count
@@ -624,7 +624,7 @@ def test_a_process_that_gets_on_says_so(teams):
 @pytest.mark.parametrize("window", [1 << 26, 100])
 def test_sums_are_the_ordered_sums_and_take_twice_a_gradients_size_at_most(teams, window, monkeypatch):
     """Of gradients that no number of replicas divides, of fewer numbers than replicas, none, and parts of a cut one."""
-    monkeypatch.setattr("funcpipe.runtime.replicas._WINDOW", window)
+    monkeypatch.setattr("funcpipe._src.replicas.replicas._WINDOW", window)
     shapes = [(7, 5), (), (1,), (3, 1000), (5, 4), (0,)]
     generator = torch.Generator().manual_seed(1)
     given = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(teams.size)]

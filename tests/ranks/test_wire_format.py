@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.tree import flatten
-from funcpipe.runtime.columns import Columns, apart, joined
-from funcpipe.runtime.wire_format import TensorLayout, form_of, memory, pack, pack_form, sendable, unpack, unpack_form
+from funcpipe._src.core.tensor_layout import TensorLayout
+from funcpipe._src.core.tree import flatten
+from funcpipe._src.processes.columns import Columns, apart, joined
+from funcpipe._src.processes.wire_format import form_of, memory, pack, pack_form, sendable, unpack, unpack_form
 
 numbers = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(), st.binary()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import funcpipe as fp
-from funcpipe.runtime.rank_lanes import Ranks
-from funcpipe.runtime.rendezvous import listening
+from funcpipe._src.processes.rank_lanes import Ranks
+from funcpipe._src.processes.rendezvous import listening
 
 
 def net(seed, *, buffers=False):
@@ -288,7 +288,7 @@ def listens_at(rank, size):
         at.append(listener.getsockname()[0])
         return listener
 
-    with mock.patch("funcpipe.runtime.rendezvous.listening", listens), fp.ranks(multiplied(), timeout=20.0):
+    with mock.patch("funcpipe._src.processes.rendezvous.listening", listens), fp.ranks(multiplied(), timeout=20.0):
         return at
 
 

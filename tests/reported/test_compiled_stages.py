@@ -271,7 +271,9 @@ def test_draws_that_are_not_torch_s_are_refused(name, in_loss):
 def test_draws_of_another_thread_are_no_draws_of_the_stage(monkeypatch):
     """A loader draws in another thread while a stage is traced."""
     states = iter(range(100))
-    monkeypatch.setattr("funcpipe.compiled.python_values._global_states", lambda: {"numpy.random": str(next(states))})
+    monkeypatch.setattr(
+        "funcpipe._src.compiled.python_values._global_states", lambda: {"numpy.random": str(next(states))}
+    )
     stage = fp.compile_stage(fp.stage(plain))
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")
     fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), None))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.cli_words import as_cost
+from funcpipe._src.cli.words import as_cost
 
 
 def halves(cost: fp.Cost, stage: int = 0) -> tuple[float, float, float]:

@@ -6,11 +6,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 import funcpipe as fp
-from funcpipe.core.gradient_graph import nodes_of
-from funcpipe.runtime.border import LEAF, Border
-from funcpipe.runtime.bound import StageArgs
-from funcpipe.runtime.eager import EagerBound
-from funcpipe.runtime.rng import Keys
+from funcpipe._src.core.border import LEAF, Border
+from funcpipe._src.core.gradient_graph import nodes_of
+from funcpipe._src.stages.bound import StageArgs
+from funcpipe._src.stages.eager import EagerBound
+from funcpipe._src.stages.rng import Keys
 
 
 class Residual(nn.Module):

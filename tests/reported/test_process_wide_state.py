@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcpipe as fp
-from funcpipe.runtime.context import autocast_now
-from funcpipe.runtime.switches import SwitchWatch, autocast_depth, switches
+from funcpipe._src.engine.switches import SwitchWatch, autocast_depth, switches
+from funcpipe._src.stages.context import autocast_now
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.runtime.peer import FrameKind
-from funcpipe.runtime.wire_format import pack, unpack, unpack_form
+from funcpipe._src.processes.peer import FrameKind
+from funcpipe._src.processes.wire_format import pack, unpack, unpack_form
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "ranks"), str(Path(__file__).parent)]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import funcpipe as fp
-from funcpipe.runtime.global_draws import Recomputations
+from funcpipe._src.stages.global_draws import Recomputations
 from funcpipe.testing import CheckError, check_stage
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core.program import Free, Send
-from funcpipe.view.findings import findings
-from funcpipe.view.memory_levels import spans_by_device
-from funcpipe.view.play import Play
+from funcpipe._src.data.program import Free, Send
+from funcpipe._src.view.findings import findings
+from funcpipe._src.view.memory_levels import spans_by_device
+from funcpipe._src.view.play import Play
 
 S = fp.schedules
 SCALE = fp.stage(lambda p, x: x * p, name="scale")

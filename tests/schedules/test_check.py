@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.clock import F, coded
-from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
-from funcpipe.schedules.legal import _incomplete, _plain, check, examine
-from funcpipe.schedules.transforms import remat
-from funcpipe.schedules.v_shape import dualpipe_v, zbv
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.clock import F, coded
+from funcpipe._src.schedules.families import interleaved, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.legal import _incomplete, _plain, check, examine
+from funcpipe._src.schedules.transforms import remat
+from funcpipe._src.schedules.v_shape import dualpipe_v, zbv
 
 
 def faults_of(schedule: Schedule | str) -> list[str]:
@@ -259,7 +259,7 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
             Counted.looks += 1
             return super().__getitem__(at)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
-    from funcpipe.schedules.clock import chain, clock, coded
+    from funcpipe._src.schedules.clock import chain, clock, coded
 
     for devices, count in ((4, 16), (16, 64)):
         Counted.looks = 0

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import gather_params, reduce_grads, remat, step_params
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.transforms import gather_params, reduce_grads, remat, step_params
 
 Orders = list[list[Action]]
 

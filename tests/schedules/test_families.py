@@ -10,10 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.families import (
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.families import (
     eager_one_f_one_b,
     fill_drain,
     interleaved,
@@ -23,9 +23,9 @@ from funcpipe.schedules.families import (
     zb_h2,
     zero_bubble,
 )
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import remat
-from funcpipe.view.simulate import simulate
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.transforms import remat
+from funcpipe._src.view.simulate import simulate
 
 random_sizes = settings(deadline=None, database=None, max_examples=60)
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.schedule import Schedule
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.legal import check
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.legal import check
 
 
 def torch_rows(cls: type, devices: int, chunks: int, microbatches: int) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.core.kinds import MOVES, Kind
+from funcpipe._src.data.kinds import MOVES, Kind
 
 FAMILIES = [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv, fp.schedules.looped_bfs]
 

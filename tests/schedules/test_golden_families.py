@@ -14,10 +14,9 @@ import pytest
 from common import ON_A_LINE, ON_A_V, ON_BLOCKS_OR_LOOPS
 
 import funcpipe as fp
-from funcpipe.cli_words import FAMILIES
-from funcpipe.core.schedule import Schedule
-from funcpipe.lab.starting_points import PUBLISHED
-from funcpipe.schedules.families import (
+from funcpipe._src.cli.words import FAMILIES
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.schedules.families import (
     eager_one_f_one_b,
     fill_drain,
     interleaved,
@@ -26,9 +25,10 @@ from funcpipe.schedules.families import (
     zb_h2,
     zero_bubble,
 )
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import remat
-from funcpipe.schedules.v_shape import dualpipe_v, v_adaptive, v_half, v_min, zbv
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.transforms import remat
+from funcpipe._src.schedules.v_shape import dualpipe_v, v_adaptive, v_half, v_min, zbv
+from funcpipe._src.search.starting_points import PUBLISHED
 
 FOLDER = Path(__file__).parents[1] / "golden"
 ZOO = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
@@ -131,7 +131,7 @@ def test_a_family_stands_in_every_list() -> None:
     assert interleaved in families
     lists = {
         "FAMILIES in funcpipe/cli_words.py": FAMILIES.values(),
-        "PUBLISHED in funcpipe/lab/starting_points.py": PUBLISHED,
+        "PUBLISHED in funcpipe/_src/search/starting_points.py": PUBLISHED,
         "CASES in tests/schedules/test_golden_families.py": CASES,
         "docs/zoo.md": [getattr(fp.schedules, name) for name in re.findall(r"^show\(fp\.schedules\.(\w+)", ZOO, re.M)],
         "ON_BLOCKS_OR_LOOPS, ON_A_LINE or ON_A_V in tests/common.py": [*ON_BLOCKS_OR_LOOPS, *ON_A_LINE, *ON_A_V],

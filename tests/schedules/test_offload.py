@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.schedules.transforms import offload
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.transforms import offload
 
 S, M = 4, 4
 PLAIN = [one for one in schedules(S, M) if not {"R", "O"} & set(str(one))]

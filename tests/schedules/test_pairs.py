@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from random_plans import schedules
 
 import funcpipe as fp
-from funcpipe.core.overlapping import pairs_in
-from funcpipe.core.schedule import words_of
-from funcpipe.schedules.pairs import joinable, may_overlap, together
+from funcpipe._src.data.overlapping import pairs_in
+from funcpipe._src.data.schedule import words_of
+from funcpipe._src.schedules.pairs import joinable, may_overlap, together
 from funcpipe.testing import assert_matches_sequential
 
 PAIRED = fp.Schedule.parse("0F0 0F1 (0F2 0B0) 0B1 0B2\n1F0 1B0 (1F1 1F2) 1B1 1B2")

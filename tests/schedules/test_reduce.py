@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe.core.kinds import ADDS, Kind
+from funcpipe._src.data.kinds import ADDS, Kind
 
 
 @pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv])

@@ -6,7 +6,7 @@ import pytest
 
 import funcpipe as fp
 from funcpipe import schedules as S
-from funcpipe.schedules.torch_csv import to_torch_csv
+from funcpipe._src.schedules.torch_csv import to_torch_csv
 
 FAMILIES = [
     S.fill_drain,

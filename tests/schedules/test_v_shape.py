@@ -14,9 +14,9 @@ from torch.distributed.pipelining import schedules as theirs
 from watch import Watch
 
 import funcpipe as fp
-from funcpipe.schedules import v_shape
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.squeeze import most_held, repeated, squeezed, steady
+from funcpipe._src.schedules import v_shape
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.squeeze import most_held, repeated, squeezed, steady
 
 Family = Callable[..., fp.Schedule]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from funcpipe.runtime.stream import CopyEdge, Place
+from funcpipe._src.devices.stream import CopyEdge, Place
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder

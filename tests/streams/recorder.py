@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcpipe.core.tree import flatten
-from funcpipe.runtime.stream import StreamBackend
+from funcpipe._src.core.tree import flatten
+from funcpipe._src.devices.stream import StreamBackend
 
 Clock = dict[str, int]
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from common import assert_same_result, ids, same
 
 import funcpipe as fp
-from funcpipe.runtime.host_link import HostStream
-from funcpipe.schedules.transforms import offload
+from funcpipe._src.devices.host_link import HostStream
+from funcpipe._src.schedules.transforms import offload
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Missed

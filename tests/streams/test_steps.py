@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from common import same
 
 import funcpipe as fp
-from funcpipe.runtime.executors import Serial
-from funcpipe.runtime.lanes import Lanes
-from funcpipe.runtime.stream import Place
+from funcpipe._src.devices.stream import Place
+from funcpipe._src.engine.executors import Serial
+from funcpipe._src.engine.lanes import Lanes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder

@@ -14,8 +14,8 @@ from faulty import BAD, FROZEN, TWO, P, X, clock, counter, keeps_a_table, mixes_
 from watch import num_tensors
 
 import funcpipe as fp
+from funcpipe._src.testing.check import FAULTS
 from funcpipe.testing import CheckError, check_stage
-from funcpipe.testing.check import FAULTS
 
 
 def faults(stage, params=P, x=X, **options):

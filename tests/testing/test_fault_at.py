@@ -15,7 +15,7 @@ from nets import net
 from watch import num_tensors
 
 import funcpipe as fp
-from funcpipe.core.errors import Where
+from funcpipe._src.core.errors import Where
 from funcpipe.testing import Fault, FaultAt
 
 

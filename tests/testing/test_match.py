@@ -12,8 +12,8 @@ from faulty import P, X, plain
 from nets import Q, net
 
 import funcpipe as fp
+from funcpipe._src.testing.match import differences
 from funcpipe.testing import assert_matches_sequential
-from funcpipe.testing.match import differences
 
 
 def test_what_is_right_passes():

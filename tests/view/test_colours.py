@@ -7,8 +7,8 @@ from math import dist
 
 import pytest
 
-from funcpipe.core.kinds import KINDS, Kind
-from funcpipe.view.palette import hexadecimal, kind_colour, stage_colour, tint
+from funcpipe._src.data.kinds import KINDS, Kind
+from funcpipe._src.view.palette import hexadecimal, kind_colour, stage_colour, tint
 
 # How the world looks without one of the three cones, for linear red, green, blue: Machado, Oliveira and Fernandes 2009,
 # "A physiologically-based model for simulation of color vision deficiency", severity 1.

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import funcpipe.view.draw as module
-from funcpipe.core.cost import Cost
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.core.stage import stage
-from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
-from funcpipe.schedules.transforms import remat
-from funcpipe.view.draw import Drawing, draw
-from funcpipe.view.palette import By, hexadecimal, kind_colour
-from funcpipe.view.simulate import simulate
-from funcpipe.view.summary import ticks, time_text
+import funcpipe._src.view.draw as module
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.result import Span, Timeline
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.data.stage import stage
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.schedules.families import fill_drain, interleaved, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.transforms import remat
+from funcpipe._src.view.draw import Drawing, draw
+from funcpipe._src.view.palette import By, hexadecimal, kind_colour
+from funcpipe._src.view.simulate import simulate
+from funcpipe._src.view.summary import ticks, time_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

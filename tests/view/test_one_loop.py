@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from random_plans import nets, schedules
 
 import funcpipe as fp
-from funcpipe.lower.plan import make_plan, program_for
-from funcpipe.lower.program import lower
-from funcpipe.schedules.memory import running_sum
-from funcpipe.view.play import Play
+from funcpipe._src.lower.plan import make_plan, program_for
+from funcpipe._src.lower.program import lower
+from funcpipe._src.schedules.memory import running_sum
+from funcpipe._src.view.play import Play
 
 
 def assert_equal_clocks(program, cost, *, bounded):

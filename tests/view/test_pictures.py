@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.result import Span, Timeline
-from funcpipe.core.schedule import Kind, Schedule
-from funcpipe.schedules.families import interleaved, one_f_one_b, zero_bubble
-from funcpipe.view.draw import Drawing, draw
-from funcpipe.view.memory_levels import Level, coarse, highest_in_slices, levels
-from funcpipe.view.palette import hexadecimal, kind_colour, stage_colour
-from funcpipe.view.simulate import simulate
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.result import Span, Timeline
+from funcpipe._src.data.schedule import Kind, Schedule
+from funcpipe._src.schedules.families import interleaved, one_f_one_b, zero_bubble
+from funcpipe._src.view.draw import Drawing, draw
+from funcpipe._src.view.memory_levels import Level, coarse, highest_in_slices, levels
+from funcpipe._src.view.palette import hexadecimal, kind_colour, stage_colour
+from funcpipe._src.view.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 OFFLOAD = Schedule.parse(

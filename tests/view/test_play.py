@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe as fp
-from funcpipe.core.overlapping import pairs_in
-from funcpipe.core.program import Receive, Role
-from funcpipe.core.stage import Stage
-from funcpipe.runtime.execute import LaneExecutor
-from funcpipe.schedules.clock import clock, coded, durations_of, edges_of
-from funcpipe.schedules.memory import residual_peak
+from funcpipe._src.data.overlapping import pairs_in
+from funcpipe._src.data.program import Receive, Role
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.engine.execute import LaneExecutor
+from funcpipe._src.schedules.clock import clock, coded, durations_of, edges_of
+from funcpipe._src.schedules.memory import residual_peak
+from funcpipe._src.view.play import Play
 from funcpipe.testing import assert_matches_sequential
-from funcpipe.view.play import Play
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lower"))
 from test_programs_random import schedules

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import funcpipe as fp
-from funcpipe.core.result import RunStats
+from funcpipe._src.data.result import RunStats
 
 VOID = {"meta"}
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcpipe.core.cost import Cost
-from funcpipe.core.errors import ScheduleError
-from funcpipe.core.result import Timeline
-from funcpipe.core.schedule import Action, Kind, Schedule
-from funcpipe.core.stage import stage
-from funcpipe.lower.plan import make_plan
-from funcpipe.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
-from funcpipe.schedules.legal import check
-from funcpipe.schedules.transforms import remat
-from funcpipe.view.simulate import simulate
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.result import Timeline
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.data.stage import stage
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.legal import check
+from funcpipe._src.schedules.transforms import remat
+from funcpipe._src.view.simulate import simulate
 
 TIMES = [(1, 1, 1), (2, 3, 1), (10, 12, 8), (5, 5, 5)]
 """T_F, T_I, T_W, in whole numbers so that closed forms are exact."""

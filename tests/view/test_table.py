@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from funcpipe.core.table import Table
+from funcpipe._src.core.table import Table
 
 LANES = Table(
     "Lanes",

@@ -1,0 +1,1 @@
+"""The implementation of funcpipe. Import from `funcpipe` and its public modules instead: names here may move."""

@@ -1,0 +1,1 @@
+"""Cut a batch into microbatches and slices, weigh them, join outputs. No row is lost."""

@@ -1,0 +1,1 @@
+"""Save and load parameters, state and optimizer by the model's own names."""

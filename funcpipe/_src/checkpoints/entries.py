@@ -1,0 +1,164 @@
+"""List the tensors of a model once, for the processes that save or load; the optimizer's state walks the list, too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from funcpipe._src.core.errors import CheckpointError, raise_all
+from funcpipe._src.core.tree import Tree, flatten, paths
+from funcpipe._src.data.exchange import entire
+from funcpipe._src.data.plan import Plan, forgotten_state
+from funcpipe._src.models.split_model import Split
+
+
+class SaveGroup(Protocol):
+    """The processes that save or load together: what `fp.ranks` returns. The bodies are for one process alone."""
+
+    rank: int = 0
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def members(self) -> Collection[int]:
+        """The processes in the job; none for a process alone."""
+        return ()
+
+    @property
+    def stages(self) -> Collection[int]:
+        """The stages of this process; for a process alone all, however many there are."""
+        return range(sys.maxsize)
+
+    def exchange(self, about: str, mine: Any) -> list[Any]:
+        """Return the values of all processes, by replica and rank."""
+        return [mine]
+
+    def telling(self) -> AbstractContextManager[object]:
+        """Return a context. An error inside the context is sent to the other processes."""
+        return nullcontext()
+
+    def whole(self, tensor: Any) -> Tensor:
+        """Return all of a tensor. Replicas that have parts of the tensor call this together."""
+        return entire(tensor)
+
+
+class OneProcess(SaveGroup):
+    """A process that saves or loads alone."""
+
+
+Trees = dict[str, tuple[Tree, ...]]
+"""By kind ("params", "state"), one tree for each stage, None for the stages of other processes."""
+
+
+class Entry(NamedTuple):
+    """One place where a model or a stage has a tensor. Of several entries with one name, the first is saved."""
+
+    name: str  # of the tensor in the file
+    ties: tuple[str, ...]  # the other names of a tied parameter
+    kind: str  # "params" or "state"; "rest" for a tensor of the model that no stage uses
+    leaf: Any  # the tensor; None where another process has the stage
+
+
+def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool) -> Trees:
+    """Return the trees of the stages ``here``. Without params or state, those of the model.
+
+    Raises:
+        CheckpointError: this is not a split or a plan; there is not one tree for each stage; or there
+            is no state, and training changes it.
+    """
+    if not isinstance(model, (Split, Plan)):
+        raise CheckpointError(
+            f"save and load take what fp.split returns, or a plan; got a {type(model).__name__}; "
+            "for stages of your own give the plan"
+        )
+    count = len(model.stages)
+    trees: Trees = {}
+    for kind, given in (("params", params), ("state", state)):
+        row = getattr(model, kind, None) if given is None else given
+        if row is None and kind == "state":
+            row = ((),) * count
+        if not isinstance(row, (tuple, list)) or len(row) != count:
+            raise CheckpointError(
+                f"{kind} is a tuple with one tree for each of {count} stages; got a {type(row).__name__}; give {kind}="
+            )
+        trees[kind] = tuple([tree if stage in here else None for stage, tree in enumerate(row)])
+    if state is None and (saving or model.state is None):  # load replaces the numbers of model.state
+        origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
+        if fault := forgotten_state(model.stages, origin):
+            raise CheckpointError(fault)
+    return trees
+
+
+def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
+    """List every place of every tensor that a checkpoint contains, in the model's order.
+
+    Raises:
+        CheckpointError: the trees do not fit the model, or two tensors have one name.
+    """
+    return _of_split(model, trees) if isinstance(model, Split) else _of_plan(model, trees, here)
+
+
+def _of_split(split: Split, trees: Trees) -> list[Entry]:
+    names_at: dict[Any, list[str]] = {}  # by the places of a tensor; names with the same places are tied
+    for name, home in split.homes.items():
+        if home.saved:
+            names_at.setdefault(home.owners or name, []).append(name)
+    found: list[Entry] = []
+    faults: list[str] = []
+    for name, *ties in names_at.values():
+        owners = split.homes[name].owners
+        if not owners:
+            found.append(Entry(name, (), "rest", split.rest[name]))
+        for kind, stage, key in owners:
+            tree = trees[kind][stage]
+            leaf = tree.get(key) if isinstance(tree, Mapping) else None
+            if tree is not None and not isinstance(leaf, Tensor):
+                faults.append(f"{kind}[{stage}] has no tensor {key!r}")
+            found.append(Entry(name, tuple(ties), kind, leaf))
+    raise_all("these are not the trees of this split:", faults, CheckpointError, most=8)
+    return found
+
+
+def _of_plan(plan: Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
+    first_of = {_place(*member): _place(*group[0]) for group in plan.ties for member in group}
+    owners: dict[str, Any] = {}
+    found: list[Entry] = []
+    faults: list[str] = []
+    for kind, row in trees.items():
+        for stage, tree in enumerate(row):
+            for path, leaf in zip(paths(tree), flatten(tree)[0], strict=True):
+                if not isinstance(leaf, Tensor):
+                    continue
+                place = (stage, path)
+                owner = first_of.get(place, place) if kind == "params" else place
+                name = ".".join(map(str, (kind, owner[0], *owner[1])))
+                other = owners.setdefault(name, owner)
+                if other != owner:
+                    both = f"{other[1]} and {owner[1]}"
+                    faults.append(f"{kind}[{stage}] has {both}: both would be {name!r}")
+                if owner[0] not in here:  # the process of the tie's first stage saves the tensor
+                    found.append(Entry(name, (), kind, None))
+                found.append(Entry(name, (), kind, leaf))
+    title = "two tensors would have one name in a checkpoint; rename one of each pair:"
+    raise_all(title, faults, CheckpointError)
+    return found
+
+
+def _place(stage: int, key: Any) -> tuple[int, tuple[Any, ...]]:
+    """Return the stage and the path of a member of a tie, whose path may be a single key."""
+    return stage, key if isinstance(key, tuple) else (key,)
+
+
+def spread_like(leaf: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor that was read as its parameter is: the part of this process for a DTensor."""
+    if not hasattr(leaf, "device_mesh") or tensor.shape != leaf.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = leaf  # every process has read all of the tensor, so none sends anything
+    whole = tensor.to(leaf.dtype)
+    return distribute_tensor(whole, spread.device_mesh, spread.placements, src_data_rank=None)

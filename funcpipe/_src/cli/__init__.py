@@ -1,0 +1,1 @@
+"""The words and tables of the command line, and its demo."""

@@ -1,0 +1,141 @@
+"""What the command line prints: facts, pictures and help."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+
+import funcpipe as fp
+from funcpipe._src.core.table import Table
+from funcpipe._src.data.result import imbalance_of, percent
+from funcpipe._src.view import summary
+
+COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
+    "makespan": lambda timeline: f"{timeline.makespan:.6g}",
+    "bubble": lambda timeline: percent(timeline.bubble),
+    "span bubble": lambda timeline: percent(timeline.span_bubble),
+    "idle": lambda timeline: percent(timeline.idle),
+    "imbalance": lambda timeline: percent(timeline.imbalance),
+    "peak memory": lambda timeline: f"{max(timeline.peak):.6g}",
+}
+"""What `compare` shows of a schedule."""
+
+_WIDEST_HELP = 120
+_EXAMPLE = "  funcpipe "
+"""How a command in a help begins; it stays on one line, so it can be copied."""
+
+
+def size() -> int:
+    """The columns of the terminal."""
+    return shutil.get_terminal_size().columns
+
+
+def colored() -> bool:
+    """Is stdout a terminal whose user wants colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def picture(timeline: fp.Timeline, width: int | None) -> None:
+    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut, with a note."""
+    lines = fp.draw(timeline).text(width, color=colored()).split("\n")
+    widest, room = max(map(_columns_of, lines)), size()
+    if not sys.stdout.isatty() or widest <= room:
+        print("\n".join(lines))
+        return
+    print("\n".join(cut(line, room) for line in lines))
+    note = f"cut: the picture has {widest} columns, the terminal {room}; `| less -S` scrolls, --output writes a file"
+    print("\n".join(textwrap.wrap(note, room)))
+
+
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def _columns_of(line: str) -> int:
+    return summary.size(_COLOR.sub("", line))
+
+
+def cut(line: str, room: int) -> str:
+    """What of a line fits into so many columns; its colours end where they did.
+
+    >>> cut("device 0 │F0 F1", 12)
+    'device 0 │F…'
+    """
+    if _columns_of(line) <= room:
+        return line
+    kept: list[str] = []
+    left, full = room - 1, False
+    for part in _COLOR.split(line):
+        if part.startswith("\x1b"):
+            kept.append(part)
+            continue
+        for letter in part:
+            left -= summary.size(letter)
+            if left < 0:
+                kept += [] if full else ["…"]
+                full = True
+                break
+            kept.append(letter)
+    return "".join(kept)
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """The text of a help, wrapped at the terminal's width; what stands in columns goes on below itself.
+
+    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 20))
+    Words that are
+    prose.
+      name  what it
+            means
+    >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 14))
+    Words that are
+    prose.
+      name  what
+            it
+            means
+    """
+    width = max(20, min(size() - 2, _WIDEST_HELP)) if width is None else width
+    paragraphs: list[tuple[str, int]] = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if line and paragraphs and paragraphs[-1][0] and indent == paragraphs[-1][1]:
+            paragraphs[-1] = f"{paragraphs[-1][0]} {line.strip()}", indent
+            continue
+        gap = re.search(r"\S {2,}(?=\S)", line)
+        paragraphs.append((line, gap.end() if gap else indent + 2 if indent else 0))
+    return "\n".join(_wrap(line, width, hang) for line, hang in paragraphs)
+
+
+def _wrap(line: str, width: int, hang: int) -> str:
+    if line.startswith(_EXAMPLE):
+        return line
+    fill = textwrap.TextWrapper(width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(fill.wrap(line))
+
+
+def found(result: fp.typing.Found) -> None:
+    """Print what a search found, one fact per line."""
+    schedule, timeline = result.schedule, result.timeline
+    print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
+    hint = "; another run may find another" * (result.ended == "seconds")
+    shows_span = result.objective == "span" or f"{result.span:.6g}" != f"{result.makespan:.6g}"
+    looped = schedule.num_stages > schedule.num_devices
+    facts = (
+        *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
+        ("source", result.source),
+        ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
+        *([("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")] if shows_span else []),
+        ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
+        ("peak memory", f"{max(result.peak):.6g}"),
+        ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
+        ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
+    )
+    print(Table("Found", (), facts, words=(0, 1)).text() + "\n")
+
+
+def proof(result: fp.typing.Found) -> str:
+    """How far from the shortest a schedule is."""
+    return f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"

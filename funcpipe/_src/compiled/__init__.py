@@ -1,0 +1,1 @@
+"""Compile a stage's forward and backward to programs: traced, cut, emitted, recomputed."""

@@ -1,0 +1,246 @@
+"""Which operation of a joint graph belongs to F, which to I, which to W, and what crosses between them."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import fx
+
+from funcpipe._src.compiled.joint import Joint
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program: straight-line code.
+
+    Attributes:
+        name: of its function.
+        takes: its arguments, and the values that each holds.
+        gives: what it returns: a list of values, a list of such lists, a tuple of both; None: nothing.
+        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
+        fused: the numbers of sums to which a product of two matrices is added in one operation.
+        nodes: its operations, in order.
+        reads: the values that it gets from outside, in the order of the graph.
+    """
+
+    name: str
+    takes: Mapping[str, Sequence[fx.Node]]
+    gives: Any
+    sums: Sequence[fx.Node | None] | None
+    fused: Collection[int]
+    nodes: list[fx.Node]
+    reads: list[fx.Node]
+
+
+class Product(NamedTuple):
+    """A product of two matrices.
+
+    Attributes:
+        left, right: its factors.
+        turned: is the left factor transposed.
+    """
+
+    left: fx.Node
+    right: fx.Node
+    turned: bool
+
+
+Program = TypeVar("Program")
+
+
+class CutBackward(NamedTuple, Generic[Program]):
+    """The backward of a stage in one piece and in two: as parts of the graph, or as the functions written from them.
+
+    Attributes:
+        whole: B.
+        inputs: I, what the gradients of the inputs need.
+        weights: W, the rest of what the gradients of the parameters need.
+        left: the values that I leaves for W.
+    """
+
+    whole: Program
+    inputs: Program
+    weights: Program
+    left: list[fx.Node]
+
+
+class Cut:
+    """The cut of a joint graph.
+
+    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that
+    needs it has it, so nothing is computed twice. Without ``fuse`` I also adds to the sums to which I of the eager stage
+    does: where W come in another order than I, these sums would else be added in another order than eagerly.
+
+    Args:
+        joint: the graph.
+        fuse: are products added to their sums in one operation.
+
+    Attributes:
+        kept: what F keeps for the backward.
+        forward: F where a backward follows.
+        alone: A, F where none does.
+        once: C, what is computed of parameters and state alone; None: nothing.
+    """
+
+    def __init__(self, joint: Joint, *, fuse: bool) -> None:
+        self.joint, self.fuse = joint, fuse
+        self._forward = {*above(joint.outs), *joint.params, *joint.inputs}
+        outside = self._forward | {*joint.cotangents}
+        ops, left = self._inputs(joint.wanted, joint.sums)
+        reads = gather(nodes_in([joint.wanted, [node for node in left if node in ops]]), stop=outside)[1]
+        crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - ops
+        self.kept = [node for node in joint.module.graph.nodes if node in crossing]
+        takes = {"P": joint.params, "X": joint.inputs, **({"R": []} if joint.draws else {})}
+        self.forward = _part("F", takes, (joint.outs, self.kept))
+        self.alone = _part("A", takes, joint.outs)
+        bare = joint.params[: len(joint.params) - len(joint.once)]
+        self.once = _part("C", {"P": bare}, joint.once) if joint.once else None
+
+    def _inputs(self, wanted: Any, sums: Sequence[fx.Node | None]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """The operations of I, and what W reads besides parameters."""
+        ops = _whole_ops(above(nodes_in(wanted)) - self._forward)
+        reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *ops})[1]
+        params = {*self.joint.params}
+        return ops, [node for node in reads if node not in params]
+
+    def backward(self, missing: frozenset[int]) -> CutBackward[Part]:
+        """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
+
+        As in autograd, which does not go where no gradient comes from, and adds nothing to what has none.
+        """
+        joint = self.joint
+        wanted, sums = joint.wanted, joint.sums
+        if missing:
+            replaced = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
+            wanted = [[replaced.get(node, node) for node in row] for row in wanted]  # pyright: ignore
+            sums = [replaced.get(node, node) for node in sums]  # pyright: ignore
+        early = set[int]() if self.fuse else joint.early(missing)
+        early_sums = [node if number in early else None for number, node in enumerate(sums)]
+        late_sums = [None if number in early else node for number, node in enumerate(sums)]
+        left = self._inputs([wanted, early_sums], late_sums)[1]
+        takes = {"P": joint.params, "K": self.kept, "G": joint.cotangents}
+        weights = _part("W", {"P": joint.params, "L": left}, None, late_sums)
+        fused = _products(late_sums, {*weights.nodes}) if self.fuse else []
+        return CutBackward(
+            _part("B", takes, wanted, sums, fused),
+            _part("I", takes, (wanted, left), None if self.fuse else early_sums),
+            replace(weights, fused=fused),
+            left,
+        )
+
+
+def _part(
+    name: str,
+    takes: Mapping[str, Sequence[fx.Node]],
+    gives: Any,
+    sums: Sequence[fx.Node | None] | None = None,
+    fused: Collection[int] = (),
+) -> Part:
+    """The program that gives some values and adds others into sums."""
+    stop = {node for values in takes.values() for node in values}
+    return Part(name, takes, gives, sums, fused, *gather(nodes_in((gives, sums)), stop=stop))
+
+
+def nodes_in(values: Any) -> list[fx.Node]:
+    """The nodes in lists of lists."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(values, nodes.append)  # pyright: ignore[reportArgumentType]
+    return nodes
+
+
+def product(node: fx.Node) -> Product:
+    """The factors of a product."""
+    left: Any
+    right: Any
+    left, right = node.args
+    turned = left.target is _aten.t.default
+    return Product(left.args[0] if turned else left, right, turned)
+
+
+def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
+    """The numbers of the weight gradients that are products of two matrices and that only one sum reads."""
+    times = Counter(sums)
+    return [
+        number
+        for number, node in enumerate(sums)
+        if node in nodes and node.target is _aten.mm.default and times[node] == 1 and nodes.isdisjoint(node.users)
+    ]
+
+
+def above(roots: Iterable[Any]) -> set[fx.Node]:
+    """All operations and placeholders that some values need."""
+    needed: set[fx.Node] = set()
+    todo = [node for node in roots if isinstance(node, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    return _whole_ops(needed)
+
+
+def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
+    """The nodes, and the other pieces of operations that give several values."""
+    pieces = {user for node in nodes if not is_view(node) for user in node.users if user.target is operator.getitem}
+    return nodes | pieces
+
+
+def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operations that compute some values from those in ``stop`` (views anew), and which of these they read."""
+    inside: set[fx.Node] = set()
+    reads: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node in inside or node in reads:
+            continue
+        if node.op != "get_attr" and node in stop and not is_view(node):
+            reads.add(node)
+        else:
+            inside.add(node)
+            todo += node.all_input_nodes
+    nodes = list(roots[0].graph.nodes) if roots else []
+    return [node for node in nodes if node in inside], [node for node in nodes if node in reads]
+
+
+def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:
+    """What replaces each gradient when some cotangents are missing, None for none. Adds operations to the graph."""
+    instead: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
+    flowing = {*cotangents}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or flowing.isdisjoint(node.all_input_nodes):
+            continue
+        flowing.add(node)
+        inputs = [source for source in node.all_input_nodes if source in flowing]
+        dead = [source for source in inputs if instead.get(source, source) is None]
+        if len(dead) == len(inputs):
+            instead[node] = None
+        elif dead and node.target is _aten.add.Tensor and not node.kwargs and len(inputs) == 2:
+            other = next(source for source in inputs if source not in dead)
+            instead[node] = instead.get(other, other)
+        elif any(source in instead for source in inputs):
+            with graph.inserting_before(node):
+                zeros = {source: _zeros(graph, source) for source in dead}
+                instead[node] = graph.node_copy(node, lambda arg: zeros.get(arg) or instead.get(arg, arg))  # noqa: B023  # pyright: ignore
+            flowing.add(instead[node])  # pyright: ignore[reportArgumentType]
+    return instead
+
+
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    val = like.meta["val"]
+    node = graph.call_function(_aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})
+    node.meta["val"] = val
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Is it a view, or a piece of one that has several. Its base crosses, and each program makes its own."""
+    target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
+    return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

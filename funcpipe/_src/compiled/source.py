@@ -1,0 +1,274 @@
+"""Programs as Python: one straight-line function each, that drops every value at its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from funcpipe._src.compiled.backend import Backend, Kernel, laid_out, lies_as
+from funcpipe._src.compiled.binding import binding, path_of
+from funcpipe._src.compiled.cut import Part, gather, is_view, nodes_in, product
+from funcpipe._src.compiled.joint import NOT_GIVEN
+from funcpipe._src.core.errors import TraceError
+from funcpipe._src.core.torch_names import HigherOrderOperator, OpOverload, schema
+from funcpipe._src.core.tracing import tracing
+from funcpipe._src.stages.rng import twin_of
+
+EMPTIED = frozenset("KGL")
+"""The arguments whose values a program takes out of their list, so that each is dropped at its last use."""
+
+
+class Line(NamedTuple):
+    """A line of a program, the values that it reads, and the one that it gives, if it gives one."""
+
+    text: str
+    reads: list[fx.Node]
+    gives: fx.Node | None
+
+
+class Code:
+    """A function with its text.
+
+    Its first call looks at the layout of every value. Where an operation lays its result out in another way than torch
+    says that it would (a few do), a copy in the layout that the rest was traced for is put into the text.
+
+    Args:
+        part: what it computes.
+        module: holds the constants.
+        backend: what builds the operations, but for sums, which are added to outside of it; None, or where the part
+            draws, for no backend knows keys: each operation is a line.
+
+    Attributes:
+        call: the function.
+        text: as Python.
+        operations: how many it runs, views included.
+        gives: of a forward: the key of its output (`border_key_or_none`), once it has run.
+    """
+
+    gives: Hashable = None
+
+    def __init__(self, part: Part, module: fx.GraphModule, backend: Backend | None = None) -> None:
+        self.part, self.module = part, module
+        self.handed = set(nodes_in(part.gives))
+        self.operations = 0
+        self.kernel: Kernel | None = None
+        self._scope: dict[str, Any] = {"torch": torch}
+        self._names: dict[fx.Node, str] = {}
+        self._body: list[Line] = []
+        self._head = self._open()
+        if backend is None or any("draw" in node.meta for node in part.nodes):
+            self._write()
+        else:
+            self._hand_over(backend)
+        results = part.gives if isinstance(part.gives, tuple) else (part.gives,)
+        self._tail = f"return {', '.join(map(self._word, results))}"
+        self.text = self._source(self._lines())
+        self.call: Callable[..., Any] = self._first
+
+    def build(self) -> None:
+        """Have a backend build it now, and not at its first call."""
+        if self.kernel is not None:
+            self.kernel.build()
+
+    def __str__(self) -> str:
+        built = "" if self.kernel is None else f"# What is built of it:\n{self.kernel.graph.code.strip()}\n"
+        return self.text + built
+
+    def _first(self, *values: Any) -> Any:
+        odd: dict[fx.Node, None] = {}
+        with tracing:
+            function = self._function(self._lines(look=True), look=partial(_look, odd))
+        results = function(*values)
+        with tracing:
+            lines = self._lines(odd=odd)
+            self.text, self.call = self._source(lines), self._function(lines)
+        return results
+
+    def _source(self, lines: Sequence[str]) -> str:
+        """The text of the function with these lines."""
+        arguments = [*self.part.takes, *([] if self.part.sums is None else ["S"])]
+        return f"def {self.part.name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _function(self, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
+        """The function with these lines."""
+        scope = {**self._scope, **names}
+        exec(compile(self._source(lines), f"<{self.part.name} of a compiled stage>", "exec"), scope)
+        return scope.pop(self.part.name)  # else function and scope would hold each other, and what a backend built
+
+    def _lines(self, *, look: bool = False, odd: Collection[fx.Node] = ()) -> list[str]:
+        """The lines, each with a ``del`` of what it read last; with a look at each value, or copies of odd ones."""
+        last: dict[fx.Node, int] = {}
+        for number, line in enumerate(self._body):
+            last.update(dict.fromkeys(line.reads, number))
+        kept, unread = set(self.handed), list[str]()
+        for argument, values in self.part.takes.items():
+            if argument in EMPTIED:
+                unread += [self._names[node] for node in values if node not in last and node not in self.handed]
+            else:
+                kept.update(values)
+        lines = [*self._head, f"del {', '.join(unread)}"] if unread else list(self._head)
+        for number, (text, reads, gives) in enumerate(self._body):
+            if look and gives is not None and isinstance(gives.meta.get("val"), Tensor) and not is_view(gives):
+                text += f"; {gives.name} = look({self._bind('node', gives)}, {gives.name})"
+            elif gives is not None and gives in odd:
+                copy, stride = self._bind("laid_out", laid_out), gives.meta["val"].stride()
+                text += f"; {gives.name} = {copy}({gives.name}, {stride})"
+            dead = [self._names[node] for node in dict.fromkeys(reads) if last[node] == number and node not in kept]
+            lines.append(text + (f"; del {', '.join(dead)}" if dead else ""))
+        return [*lines, self._tail]
+
+    # -- lines -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[str]:
+        """Take the values out of the arguments."""
+        lines: list[str] = []
+        needed = set(self.part.reads)
+        for argument, values in self.part.takes.items():
+            for number, node in enumerate(values):
+                self._names[node] = f"{argument.lower()}{number}" if node.op == "placeholder" else node.name
+            if argument not in EMPTIED:
+                lines += [f"{self._names[n]} = {argument}[{i}]" for i, n in enumerate(values) if n in needed]
+            elif values:
+                lines += [f"{', '.join(self._names[node] for node in values)}, = {argument}", f"{argument}.clear()"]
+        return lines
+
+    def _write(self) -> None:
+        """A line for each operation; gradients are added to their sums as soon as they are there."""
+        sums = self.part.sums or ()
+        direct = {sums[number]: number for number in self.part.fused}
+        for node in self.part.reads:
+            self._add(node)
+        for node in self.part.nodes:
+            if node in direct:
+                self._into(direct[node], node)
+                self.operations += 1
+            else:
+                self._names[node] = node.name
+                self._line(f"{node.name} = {self._call(node)}", node.all_input_nodes, node)
+                self._add(node)
+
+    def _hand_over(self, backend: Backend) -> None:
+        """One line for all operations but products that are added to a sum."""
+        sums = dict(enumerate(self.part.sums or ()))
+        products = {number: sums.pop(number) for number in self.part.fused}
+        factors = [list(product(node)[:2]) for node in nodes_in(list(products.values()))]
+        needed = dict.fromkeys(nodes_in((self.part.gives, list(sums.values()), factors)))
+        outs = [node for node in needed if node not in self._names]
+        nodes, reads = gather(outs, stop=set(self._names))
+        if nodes:
+            self.kernel = Kernel(nodes, reads, outs, self.module, backend)
+            self.operations = len(nodes)
+            inputs = ", ".join(self._names[node] for node in reads)
+            self._names.update((node, node.name) for node in outs)
+            results = ", ".join(node.name for node in outs)
+            self._line(f"{results}, = {self._bind('built', self.kernel)}({inputs})", reads)
+        for node in dict.fromkeys(nodes_in(list(sums.values()))):
+            self._add(node)
+        for number, node in products.items():
+            self._into(number, node)
+
+    def _into(self, number: int, node: Any) -> None:
+        """Add a product into its sum in one operation."""
+        left, right, turned = product(node)
+        if turned and left in self._names and node.args[0] not in self._names:
+            self._line(f"S[{number}].addmm_({self._names[left]}.t(), {self._word(right)})", [left, right])
+        else:
+            self._line(f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes)
+
+    def _add(self, node: fx.Node) -> None:
+        """Add a weight gradient to its sums."""
+        for number, gradient in enumerate(self.part.sums or ()):
+            if gradient is node:
+                self._line(f"S[{number}].add_({self._names[node]})", [node])
+                self.operations += 1
+
+    def _line(self, text: str, reads: Iterable[fx.Node], gives: fx.Node | None = None) -> None:
+        self._body.append(Line(text, list(reads), gives))
+
+    def _call(self, node: fx.Node) -> str:
+        """The expression of an operation."""
+        if node.op == "get_attr":
+            return self._constant(node)
+        if node.target is operator.getitem:
+            return f"{self._word(node.args[0])}[{node.args[1]}]"
+        if not isinstance(node.target, (OpOverload, HigherOrderOperator)):
+            raise TraceError(f"its graph has {node.target}, which is no operation of torch")
+        self.operations += 1
+        if "draw" in node.meta:
+            return self._draw(node, self._arguments(node.args, node.kwargs))
+        function, positional, keywords = binding(node)
+        args = self._arguments(positional, keywords)
+        return f"{path_of(function) or self._bind(_plain_name(node.target), function)}({', '.join(args)})"
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        return [*map(self._word, args), *(f"{key}={self._word(value)}" for key, value in kwargs.items())]
+
+    def _draw(self, node: fx.Node, args: list[str]) -> str:
+        """The expression of an operation that draws; ``R`` holds the keys."""
+        if self.part.name not in ("F", "A"):
+            raise TraceError(f"{node.target} draws random numbers in its backward")
+        val, number, func = node.meta["val"], node.meta["draw"], node.meta["drawn_by"]
+        device = self._bind("device", (val[0] if isinstance(val, (tuple, list)) else val).device)
+        if not schema(func).name.endswith("_"):
+            func = node.target
+        else:
+            # It filled a tensor, and the trace lets it make one. How a draw fills memory depends on its layout.
+            first: Any = node.args[0]
+            fresh = first.op == "call_function" and len(first.users) == 1 and not is_view(first)
+            args[0] = args[0] if fresh else f"torch.clone({args[0]})"
+        twin = twin_of(func)
+        if twin is None:
+            return f"R.run({', '.join([str(number), device, self._bind(_plain_name(func), func), *args])})"
+        return f"{self._bind(_plain_name(func), twin)}({', '.join([*args, f'generator=R.of({number}, {device})'])})"
+
+    def _constant(self, node: fx.Node) -> str:
+        value = getattr(self.module, str(node.target))
+        real = value.constant if hasattr(value, "fake_mode") else value
+        if real is None:
+            raise TraceError(NOT_GIVEN)
+        return self._bind(node.name, real)
+
+    def _word(self, value: Any) -> str:
+        """The text of an argument; an object without one is bound to a name."""
+        match value:
+            case fx.Node():
+                return self._names[value]
+            case list():
+                return f"[{', '.join(map(self._word, value))}]"  # pyright: ignore[reportUnknownArgumentType]
+            case tuple():
+                return f"({''.join(f'{self._word(element)}, ' for element in value)})"  # pyright: ignore
+            case None | bool() | int() | str():
+                return repr(value)
+            case float() if value == value and abs(value) != float("inf"):
+                return repr(value)
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return str(value)
+            case _:
+                return self._bind("constant", value)
+
+    def _bind(self, name: str, value: Any) -> str:
+        """A name in the function's scope for an object; never the name of a node's value."""
+        unique, number = f"k_{name}", 0
+        while unique in self._scope and self._scope[unique] is not value:
+            number += 1
+            unique = f"k_{name}_{number}"
+        self._scope[unique] = value
+        return unique
+
+
+def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
+    """The value in the layout that it was traced with; adds a node whose value has another to ``odd``."""
+    traced = node.meta["val"]
+    if lies_as(value, traced):
+        return value
+    odd[node] = None
+    return laid_out(value, traced.stride())
+
+
+def _plain_name(target: Any) -> str:
+    return str(target).replace(".", "_").replace("::", "_")

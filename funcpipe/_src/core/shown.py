@@ -1,0 +1,126 @@
+"""What objects say of themselves at a prompt: short, cheap, and never an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from funcpipe._src.core.tree import Tree, flatten
+from funcpipe._src.core.words import size_of
+
+T = TypeVar("T")
+
+Facts = list[tuple[str, str]]
+"""What an object says of itself: (of what, in words), the most important first."""
+
+
+def guarded(method: Callable[[T], str]) -> Callable[[T], str]:
+    """A ``__repr__`` that says what went wrong instead of raising it: debuggers and loggers call it at bad moments."""
+
+    @wraps(method)
+    def words(self: T) -> str:
+        try:
+            return method(self)
+        except Exception as error:
+            return f"<{type(self).__name__} that cannot be shown: {type(error).__name__}: {error}>"
+
+    return words
+
+
+def line(kind: str, facts: Iterable[tuple[str, str]]) -> str:
+    """An object in a line.
+
+    >>> line("Cake", [("layers", "3: sponge, cream, sponge"), ("candles", ""), ("slices", "8")])
+    '<Cake: layers 3: sponge, cream, sponge; slices 8>'
+    """
+    return f"<{kind}: {'; '.join(f'{name} {words}'.strip() for name, words in facts if words)}>"
+
+
+def some(words: Iterable[object], gap: str = ", ", most: int = 6) -> str:
+    """The words, of many the first ones and the last.
+
+    >>> some(range(20)), some("abc", " | ")
+    ('0, 1, 2, 3, 4, ..., 19', 'a | b | c')
+    """
+    texts = [str(word) for word in words]
+    return gap.join(texts if len(texts) <= most else [*texts[: most - 1], "...", texts[-1]])
+
+
+def named(count: int, word: str) -> str:
+    """Join a count and its word; "" for 0.
+
+    >>> named(1, "gradient"), named(2, "batch"), named(0, "gradient")
+    ('1 gradient', '2 batches', '')
+    """
+    return count_text(count, word) if count else ""
+
+
+def count_text(count: int, word: str) -> str:
+    """Join a count and its word, singular or plural."""
+    return f"{count} {word if count == 1 else plural(word)}"
+
+
+def plural(word: str) -> str:
+    """Return the plural of a word."""
+    return word + ("es" if word.endswith("ch") else "s")
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    rows = tensor.coalesce() if tensor.is_sparse else None
+    return tensor.nbytes if rows is None else rows.indices().nbytes + rows.values().nbytes
+
+
+def amount_of(tree: Tree) -> str:
+    """How many tensors are in a tree, each counted once, and their bytes; "" for none."""
+    tensors = {id(leaf): leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}.values()
+    return f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}" if tensors else ""
+
+
+def shapes_of(tree: Tree) -> str:
+    """Types and shapes of what is in a tree, in a dict by name; "" for None."""
+    if isinstance(tree, dict):
+        return some((f"{name} {shapes_of(part)}" for name, part in tree.items()), most=4) or "{}"  # pyright: ignore[reportUnknownVariableType]
+    return "" if tree is None else some((_shape(leaf) for leaf in flatten(tree)[0]), most=4) or "()"
+
+
+def _shape(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return "None" if leaf is None else type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+
+
+def number_of(tensor: Any) -> str:
+    """The number in a tensor with one, which may wait for its device; its shape where there is no number to read."""
+    try:
+        return f"{float(tensor):.6g}"
+    except Exception:  # on the meta device, under a transform, on a device that has failed
+        return shapes_of(tensor)
+
+
+def function_words(fn: Any) -> str:
+    """What a function is called, or the class of a callable object."""
+    name = getattr(fn, "__qualname__", None)
+    if name is not None:
+        return str(name)
+    own = type(fn).__repr__
+    return type(fn).__name__ if own is object.__repr__ else repr(fn)[:60]
+
+
+def stages_words(names: Iterable[str]) -> str:
+    """How many stages there are, and what they are called, where they have names.
+
+    >>> stages_words(["embed", "", "head"]), stages_words(["", ""])
+    ('3: embed | 1 | head', '2')
+    """
+    labels = list(names)
+    listed = some((label or str(number) for number, label in enumerate(labels)), " | ")
+    return f"{len(labels)}: {listed}" if any(labels) else str(len(labels))
+
+
+def tied_words(ties: Iterable[Iterable[tuple[int, Any]]]) -> str:
+    """The names of tied parameters, each tie by its first."""
+    paths = [next(iter(group))[1] for group in ties]
+    return some(".".join(map(str, path)) if isinstance(path, tuple) else str(path) for path in paths)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

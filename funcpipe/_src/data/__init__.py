@@ -1,0 +1,1 @@
+"""Plain data: stages, schedules, costs, programs, plans, timelines, results. Computes nothing."""

@@ -1,0 +1,174 @@
+"""Composition: neighbouring stages as one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.shown import some
+from funcpipe._src.core.tree import Tree, cow_clone, map_tensors
+from funcpipe._src.data.stage import SCOPE, Bindable, BoundFn, Out, Stage, carried, refuse_others, side_loss
+
+
+def compose(*stages: Stage, name: str = "") -> Stage:
+    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names keep their keys.
+
+    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
+
+    >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
+    >>> fp.compose(double, add)((2, 5), 10)
+    25
+
+    Raises:
+        PlanError: no stages, or stash and pop inside do not fit.
+    """
+    if not stages:
+        raise PlanError("compose needs at least one stage")
+    refuse_others("compose", stages, "compose(first, second)")
+    inside: set[str] = set()
+    popped: set[str] = set()
+    outside: dict[str, None] = {}
+    faults: list[str] = []
+    for part in stages:
+        for pop_name in part.pop:
+            (popped.add if pop_name in inside else outside.setdefault)(pop_name)
+        for stash_name in (*part.stash, *part.offers):
+            faults += [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
+            faults += [f"{part.name!r} stashes {stash_name!r} after it was popped"] if stash_name in outside else []
+            inside.add(stash_name)
+    raise_all("stash and pop do not match inside compose:", faults)
+    offered = {name for part in stages for name in part.offers} | popped
+    return Stage(
+        _Composition(stages),
+        name or "+".join(part.name or "?" for part in stages),
+        stash=tuple(n for part in stages for n in part.stash if n not in offered),
+        pop=tuple(outside),
+        feeds=tuple(dict.fromkeys(n for part in stages for n in part.feeds)),
+        state=any(part.state for part in stages),
+        commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
+        offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
+        takes_train=any(part.takes_train for part in stages),
+        shares=tuple((_inside(n, path), shared) for n, part in enumerate(stages) for path, shared in part.shares),
+        evaluation=all(part.evaluation for part in stages),
+        carry=any(part.carry for part in stages),
+    )
+
+
+def _inside(part: int, path: Any) -> tuple[Any, ...]:
+    """The path in the params of a composition of a leaf of this part."""
+    return (part, *(path if isinstance(path, tuple) else (path,)))
+
+
+def chain(
+    stages: Sequence[Stage],
+    calls: Sequence[Callable[..., Any]],
+    x: Tree,
+    extras: Mapping[str, Any],
+    states: Sequence[Tree],
+) -> Out:
+    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips; sums their losses."""
+    skips = dict(extras.get("skips", {}))
+    stats: list[Tree] = []
+    stash: dict[str, Tree] = {}
+    losses: list[tuple[Any, Any]] = []
+    carries = extras.get("carry") or (None,) * len(stages)
+    carry: list[Tree] = []
+    for part, call, state, before in zip(stages, calls, states, carries, strict=True):
+        feeds = extras.get("feeds", {})
+        # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
+        taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
+        own_feeds = {name: map_tensors(cow_clone, feeds[name]) for name in part.feeds}
+        own_extras = part.extras(taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before))
+        token = SCOPE.set(part)
+        try:
+            out = carried(part, call(map_tensors(cow_clone, x), **own_extras))
+        finally:
+            SCOPE.reset(token)
+        x = out.y
+        skips.update(out.stash)
+        stash.update(out.stash)
+        stats.append(out.stats)
+        carry.append(out.carry)
+        side = side_loss(out)
+        if side is not None:
+            losses.append(side)
+    loss: tuple[Any, ...] = ()
+    if len(losses) == 1:
+        loss = losses[0]
+    elif losses:
+        counted = [total / weight for total, weight in losses if float(weight)]
+        loss = (sum(counted), 1.0) if counted else losses[0]
+    return Out(x, stash, tuple(stats), loss, tuple(carry) if any(part.carry for part in stages) else ())
+
+
+class _Composition(Bindable):
+    """Stages called one after the other."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+        self.who = f"compose({some(part.name or '?' for part in stages)})"
+
+    def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
+        _check_length("params", params, self.stages)
+        calls = [partial(part.fn, p) for part, p in zip(self.stages, params, strict=True)]
+        return self._call(calls, x, extras)
+
+    def _call(self, calls: Sequence[Callable[..., Any]], x: Tree, extras: dict[str, Any]) -> Any:
+        states = extras.get("state")
+        if states is None:
+            states = ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        out = chain(self.stages, calls, x, {"train": False, **extras}, states)
+        plain = not out.stash and side_loss(out) is None
+        plain &= not any(part.commit or part.carry for part in self.stages)
+        return out.y if plain else out
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """Bind every inner stage."""
+        _check_length("params", params, self.stages)
+        states = state if any(part.state for part in self.stages) else ((),) * len(self.stages)
+        _check_length("state", states, self.stages)
+        bound = [part.bind(p, s) for part, p, s in zip(self.stages, params, states, strict=True)]
+        return _BoundComposition(self, bound)
+
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages that it calls."""
+        return self.stages
+
+
+class _BoundComposition:
+    def __init__(self, composition: _Composition, bound: list[BoundFn]) -> None:
+        self.composition, self.bound = composition, bound
+        self.places = {module: path for part in bound for module, path in part.places.items()}
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        return self.composition._call(self.bound, x, extras)  # pyright: ignore[reportPrivateUsage]
+
+    def release(self) -> None:
+        for part in self.bound:
+            part.release()
+
+
+class _CommitEach:
+    """The commits of a composition: each inner stage commits its own statistics."""
+
+    def __init__(self, stages: tuple[Stage, ...]) -> None:
+        self.stages = stages
+
+    def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
+        new = [  # a list: a generator would make another error of a StopIteration
+            old if part.commit is None else part.commit(old, tuple(row[index] for row in stats))
+            for index, (part, old) in enumerate(zip(self.stages, state, strict=True))
+        ]
+        return tuple(new)
+
+
+def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:
+    if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
+        kind = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
+        names = ", ".join(part.name or "?" for part in stages)
+        raise PlanError(
+            f"{label} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {kind}"
+        )

@@ -1,0 +1,403 @@
+"""What actions cost: times and memory, by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
+
+from funcpipe._src.core.errors import ScheduleError, raise_all
+from funcpipe._src.core.shown import guarded, some
+from funcpipe._src.data.kinds import KINDS, Kind
+
+_LONGEST = 1e15
+"""Lengths are below it, so that their sum is exact enough."""
+PerStage = float | Sequence[float]
+"""One number for all stages, or one for each."""
+_HALVES = {"backward_input": "backward_weight", "backward_weight": "backward_input"}
+"""The two fields that share the time of B, each with the other one."""
+_OPTIONAL = (*_HALVES, "backward", "remat", "bandwidth")
+"""Fields that may be None: then the other fields say."""
+_LENGTHS = ("slices", "slice_times")
+_ROUNDING = 1e-9
+"""Relative: I may be longer than B by this much, from rounding, and W is 0 then."""
+
+
+class Skip(NamedTuple):
+    """A value that a stage stashes and a later one pops.
+
+    Attributes:
+        stash, pop: the stages.
+        size: its memory, and that of its gradient, in the unit of `Cost.residual`.
+    """
+
+    stash: int
+    pop: int
+    size: float
+
+
+def _numbers_text(value: Any) -> str:
+    return f"({some(map(_numbers_text, value))})" if isinstance(value, tuple) else f"{value:.4g}"  # pyright: ignore[reportUnknownArgumentType]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What actions cost: times in one unit of your choice, memory in another.
+
+    Every number may be one for all stages, or a sequence with one per stage, unless it says otherwise. All are of a whole
+    microbatch; of one in slices each slice has its share of them.
+
+    Attributes:
+        forward: time of F.
+        backward_input: time of I. None: B minus W; half of B where W is None, too; 1 where ``backward`` is None.
+        backward_weight: time of W. None: B minus I; half of B where I is None, too; 1 where ``backward`` is None.
+        backward: time of B; None: the sum of I and W. If all three are given, B may differ from that sum, as
+            measurements do.
+        remat: time of R; None: that of F.
+        forward_link: for how much of the time of F, and of R, the device only waits for other devices (all-to-all of
+            experts, sums of tensor parallelism): time in which another action can compute, where two overlap.
+        backward_link: the same of B, and of I.
+        offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
+        reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
+        gather: time of U, on the link between the replicas of a stage, which G occupies too; the device works on
+            meanwhile.
+        step: time of S.
+        comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
+            or S - 1 of them, from each stage to the next and back.
+        bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
+            with the same two ends cross one after the other.
+        output: memory of what a stage hands to the next, and of its gradient. Each lies at its reader from when it has
+            crossed the link until the action that reads it starts (where it becomes part of the residual), or ends if
+            that keeps none.
+        skips: the skips, which cross and lie like outputs; of one that is popped several times, one for each.
+        residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
+        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
+            (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
+        slices: the lengths of the slices of a microbatch, in any unit; (): the plan's lengths, or equal ones.
+        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost` measures them; ():
+            computed from ``slices`` and ``attention``.
+        attention: which share of a stage's time causal attention takes for a whole microbatch, one number from 0 to 1:
+            that grows with the square of the length. The slice from x to y of the sequence, as shares of it, takes
+            ``(1 - a) (y - x) + a (y² - x²)`` of the time, and ``y - x`` of the memory.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage | None = None
+    backward_weight: PerStage | None = None
+    backward: PerStage | None = field(default=None, kw_only=True)
+    remat: PerStage | None = field(default=None, kw_only=True)
+    forward_link: PerStage = field(default=0.0, kw_only=True)
+    backward_link: PerStage = field(default=0.0, kw_only=True)
+    offload: PerStage = field(default=1.0, kw_only=True)
+    reduce: PerStage = field(default=0.0, kw_only=True)
+    gather: PerStage = field(default=0.0, kw_only=True)
+    step: PerStage = field(default=0.0, kw_only=True)
+    comm: PerStage = field(default=0.0, kw_only=True)
+    bandwidth: float | None = field(default=None, kw_only=True)
+    output: PerStage = field(default=0.0, kw_only=True)
+    skips: Sequence[Skip] = field(default=(), kw_only=True)
+    residual: PerStage = field(default=1.0, kw_only=True)
+    weight_residual: PerStage = field(default=0.5, kw_only=True)
+    slices: Sequence[float] = field(default=(), kw_only=True)
+    slice_times: Sequence[float] = field(default=(), kw_only=True)
+    attention: float = field(default=0.0, kw_only=True)
+
+    @guarded
+    def __repr__(self) -> str:
+        """What differs from ``Cost()``, to four digits."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"Cost({', '.join(f'{name}={_numbers_text(value)}' for name, value in changed.items())})"
+
+    def __post_init__(self) -> None:
+        faults: list[str] = []
+        for name, value in list(vars(self).items()):
+            if name == "skips":
+                faults += self._take_skips(value)
+                continue
+            if name in _LENGTHS or name == "attention":
+                continue
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "bandwidth":
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            for number in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
+                if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+                    faults.append(
+                        f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
+                    )
+                    break
+        faults += self._take_slices()
+        if self.bandwidth == 0:
+            faults.append("bandwidth is more than 0; None for no limit")
+        faults = faults or self._long_halves() or self._long_links()
+        raise_all("no such cost:", faults, ScheduleError)
+
+    def _take_skips(self, skips: Any) -> list[str]:
+        """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
+        if isinstance(skips, str) or not isinstance(skips, Sequence):
+            return [f"skips is a sequence of (stash, pop, size); got {skips!r}"]
+        rows = [tuple(row) if isinstance(row, (tuple, list)) else (row,) for row in cast("Sequence[Any]", skips)]
+        bad = [row for row in rows if not _is_skip(row)]
+        if not bad:
+            object.__setattr__(self, "skips", tuple(Skip(*row) for row in rows))
+        return [
+            f"skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; got {row!r}" for row in bad
+        ]
+
+    def _take_slices(self) -> list[str]:
+        """Store lengths and times of slices as tuples. Return the faults in them, and in ``attention``."""
+        faults: list[str] = []
+        for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
+            values: Any = getattr(self, name)
+            if not are_lengths(values):
+                faults.append(f"{name} has the {word} of each slice, numbers above 0; got {values!r}")
+            else:
+                object.__setattr__(self, name, tuple(values))
+        if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
+            faults.append(f"attention is a share from 0 to 1; got {self.attention!r}")
+        return faults
+
+    def _long_halves(self) -> list[str]:
+        """Name each half of B that is longer than B and has no other half given."""
+        faults: list[str] = []
+        for name, other in _HALVES.items():
+            whole, half = self.backward, getattr(self, name)
+            if whole is None or half is None or getattr(self, other) is not None:
+                continue
+            rows = [value for value in (whole, half) if isinstance(value, tuple)]
+            for stage in range(min(map(len, rows), default=1)):
+                all_of_it, part = _pick(whole, stage), _pick(half, stage)
+                if part > all_of_it * (1 + _ROUNDING):
+                    where = f" of stage {stage}" if rows else ""
+                    faults.append(
+                        f"{name}{where} is {part:g}, more than backward, which is {all_of_it:g}; give {other} too"
+                    )
+        return faults
+
+    def _long_links(self) -> list[str]:
+        """What is wrong with the time for which actions wait for links: it is a part of theirs."""
+        faults: list[str] = []
+        for kind, row in KINDS.items():
+            if row.link is None or not getattr(self, row.link):
+                continue
+            names = {name for names in row.times for name in names}
+            names |= {"backward", *_HALVES} if names & {"backward", *_HALVES} else set[str]()
+            rows = [value for name in (row.link, *names) if isinstance(value := getattr(self, name), tuple)]
+            for stage in range(min(map(len, rows), default=1)):
+                link, time = _pick(getattr(self, row.link), stage), self.of(kind, stage)
+                if link > time:
+                    where = f" of stage {stage}" if rows else ""
+                    faults.append(f"{row.link}{where} is a part of the time of {kind}, which is {time:g}; got {link:g}")
+        return faults
+
+    def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
+        """Return each slice's share of its microbatch's times, and of its memory. The shares add up to 1.
+
+        >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
+        [(0.65625, 0.75), (0.34375, 0.25)]
+
+        Raises:
+            ScheduleError: ``slices`` or ``slice_times`` has another number of slices.
+        """
+        lengths = self.slices or (1.0,) * num_slices
+        for name, word, values in (("slices", "lengths", lengths), ("slice_times", "times", self.slice_times)):
+            if values and len(values) != num_slices:
+                raise ScheduleError(
+                    f"the cost has the {word} of {len(values)} slices, and a microbatch has {num_slices}; give {name}= "
+                    "one for each, or () for equal ones"
+                )
+        if num_slices == 1:
+            return [(1.0, 1.0)]
+        ends = [0.0, *(end / sum(lengths) for end in accumulate(lengths))]
+        sizes = [y - x for x, y in pairwise(ends)]
+        if self.slice_times:
+            return [(time / sum(self.slice_times), size) for time, size in zip(self.slice_times, sizes, strict=True)]
+        linear, square = 1 - self.attention, self.attention
+        times = [linear * (y - x) + square * (y * y - x * x) for x, y in pairwise(ends)]
+        return list(zip(times, sizes, strict=True))
+
+    @property
+    def num_stages(self) -> int | None:
+        """How many stages (or layers) its sequences speak of; None: it has one number for all."""
+        return next((len(row) + (name == "comm") for name, row in self._rows().items()), None)
+
+    def _rows(self) -> dict[str, tuple[float, ...]]:
+        """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
+        others = ("skips", *_LENGTHS)
+        return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name not in others}
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Time of one action of this kind on this stage."""
+        for names in KINDS[kind].times:
+            values = [self._time(name, stage) for name in names]
+            if None not in values:
+                return sum(value for value in values if value is not None)
+        return 0.0
+
+    def _time(self, name: str, stage: int) -> float | None:
+        """Return the time in a field, for a half of B also the time that follows from the other fields.
+
+        None: no field gives it.
+        """
+        value: PerStage | None = getattr(self, name)
+        if value is not None or name not in _HALVES:
+            return None if value is None else _pick(value, stage)
+        if self.backward is None:
+            return 1.0
+        whole, other = _pick(self.backward, stage), getattr(self, _HALVES[name])
+        return whole / 2 if other is None else max(0.0, whole - _pick(other, stage))
+
+    def _half(self, name: str) -> PerStage:
+        """Return the time of a half of B, given or derived: one number, or one per stage."""
+        given: PerStage | None = getattr(self, name)
+        if given is not None:
+            return given
+        rows = [value for each in ("backward", *_HALVES) if isinstance(value := getattr(self, each), tuple)]
+        times = [self._time(name, stage) or 0.0 for stage in range(min(map(len, rows), default=1))]
+        return tuple(times) if rows else times[0]
+
+    def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
+        """Time of two actions that overlap, from the start of both to the end of both.
+
+        The device computes for the one or for the other, a link carries for the one or for the other; neither can be
+        quicker than alone: ``max(computing of both, links of both, the longer one)``. DeepSeek calls it F&B
+        (arXiv 2412.19437, table 2).
+
+        >>> cost = fp.Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
+        >>> cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
+        2.25
+
+        Args:
+            one: kind, stage, and which share of its microbatch's time it takes (of a whole microbatch 1).
+            other: the same.
+
+        Raises:
+            ScheduleError: one of them is something else.
+        """
+        try:
+            alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
+            waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ScheduleError(
+                "both takes (kind, stage, share) twice, such as (fp.Kind.F, 0, 1.0), with stages that the cost has; got "
+                f"{one!r} and {other!r}"
+            ) from None
+        return max(sum(alone) - sum(waits), sum(waits), *alone)
+
+    @property
+    def hides(self) -> bool:
+        """Is there something to hide: does any action wait for a link."""
+        return any(max(per_stage(value, 1), default=0.0) > 0 for value in (self.forward_link, self.backward_link))
+
+    def computing(self) -> Cost:
+        """The cost without the time for which actions wait for links: what is left where all of it is hidden.
+
+        >>> fp.Cost([1, 2], 1, backward=2, forward_link=0.5, backward_link=[0, 1]).computing().backward
+        (2, 1)
+        """
+
+        def less(name: str, link: str) -> PerStage | None:
+            value, waits = getattr(self, name), getattr(self, link)
+            if value is None and name in _HALVES and waits:
+                value = self._half(name)
+            if value is None or not (isinstance(value, tuple) or isinstance(waits, tuple)):
+                return None if value is None else value - waits
+            count = max(len(row) for row in (value, waits) if isinstance(row, tuple))
+            pairs = zip(per_stage(value, count), per_stage(waits, count), strict=True)
+            return tuple(time - wait for time, wait in pairs)
+
+        forward, back = "forward_link", "backward_link"
+        times = {"forward": forward, "remat": forward, "backward_input": back, "backward": back}
+        changed: dict[str, Any] = {name: less(name, link) for name, link in times.items()}
+        if self.backward_link:  # a W that follows from B keeps its time
+            changed["backward_weight"] = self._half("backward_weight")
+        return replace(self, **changed, forward_link=0.0, backward_link=0.0)
+
+    def _link(self, kind: Kind, stage: int) -> float:
+        name = KINDS[kind].link
+        return _pick(getattr(self, name), stage) if name is not None else 0.0
+
+    def group(self, sizes: Sequence[int]) -> Cost:
+        """The cost of neighbouring layers as stages, if this is the cost of layers.
+
+        Times and residuals add up; what a stage hands on is the output of its last layer, and of the hops those between
+        its layers vanish, as do skips within a stage. Skips between the same two stages are one.
+
+        >>> fp.Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
+        (3, 3)
+
+        Args:
+            sizes: how many layers each stage has, as ``balance`` gives them.
+
+        Raises:
+            ScheduleError: sizes that are not positive, or do not add up to the layers of the cost.
+        """
+        counts = list(sizes)
+        layers = sum(counts)
+        if not counts or any(count < 1 for count in counts):
+            raise ScheduleError(f"sizes are positive numbers; got {counts}")
+        self.check_stages(layers)
+        ends = list(accumulate(counts))
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+        def sums(value: PerStage | None) -> tuple[float, ...] | None:
+            if value is None:
+                return None
+            row = per_stage(value, layers)
+            return tuple(sum(row[end - count : end]) for end, count in zip(ends, counts, strict=True))
+
+        skips: dict[tuple[int, int], float] = {}
+        for stash, pop, size in self.skips:
+            ends_at = stage_of[stash], stage_of[pop]
+            if ends_at[0] != ends_at[1]:
+                skips[ends_at] = skips.get(ends_at, 0.0) + size
+        kept = ("comm", "bandwidth", "output", "skips", *_LENGTHS, "attention")
+        fields: dict[str, Any] = {name: value if name in kept else sums(value) for name, value in vars(self).items()}
+        if self.backward is None:
+            fields |= {name: sums(self._half(name)) for name in _HALVES}
+        fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
+        if isinstance(self.comm, Sequence):
+            fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
+        fields["skips"] = tuple(Skip(*places, size) for places, size in skips.items())
+        return Cost(**fields)
+
+    def latency(self, stage: int, to: int) -> float:
+        """Of a value that goes from one device to another; of a skip over several hops, that of the slowest."""
+        if isinstance(self.comm, Sequence):
+            return max(self.comm[min(stage, to) : max(stage, to)])
+        return self.comm
+
+    def check_stages(self, num_stages: int) -> None:
+        """Refuse sequences that do not have one number per stage. Raises ScheduleError."""
+        faults: list[str] = []
+        for name, row in self._rows().items():
+            if len(row) != num_stages - (name == "comm"):
+                hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
+                faults.append(f"{name} has {len(row)} numbers{hint}")
+        faults += [f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages]
+        raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
+
+
+def are_lengths(values: Any) -> bool:
+    """Can these be the lengths of slices."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        return False
+    numbers = cast("Sequence[Any]", values)
+    return all(type(value) in (int, float) and 0 < value < _LONGEST for value in numbers)
+
+
+def _is_skip(row: tuple[Any, ...]) -> bool:
+    if len(row) != 3 or type(row[0]) is not int or type(row[1]) is not int or not isinstance(row[2], (int, float)):
+        return False
+    return 0 <= row[0] < row[1] and 0 <= row[2] < float("inf")
+
+
+def per_stage(value: PerStage, num_stages: int) -> tuple[float, ...]:
+    """The number of each stage."""
+    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+
+
+def _pick(value: PerStage, stage: int) -> float:
+    return value[stage] if isinstance(value, Sequence) else value

@@ -1,0 +1,104 @@
+"""Checks that what a stage declares fits its function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from funcpipe._src.core.errors import PlanError, raise_all
+
+if TYPE_CHECKING:
+    from funcpipe._src.data.stage import Stage
+
+
+def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
+    """Names as a tuple. Raises PlanError where they are one string, whose letters would be the names."""
+    if isinstance(names, str):
+        raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")
+    names = tuple(names)
+    if "" in names:
+        raise PlanError(f"{option} has an empty name")
+    return names
+
+
+def check_function(fn: Any) -> None:
+    """Refuse what cannot be the function of a stage. Raises PlanError."""
+    if isinstance(fn, type):
+        example = (
+            f"fp.from_module({fn.__name__}(...))"
+            if hasattr(fn, "named_parameters")
+            else f"fp.stage({fn.__name__}(...))"
+        )
+        raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {example}")
+    if hasattr(fn, "named_parameters"):
+        raise PlanError(
+            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; "
+            "make one with stage, params, state = fp.from_module(module)"
+        )
+    if not callable(fn):
+        raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        raise PlanError(
+            f"{fn.__name__!r} {verb}, so a call of it computes nothing; a stage is an ordinary function that returns "
+            "its output, and what it hands to later stages in fp.Out(y, stash={...})"
+        )
+
+
+def arguments_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """What a function takes; None for built-ins without a signature."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def keywords_of(parameters: Sequence[inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function besides params and x, by name."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {p.name: p for p in parameters[2:] if p.kind in kinds}
+
+
+def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> None:
+    """Refuse a declaration that does not fit what the function takes. Raises PlanError."""
+    keywords = keywords_of(parameters)
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    declared = {"skips": stage.pop, "feeds": stage.feeds, "state": stage.state}
+    faults = _positional(parameters)
+    for keyword, declaration in declared.items():
+        option = "pop" if keyword == "skips" else keyword
+        if declaration and keyword not in keywords and not takes_all:
+            faults.append(f"declares {option} but its function takes no keyword {keyword!r}")
+        needed = keyword in keywords and keywords[keyword].default is inspect.Parameter.empty
+        if not declaration and needed:
+            faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
+    faults += [
+        f"names {repeated!r} twice in {label}"
+        for label, names in (("stash", stage.stash), ("pop", stage.pop), ("feeds", stage.feeds))
+        for repeated in sorted({n for n in names if names.count(n) > 1})
+    ]
+    faults += [f"both stashes and pops {skip!r}" for skip in stage.stash if skip in stage.pop]
+    raise_all(f"stage {stage.name!r} and its function do not fit:", faults)
+
+
+def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """The faults of the arguments besides the keywords that stages declare: there are two, params and x."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return []
+    if len(positional) < 2:
+        return [
+            f"takes {len(positional)} arguments by position, and is called with two, fn(params, x); without parameters "
+            "params is ()"
+        ]
+    if positional[0].name == "self":
+        return ["takes self: give the method of an instance, fp.stage(net.method)"]
+    known = ("skips", "feeds", "state", "train", "carry")
+    return [
+        f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
+        "declare it as a feed of the batch (feeds=[...])"
+        for p in parameters
+        if p not in positional[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]

@@ -1,0 +1,137 @@
+"""The cost of what a timeline shows: the times of actions, and what lies between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TYPE_CHECKING, NamedTuple
+
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.kinds import ADDS, MOVES, Kind
+from funcpipe._src.data.overlapping import pairs_in, without_pairs
+
+if TYPE_CHECKING:
+    from funcpipe._src.data.result import Span, Timeline
+
+
+class Handover(NamedTuple):
+    """What lies between actions.
+
+    Attributes:
+        host: by kind and stage, what passed since the action before it on its device, where all was there.
+        hop: from the end of an action to the start of the one on another device that waits for it, without the host's
+            time; None: none did.
+    """
+
+    host: Mapping[tuple[Kind, int], float]
+    hop: float | None
+
+
+def handover_of(spans: Iterable[Span]) -> Handover:
+    """Medians of what lies between the actions of a timeline.
+
+    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own device. A wait for a
+    skip, or for a slot, is not seen as one. Where nothing at all overlaps one thread did everything: what it did for
+    another device is no time between two actions of this one.
+    """
+    ordered = sorted(spans, key=lambda span: span.start)
+    one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
+    spans_of, joined = {span.action: span for span in ordered}, pairs_in(ordered)
+    moved: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for span in ordered:
+        if span.action.kind in MOVES:
+            insort(moved[span.device, span.action.stage], span.end)
+    gaps: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    hops: list[tuple[tuple[Kind, int], float]] = []
+    free: dict[int, float] = {}
+    for device, start, end, action in ordered:
+        thread = 0 if one_thread else device
+        if action.kind in MOVES:
+            if one_thread:
+                free[thread] = end
+            continue
+        before, key = free.get(thread, 0.0), (action.kind, action.stage)
+        ends = moved.get((device, action.stage), [])
+        links = bisect_right(ends, start) - bisect_right(ends, before)
+        needs = [need for other in action.needs() if (need := spans_of.get(other)) is not None]
+        sent = max((need.end for need in needs if need.device != device), default=0.0)
+        if action not in joined and not links:
+            if sent and sent >= before:
+                hops.append((key, start - sent))
+            elif thread in free:
+                gaps[key].append(max(0.0, start - before))
+        free[thread] = max(before, end)
+    host = {key: median(values) for key, values in gaps.items()}
+    return Handover(host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None)
+
+
+def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
+    """What `Timeline.cost` says."""
+    host, hop = handover_of(timeline.spans) if handover else Handover({}, None)
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    spans = without_pairs(timeline.spans)
+    for _, start, end, action in spans:
+        times[action.kind, action.stage].append(end - start + host.get((action.kind, action.stage), 0.0))
+    slices, shares = _slices(spans)
+    stages = range(1 + max((stage for _, stage in times), default=-1))
+
+    def average(values: Sequence[float], *keys: tuple[Kind, int]) -> float:
+        share = sum(shares.get(key, 0.0) for key in keys) if len(slices) > 1 else 0.0
+        return sum(values) / share if share else fmean(values)
+
+    def mean(kind: Kind, otherwise: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
+            average(times[kind, stage], (kind, stage)) if (kind, stage) in times else other
+            for stage, other in zip(stages, otherwise, strict=True)
+        )
+
+    no_time = [0.0] * len(stages)
+    forward = mean(Kind.F, no_time)
+    half = [time / 2 for time in mean(Kind.B, no_time)]
+    first, second = mean(Kind.I, half), mean(Kind.W, half)
+    backward = mean(Kind.B, [a + b for a, b in zip(first, second, strict=True)])
+    moves = [[*times.get((Kind.O, stage), ()), *times.get((Kind.L, stage), ())] for stage in stages]
+    return Cost(
+        forward,
+        first,
+        second,
+        backward=backward,
+        remat=mean(Kind.R, forward),
+        offload=tuple(
+            average(values, (Kind.O, stage), (Kind.L, stage)) if values else 0.0
+            for stage, values in zip(stages, moves, strict=True)
+        ),
+        reduce=mean(Kind.G, no_time),
+        gather=mean(Kind.U, no_time),
+        step=mean(Kind.S, no_time),
+        comm=timeline.comm if hop is None else hop,
+        slice_times=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
+    )
+
+
+def middle(costs: Sequence[Cost]) -> Cost:
+    """The median of each number of costs that have the same stages."""
+    others = ("skips", "slices", "slice_times")
+    rows = [name for name, value in vars(costs[0]).items() if isinstance(value, tuple) and name not in others]
+    columns = {name: zip(*(getattr(cost, name) for cost in costs), strict=True) for name in rows}
+    medians = {name: tuple(map(median, column)) for name, column in columns.items()}
+    hops = [cost.comm for cost in costs if isinstance(cost.comm, (int, float))]
+    return replace(costs[0], **medians, **({"comm": median(hops)} if len(hops) == len(costs) else {}))
+
+
+def _slices(spans: Sequence[Span]) -> tuple[list[float], Mapping[tuple[Kind, int], float]]:
+    """The time of each slice, and of each kind and stage how many microbatches its slices are together."""
+    slices = [0.0] * (1 + max((span.action.slice or 0 for span in spans), default=0))
+    for _, start, end, action in spans:
+        if action.slice is not None and action.kind in (Kind.F, *ADDS):  # what every slice runs
+            slices[action.slice] += end - start
+    whole = sum(slices)
+    shares: dict[tuple[Kind, int], float] = defaultdict(float)
+    for span in spans:
+        if span.action.slice is not None and whole:
+            shares[span.action.kind, span.action.stage] += slices[span.action.slice] / whole
+    return slices, shares

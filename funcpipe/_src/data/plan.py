@@ -1,0 +1,155 @@
+"""A plan: the lowered program with the stages and the loss that it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from funcpipe._src.core.notebook import page, picture, shown
+from funcpipe._src.core.remembered import declared_fields
+from funcpipe._src.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
+from funcpipe._src.core.table import Table
+from funcpipe._src.data.losses import BY_ROWS, Counts
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.data.stage import Stage, names_of
+
+Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
+"""Groups of (stage, path): leaves that are one parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule lowered for stages: what `run`, `simulate`, `draw` and `print` interpret. Made by `make_plan`.
+
+    Attributes:
+        stages: the stages.
+        schedule: the schedule.
+        program: the lowered program, plain data.
+        devices: a torch device (or its name) for each lane; None: chosen at the run.
+        loss: ``(y, target) -> loss``, or None.
+        weight: ``target -> number``, or None: as the loss counts by itself.
+        ties: groups of (stage, path) that are one parameter.
+        train: what stages that ask for it get.
+        outputs: does a run return the merged outputs of the last stage.
+        merge: how outputs of microbatches are joined; see `make_plan`.
+        state: of the model that the stages were cut from, as it was then; None: nobody knows.
+        counts: how the loss counts by itself.
+        spare_slots: how many more slots there are between two lanes than where values take no time.
+        slices: the lengths of the slices of a microbatch, in any unit; () for equal ones.
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    program: Lowered = field(repr=False)
+    devices: tuple[Any, ...] | None = None
+    loss: Callable[..., Any] | None = None
+    weight: Callable[..., Any] | None = None
+    ties: Ties = ()
+    train: bool = True
+    outputs: bool = False
+    merge: Any = None
+    state: tuple[Any, ...] | None = field(default=None, repr=False)
+    counts: Counts = BY_ROWS
+    spare_slots: int = 0
+    slices: tuple[float, ...] = ()
+
+    __getstate__ = declared_fields
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages."""
+        return len(self.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches at most; a batch with fewer rows has fewer."""
+        return self.schedule.num_microbatches
+
+    @property
+    def num_devices(self) -> int:
+        """How many lanes."""
+        return self.schedule.num_devices
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything but the functions: the same in every process that made the same plan."""
+        parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
+        parts.append(str((self.spare_slots, self.slices, self.merge)))
+        parts.append(str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__)))
+        declared = [
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
+        ]
+        parts += map(repr, declared)
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def hints(self) -> tuple[str, ...]:
+        """What about the plan is not as it could be."""
+        evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
+        return tuple(
+            [evaluating.format(number) for number, stage in enumerate(self.stages) if self.train and stage.evaluation]
+        )
+
+    @property
+    def facts(self) -> Facts:
+        """What it is of, in words."""
+        schedule = self.schedule
+        slices = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+        devices = "devices chosen at the run" if self.devices is None else some(dict.fromkeys(self.devices))
+        return [
+            ("schedule", schedule.name),
+            ("stages", stages_words(part.name for part in self.stages)),
+            ("microbatches", f"{self.num_microbatches}{slices}"),
+            ("lanes", f"{self.num_devices} on {devices}"),
+            ("loss", "none" if self.loss is None else function_words(self.loss)),
+            ("tied", tied_words(self.ties)),
+            ("", named(len(self.hints), "hint")),
+        ]
+
+    @guarded
+    def __repr__(self) -> str:
+        return line("Plan", self.facts)
+
+    @shown
+    def _repr_html_(self) -> str:
+        heads = ("stage", "name", "lane", "function", "stash", "pop", "feeds", "state", "compiled")
+        rows = [
+            (
+                *(str(number), part.name, str(lane), function_words(part.fn)),
+                *map(some, (part.stash, part.pop, part.feeds)),
+                *("yes" if flag else "" for flag in (part.state, part.program is not None)),
+            )
+            for number, (part, lane) in enumerate(zip(self.stages, self.schedule.device_of, strict=True))
+        ]
+        facts = [*self.facts[:-1], *[("hint", hint) for hint in self.hints]]
+        return page("Plan", facts, Table("Stages", heads, tuple(rows), tuple(range(len(heads)))).html(), picture(self))
+
+    def __str__(self) -> str:
+        devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))
+        program = self.program
+        total = sum(len(lane.instructions) for lane in program.lanes)
+        head = f"plan: {self.schedule!r} on {devices}; {total} instructions"
+        slots = [f"  {lane.head()}" for lane in program.lanes]
+        return "\n".join([head, *[f"  {hint}" for hint in self.hints], *slots, *program.lines()])
+
+
+def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
+    """Explain why ``state=`` cannot be missing: training changes the state of some stages. "" where it does not.
+
+    ``origin`` is the user's name for the object with the model's state; "" without one.
+    """
+    changing = [
+        label
+        for label, part in zip(names_of(stages), stages, strict=True)
+        if part.commit is not None and not part.evaluation
+    ]
+    if not changing:
+        return ""
+    begins = (
+        f"{origin}.state for the statistics the model came with" if origin else "the state that training began with"
+    )
+    return f"state= is missing: training changes that of {', '.join(changing)}; give result.state, or {begins}"

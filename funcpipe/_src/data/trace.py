@@ -1,0 +1,99 @@
+"""A timeline as a trace for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from funcpipe._src.core.shown import some
+from funcpipe._src.data.arrows import Arrow
+from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, ONCE, Kind, Resource
+from funcpipe._src.data.schedule import Action
+
+if TYPE_CHECKING:
+    from funcpipe._src.data.result import Timeline
+
+
+_RANKS = 1 + len(LINKS)
+"""Rows that a device may have: its own, and one for each of its links."""
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as data; see `Timeline.chrome_trace`."""
+    scale = 1e6 if timeline.unit == "s" else 1e3
+    devices = range(timeline.num_devices)
+    events = [_event("M", name="process_name", args={"name": timeline.name or "funcpipe"})]
+    names = {stage: name for stage, name in enumerate(timeline.stages) if name}
+    held = {(span.device, span.action.stage) for span in timeline.spans}
+    for device in devices:
+        name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
+        stages = some(names[stage] for owner, stage in sorted(held) if owner == device and stage in names)
+        events += _thread(device, f"{name}: {stages}" if stages else name, _RANKS * device)
+    moved = {(span.device, KINDS[span.action.kind].resource) for span in timeline.spans if span.action.kind in MOVES}
+    links: dict[tuple[int, Resource], int] = {}
+    for device in devices:
+        for place, link in enumerate(LINKS):  # threads of their own, since the device works meanwhile
+            if (device, link) in moved:
+                links[device, link] = timeline.num_devices + len(LINKS) * device + place
+                name = f"device {device} {link.value}"
+                events += _thread(links[device, link], name, _RANKS * device + 1 + place)
+    rows: dict[Action, int] = {}
+    for device, start, end, action in timeline.spans:
+        kind, stage, microbatch, number = action
+        args: dict[str, Any] = {"stage": stage, "kind": kind.name}
+        args |= {"name": names[stage]} if stage in names else {}
+        if kind in COUNTED:
+            args["time"] = microbatch
+        elif kind not in ONCE:
+            args["microbatch"] = microbatch
+            args |= {} if number is None else {"slice": number}
+        times = {"ts": start * scale, "dur": (end - start) * scale}
+        thread = rows[action] = links.get((device, KINDS[kind].resource), device)
+        events.append(_event("X", tid=thread, name=str(action), cat=kind.value, **times, args=args))
+    events += _arrows(timeline, rows, scale)
+    for device, steps in enumerate(timeline.memory):
+        # Of several at one time a counter shows the last.
+        for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
+            if following is None or following[0] != time:
+                events.append(_event("C", name=f"memory of device {device}", ts=time * scale, args={"held": amount}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _arrows(timeline: Timeline, rows: Mapping[Action, int], scale: float) -> Iterator[dict[str, Any]]:
+    """Flow events, two for each arrow: from the end of what makes it to the first of its stage that reads it."""
+    spans = {span.action: span for span in timeline.spans}
+    targets: dict[tuple[str, int], list[Arrow]] = {}
+    starts: dict[tuple[Kind, int], list[Arrow]] = {}
+    for arrow in timeline.arrows:
+        targets.setdefault((arrow.value, arrow.target[1]), []).append(arrow)
+        starts.setdefault(arrow.source, []).append(arrow)
+    number = 0
+    for made in timeline.spans:
+        for arrow in starts.get(made.action[:2], ()):
+            readers = [
+                span
+                for other in targets[arrow.value, arrow.target[1]]
+                if other.source == arrow.source
+                and (span := spans.get(made.action._replace(kind=other.target[0], stage=other.target[1])))
+            ]
+            first = min(readers, key=lambda span: span.start, default=None)
+            if first is None or first.action.kind is not arrow.target[0]:
+                continue  # a forward that is done again (R) reads what its F was handed
+            number += 1
+            # An arrow belongs to the event that is open at its time, and at its very end an event is open no more.
+            times = (made.end - (made.end - made.start) / 1024) * scale, first.start * scale
+            event = {"name": arrow.value, "cat": "copy" if arrow.crosses else "skip", "id": number}
+            yield _event("s", tid=rows[made.action], ts=times[0], **event)
+            yield _event("f", tid=rows[first.action], ts=times[1], bp="e", **event)
+
+
+def _thread(tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    """The name of a row, and its place among the rows."""
+    return [
+        _event("M", tid=tid, name="thread_name", args={"name": name}),
+        _event("M", tid=tid, name="thread_sort_index", args={"sort_index": place}),
+    ]
+
+
+def _event(phase: str, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": 0, **fields}

@@ -1,0 +1,1 @@
+"""Streams, copies to the host and back, recorded work, and which device a lane has."""

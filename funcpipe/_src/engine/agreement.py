@@ -1,0 +1,229 @@
+"""What the processes of a plan must know of each other: each says a word, and all draw the same from what all said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+
+from funcpipe._src.batch.microbatch import parts_of
+from funcpipe._src.batch.shares import Weighed, settled
+from funcpipe._src.core.errors import BatchError, RanksError, raise_all
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.processes.alarms import names_of
+
+START = "the start of a run"
+"""What the first exchange of a run is about."""
+
+END = "the end of a run"
+"""What the one is about after which all know how the run went."""
+
+
+class Word(NamedTuple):
+    """What one process says at the start of a run.
+
+    Attributes:
+        plan: the plan's fingerprint.
+        options: those that must be alike, by name.
+        rows: of the leaves that it has; None: none has any.
+        ready: rows of ready-made microbatches, 0 where nothing has any; None: it has no such.
+        lacks: what it should have been given and was not.
+        merged: are the inputs cut here, so that outputs are merged; None: it has no inputs.
+        parts: rows of the microbatches, as far as it knows.
+        weighed: what it makes of their weights.
+        marked: does a leaf of its params require a gradient.
+        ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
+            and where none is).
+        trained: the leaves that it trains, where there are replicas.
+        copies: what its parameters are, without their numbers, where there are replicas.
+        length: of the sequences that it has and slices are cut of; None: it has none.
+        of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
+        is_new: whether the process has parameters that no run has compared with other processes.
+    """
+
+    plan: str
+    options: dict[str, Any]
+    rows: int | None
+    ready: tuple[int, ...] | None
+    lacks: tuple[str, ...]
+    merged: bool | None
+    parts: tuple[int, ...]
+    weighed: Weighed
+    marked: bool
+    ties: tuple[tuple[tuple[int, Any, bool, bool], ...], ...]
+    trained: str = ""
+    copies: str = ""
+    length: int | None = None
+    of_target: bool = False
+    rows_unclear: bool = False
+    is_new: bool = False
+
+
+class Agreed(NamedTuple):
+    """What follows from the words of all.
+
+    Attributes:
+        parts: rows of the microbatches, of each replica.
+        merged: are outputs merged.
+        weights: of the microbatches, of each replica; None: their rows count.
+        weighed: are these the weights of those microbatches; else they are computed again.
+        marked: does any leaf require a gradient.
+        layouts: for each tie, of each member, at this replica.
+        length: of the sequences that slices are cut of; None: there are none.
+        rows_unclear: see `Shares`.
+        is_new: whether any process has parameters to compare.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    merged: bool
+    weights: tuple[tuple[float, ...], ...] | None
+    weighed: bool
+    marked: bool
+    layouts: tuple[tuple[Any, ...], ...]
+    length: int | None = None
+    rows_unclear: bool = False
+    is_new: bool = False
+
+
+def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()) -> Agreed:
+    """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
+
+    Errors name the processes by ``names``.
+
+    Raises:
+        RanksError: they do not fit; every process raises it, since all have the same words.
+    """
+    if len(words) == 1:
+        (word,) = words
+        layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
+        weights = None if word.weighed.weights is None else (word.weighed.weights,)
+        merged = word.merged is not False
+        return Agreed((word.parts,), merged, weights, True, word.marked, layouts, word.length, word.rows_unclear)
+    names = names or names_of(range(len(words)))
+    said = [*zip(names, words, strict=True)]
+    faults = _differences(said, "the plan", lambda word: word.plan)
+    for name in words[0].options:
+        faults += _differences(said, name, lambda word, name=name: word.options.get(name))
+    faults += [f"{name} {lack}" for name, word in said for lack in word.lacks]
+    faults += _differences(said, "the length of the sequences", lambda word: word.length, some=True)
+    size = len(words) // replicas
+    groups = [words[first : first + size] for first in range(0, len(words), size)]
+    for number in range(replicas):
+        of, group = f" of replica {number}" if replicas > 1 else "", said[number * size : (number + 1) * size]
+        faults += _differences(group, f"the rows of the batch{of}", lambda word: word.rows, some=True)
+        faults += _differences(
+            group, f"ready-made microbatches{of}", lambda word: word.ready and len(word.ready), some=True
+        )
+    for rank in range(size):
+        faults += _differences(said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained)
+        faults += _differences(said[rank::size], f"the parameters of rank {rank}", lambda word: word.copies)
+    raise_all("the ranks do not run the same:", faults, RanksError)
+    parts = tuple([_parts(group, limit) for group in groups])
+    merged = all(word.merged is not False for word in words)
+    marked = any(word.marked for word in words)
+    weights = weights_of_all([[word.weighed for word in group] for group in groups])
+    weighed = weights is None or all(
+        word.parts == rows for group, rows in zip(groups, parts, strict=True) for word in group if word.weighed.weights
+    )
+    # Of tied leaves that are cut over the replicas each has parts of other sizes.
+    layouts = [_layouts(group, marked) for group in groups]
+    length = next((word.length for word in words if word.length is not None), None)
+    deciding = [next(filter(_has_ready_rows, sorted(group, key=_precedence)), group[0]) for group in groups]
+    unclear = any(word.rows_unclear for word in deciding)
+    is_new = any(word.is_new for word in words)
+    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new)
+
+
+def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
+    """The weights of the microbatches of each replica, by what its processes make of them. Raises RanksError."""
+    weights = [settled(group) for group in told]
+    known = tuple([each for each in weights if each is not None])
+    if known and len(known) < len(weights):
+        raise RanksError("the loss weighs the microbatches of some replicas and not of others; weigh all or none")
+    return known or None
+
+
+def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
+    """Rows of the microbatches of a replica. Raises RanksError."""
+    rows = next((word.rows for word in words if word.rows is not None), None)
+    ready = [word.ready for word in sorted(words, key=_precedence) if word.ready is not None]
+    try:
+        return parts_of(rows, next(filter(any, ready), ready[0] if ready else None), limit)
+    except BatchError as error:
+        raise RanksError(str(error)) from None
+
+
+def _precedence(word: Word) -> tuple[bool, bool]:
+    """Sort processes so that ready-made rows of the target count before rows of the inputs, as in one process."""
+    return not word.of_target, word.merged is None
+
+
+def _has_ready_rows(word: Word) -> bool:
+    return word.ready is not None and any(word.ready)
+
+
+def _differences(
+    said: Sequence[tuple[str, Word]], name: str, field: Callable[[Word], Any], *, some: bool = False
+) -> list[str]:
+    """List the processes, by name, whose values differ from the first. With ``some``, None is no value."""
+    values = [(process, value) for process, word in said if (value := field(word)) is not None or not some]
+    return [
+        f"{name}: {process} has {value!r}, {values[0][0]} has {values[0][1]!r}"
+        for process, value in values
+        if value != values[0][1]
+    ]
+
+
+def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]:
+    """For each tie, the layout of each member. Raises RanksError where members differ."""
+    out: list[tuple[Any, ...]] = []
+    faults: list[str] = []
+    for number, ties in enumerate(zip(*(word.ties for word in words), strict=True)):
+        members = {place: (layout, some if marked else none) for tie in ties for place, layout, some, none in tie}
+        layouts = tuple(members[place][0] for place in sorted(members))
+        if len({layout.size for layout in layouts}) > 1:
+            faults.append(f"the leaves of tie {number} differ in shape: {[layout.size for layout in layouts]}")
+        if len({trained for _, trained in members.values()}) > 1:
+            faults.append(f"some leaves of tie {number} are trainable and some are not")
+        out.append(layouts)
+    raise_all("the plan's ties do not fit params:", faults, RanksError)
+    return tuple(out)
+
+
+def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
+    """What must be the same in every process."""
+    try:
+        own = version("torch-funcpipe")
+    except PackageNotFoundError:  # it runs out of its folder
+        own = "unknown"
+    return {
+        "the version of funcpipe": own,
+        "the version of torch": str(torch.__version__),
+        "the plan's schedule": f"{plan.schedule!r}",
+        "the plan": plan.fingerprint,
+        "the ranks of the lanes": str([*rank_of]),
+    }
+
+
+def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Raise RanksError where processes refuse the plan, or differ from the first. Errors use ``names``."""
+    refused = [
+        f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each
+    ]
+    raise_all("not all ranks run the plan:", refused, RanksError)
+    faults = [
+        f"{name}: {process} has {each['same'].get(name)}, {names[0]} has {value}"
+        for name, value in said[0]["same"].items()
+        for process, each in zip(names, said, strict=True)
+        if each["same"].get(name) != value
+    ]
+    raise_all("the ranks do not fit together:", faults, RanksError)
+
+
+def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) -> RanksError:
+    """Make the error of processes that exchange values in different runs, or about different things."""
+    pairs = zip(names, known, strict=True)
+    where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
+    return RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")

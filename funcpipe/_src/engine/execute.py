@@ -1,0 +1,417 @@
+"""One run of a program: the lanes, the channels between them, and what is left at the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from threading import get_ident
+from time import perf_counter
+from typing import Any, ClassVar
+
+from funcpipe._src.batch.microbatch import given_by_caller, numbered
+from funcpipe._src.core.border import Border
+from funcpipe._src.core.errors import FuncpipeError, Where, located
+from funcpipe._src.core.log import decided
+from funcpipe._src.core.plain_tensors import addresses
+from funcpipe._src.core.tree import Tree, map_leaves
+from funcpipe._src.data.arrows import arrows_of
+from funcpipe._src.data.lowered import slots_of
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.program import CALLER, LaneProgram, Role, Wire
+from funcpipe._src.data.result import Result, RunStats, Span, Timeline
+from funcpipe._src.data.schedule import Kind
+from funcpipe._src.devices.host_link import HostLink
+from funcpipe._src.devices.stream import Channel, CopyEdge, HandOut, Place, are_on_host
+from funcpipe._src.engine.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
+from funcpipe._src.engine.finish import commit, commits, finish, release, statistics_of
+from funcpipe._src.engine.lane import Lane
+from funcpipe._src.engine.mail import Inbox, Mailbox, PoolLevel
+from funcpipe._src.engine.options import RunOptions
+from funcpipe._src.engine.part import PlanPart, whole
+from funcpipe._src.engine.prepare import Prepared, prepare
+from funcpipe._src.engine.ranges import ranged
+from funcpipe._src.engine.steps import make_step
+from funcpipe._src.optimizing.stepping import Stepping
+from funcpipe._src.replicas.replicas import Reduction, here
+from funcpipe._src.replicas.sharded import holding
+from funcpipe._src.schedules.memory import residual_peak
+from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads
+from funcpipe._src.stages.drawing import CatchDraws
+
+
+class LaneExecutor(ABC):
+    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`.
+
+    Attributes:
+        threaded: does every lane have a thread of its own.
+        reason: why it is the one.
+    """
+
+    threaded: ClassVar[bool]
+    halves: ClassVar[bool] = True
+    """Can it do each half of a `vjp`."""
+    runs = 0
+    """How many runs it has begun, where those of several processes must be the same."""
+
+    def __init__(self, reason: str = "asked for") -> None:
+        self.reason = reason
+
+    @property
+    def word(self) -> str:
+        """What statistics call it."""
+        return "threads" if self.threaded else "serial"
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where it cannot run the plan now."""
+
+    def part(self, plan: Plan) -> PlanPart:
+        """What it runs of a plan."""
+        return whole(plan)
+
+    def beats(self) -> int:
+        """Changes whenever lanes that are not here get on."""
+        return 0
+
+    def mailbox(self) -> Mailbox:
+        """A new mailbox of a lane."""
+        return Inbox() if self.threaded else Mailbox()
+
+    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+        return {}
+
+    def running(self, options: RunOptions) -> AbstractContextManager[RunOptions]:
+        """What a run is inside of; inside, its options."""
+        return nullcontext(options)
+
+    def begin(self, execution: Execution, lane: Lane) -> None:
+        """A lane begins an execution, in its thread."""
+        lane.thread = get_ident()
+
+    @abstractmethod
+    def walk(self, executions: Sequence[Execution]) -> None:
+        """Do the part that is aimed at, ``execution.part``, of each; come back when all are done, or raise what failed.
+
+        Of several each lane does one after the other, and none waits for the others in between.
+        """
+
+    def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        """A whole run: check, walk the lanes, fold what comes out."""
+        with self.running(options) as options:
+            return self._run(plan, params, batch, options)
+
+    def _run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+        ready = prepare("run", plan, params, batch, options, part=self.part(plan))
+        stepping = Stepping(ready) if plan.schedule.steps else None
+        try:
+            execution = Execution(ready, self, stepping)
+            execution.go()
+            result = execution.result()
+            return result if stepping is None else stepping.settle(result)
+        except BaseException:
+            if stepping is not None:
+                stepping.restore()
+            raise
+        finally:
+            if stepping is not None:
+                stepping.undo.close()
+
+
+class Execution:
+    """One run of a program, in one go (`run`) or in two halves (`vjp`).
+
+    Attributes:
+        ready: what is run.
+        executor: who walks the lanes.
+        number: the place of its batch among those that lanes do one after the other; None: it is alone.
+        before: the one that its lanes do first; None: there is none.
+        committed: where it is not alone, the states that it leaves, by stage.
+        context: what the caller had switched on when it began.
+        lanes: the lanes of this process.
+        boxes: their mailboxes, by lane.
+        outboxes: of lanes that are not here, by (lane that is, lane that is not).
+        level_of: how full the pool is that a slot belongs to, by (lane, slot).
+        part: the positions of the plan order that are done next.
+        turn: the lane whose turn it is, where all are on one thread.
+        stopped: no lane begins another action.
+        settling: the lanes are done, and devices may not be.
+        seconds: of everything that ran so far, by the wall clock.
+        began: the start of the first span, once there is a timeline.
+    """
+
+    def __init__(
+        self,
+        ready: Prepared,
+        executor: LaneExecutor,
+        stepping: Stepping | None = None,
+        number: int | None = None,
+        before: Execution | None = None,
+    ) -> None:
+        executor.check(ready.plan)
+        self.stepping, self.number, self.before = stepping, number, before
+        self.committed: dict[int, Tree] = {}
+        decided(ready.plan, "%s runs by %s, because: %s", ready.plan.schedule.name, executor.word, executor.reason)
+        self.ready, self.executor, self.context = ready, executor, CallerContext()
+        program = ready.program
+        self.part = (0, len(program.order))
+        self.turn = 0
+        self.stopped = self.settling = False
+        self.seconds = self.began = 0.0
+        self.caller = given_by_caller(ready.batch, program)
+        here = [ready.where[lane] for lane in ready.part.lanes]
+        places = {
+            lane: Place(device, alone=here.count(device) == 1, lane=lane)
+            for lane, device in zip(ready.part.lanes, here, strict=True)
+        }
+        self.boxes = {lane: executor.mailbox() for lane in places}
+        self.outboxes: dict[tuple[int, int], Mailbox] = {}
+        self.levels = [PoolLevel() for _ in program.pools]
+        # What lies at a lane that is not here is counted there.
+        self.level_of = {
+            (pool.lane, slot): level if pool.lane in places else PoolLevel()
+            for pool, slots, level in zip(program.pools, slots_of(program.pools), self.levels, strict=True)
+            for slot in slots
+        }
+        edges = self._edges(places)
+        self.lanes = [self._lane(lane, places[lane.lane], edges) for lane in ready.part.programs(program)]
+
+    def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
+        """The channels between lanes that are here, from the caller, and to lanes that are not here."""
+        ends = {CALLER: None, **places}
+        how = {"threaded": self.executor.threaded, "on_host": are_on_host(self.caller.values())}
+        return {
+            (pool.source, pool.lane): CopyEdge(ends[pool.source], places[pool.lane], **how)
+            if pool.lane in places
+            else HandOut()
+            for pool in self.ready.program.pools
+            if pool.source in ends and (pool.lane in places or pool.source in places)
+        }
+
+    def _lane(self, program: LaneProgram, place: Place, edges: Mapping[tuple[int, int], Channel]) -> Lane:
+        others = self.executor.outboxes(self, program, place)
+        self.outboxes |= {(program.lane, other): box for other, box in others.items()}
+        lane = Lane(program, place, {**self.boxes, **others}, edges, self.caller, self.level_of)
+        host = None
+        if any(call.kind is Kind.O for call in program.calls):
+            fixed = addresses([leaf for value in self.caller.values() for leaf in value.leaves])
+            host = HostLink(place, lane.coming, fixed)
+        ready, options = self.ready, self.ready.options
+        advance = _unstepped if self.stepping is None else self.stepping.step
+        early = frozenset[int]() if self.stepping is None else self.stepping.early
+
+        mail, coming = lane.mail, lane.coming  # a closure over the lane would be a cycle, and keep the batch alive
+
+        def reduce(stage: int, slot: int | None) -> Reduction:
+            """Begin a reduction. If the lane steps the stage, the S that reads the slot waits for the sums."""
+            reduction = ready.reduce(stage, mail)
+            if slot is not None and stage in early:
+                coming[slot] = reduction
+            return reduction
+
+        stages, bounds = ready.plan.stages, ready.bounds
+        lane.steps = [
+            make_step(call, program, stages[call.stage], bounds[call.stage], host, reduce, advance)
+            for call in program.calls
+        ]
+        if options.record:
+            lane.measure()
+        if options.ranges:
+            lane.steps = [ranged(step, program, place.device) for step in lane.steps]
+        if ready.spread:
+            lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
+        return lane
+
+    def go(self, start: int = 0, stop: int | None = None) -> None:
+        """Do the actions from one position of the plan order to another."""
+        self.aim(start, stop)
+        walk([self])
+
+    def aim(self, start: int = 0, stop: int | None = None) -> None:
+        """Say what is done next, from one position of the plan order to another."""
+        program = self.ready.program
+        self.part = (start, len(program.order) if stop is None else stop)
+        before = [] if stop is None else program.lane_order[:stop]
+        for lane in self.lanes:
+            lane.first = lane.done
+            lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
+
+    def begin(self, lane: Lane) -> None:
+        """A lane begins, in its thread; its stages are as the batch before has left them."""
+        if self.before is not None:
+            with lane.place.active():
+                for stage in {call.stage for call in lane.program.calls}:
+                    self.ready.bounds[stage].rebase(self.before.committed.get(stage))
+        self.executor.begin(self, lane)
+
+    def end(self, lane: Lane) -> None:
+        """A lane has come to its end; where others follow, with the states of its stages."""
+        if self.number is None:
+            return
+        reports = {(stage, m): lane.slots[slot] for stage, m, slot in lane.program.taken.get(Role.REPORT, ())}
+        for stage in {call.stage for call in lane.program.calls}:
+            if commits(self.ready.plan, stage):
+                known = {} if self.before is None else self.before.committed
+                state, stats = known.get(stage, self.ready.state[stage]), statistics_of(self.ready, stage, reports)
+                with lane.place.active():
+                    self.committed[stage] = commit(self.ready, stage, state, stats)
+
+    def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
+        """What the caller gives for the next part, one value per microbatch."""
+        self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
+        if not are_on_host(pieces):
+            for lane in self.lanes:
+                if lane.from_caller is not None:
+                    lane.from_caller.at_once = False
+
+    def catching(self) -> AbstractContextManager[object]:
+        """Return the outer catcher of draws for a thread, which makes the catchers of eager forwards cheap."""
+        return CatchDraws() if any(part.program is None for part in self.ready.plan.stages) else nullcontext()
+
+    # -- what goes wrong ---------------------------------------------------------------------------------------------
+
+    def where(self, lane: Lane) -> Where:
+        """The coordinates of what the lane is doing."""
+        runs = lane.program.runs
+        run = runs[max(0, min(lane.begun, len(runs)) - 1)]
+        action = lane.program.action(run)
+        return self.ready.at(action.stage, action.microbatch, str(action))
+
+    def position(self, lane: Lane) -> tuple[int, int]:
+        """The number of the batch, and where in the plan order the lane is."""
+        return self.number or 0, position_of(lane, self.ready.program)
+
+    def failure(self, lane: Lane, error: BaseException) -> BaseException:
+        """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
+        failure = located(error, self.where(lane))
+        if self.number is not None:
+            add_note(failure, in_batch(self.number))
+        if is_out_of_memory(error):
+            add_note(failure, too_much(lane, self.ready.plan.schedule.first(self.ready.program.num_microbatches)))
+        return failure
+
+    # -- after the run -----------------------------------------------------------------------------------------------
+
+    def collect(self, role: Role) -> dict[tuple[int, int], Any]:
+        """What the caller takes, by (stage, microbatch); it leaves the slots."""
+        out: dict[tuple[int, int], Any] = {}
+        for lane in self.lanes:
+            for stage, microbatch, slot in lane.program.taken.get(role, ()):
+                if lane.slots[slot] is not None:
+                    out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
+                    lane.slots[slot] = None
+        return out
+
+    def reductions(self) -> dict[int, Reduction]:
+        """Take the reductions that lanes have begun out of their slots, by stage."""
+        return {stage: reduction for (stage, _), reduction in self.collect(Role.SUMS).items()}
+
+    def hand_sums(self) -> None:
+        """The sums of gradients, which lanes have made, are the caller's; of replicas other sums are made of them."""
+        if self.ready.part.replicas > 1:
+            return
+        for lane in self.lanes:
+            if lane.place.asynchronous:
+                for stage in {call.stage for call in lane.program.calls}:
+                    for gradient in self.ready.bounds[stage].params.grads():
+                        lane.place.hand(here(gradient))
+
+    def result(self) -> Result:
+        """Fold what has come out."""
+        ready, backward = self.ready, self.ready.plan.schedule.has_backward
+        reports, outputs, reductions = self.collect(Role.REPORT), self.collect(Role.OUTPUT), self.reductions()
+        self.check_empty()
+        if backward and (self.stepping is None or not self.stepping.spends):
+            self.hand_sums()
+        timeline = self.timeline() if ready.options.record else None
+        how = timeline, self.stats()
+        places = {call.stage: lane.place for lane in self.lanes for call in lane.program.calls}
+        given = {stage: _handed(tree, places[stage]) for stage, tree in self.committed.items()}
+        left = None if self.number is None else given
+        with intra_op_threads(ready.threads):
+            result = finish(
+                ready,
+                reports,
+                outputs,
+                *how,
+                backward=backward,
+                stepping=self.stepping,
+                committed=left,
+                reductions=reductions,
+            )
+        release(ready)
+        self.settle()
+        return result
+
+    def settle(self) -> None:
+        """The caller's stream has read what it wanted of the lanes' memory."""
+        for lane in self.lanes:
+            lane.place.settle()
+
+    def check_empty(self) -> None:
+        """Every value was freed: the plan's liveness and what ran agree."""
+        if all(lane.slots.count(None) == len(lane.slots) for lane in self.lanes):
+            return
+        left = [
+            f"{kind.role.value} in slot {slot} of lane {lane.program.lane}"
+            for lane in self.lanes
+            for slot, (kind, value) in enumerate(zip(lane.program.slots, lane.slots, strict=True))
+            if value is not None
+        ]
+        raise FuncpipeError(f"internal error: values left in the slots: {left}")
+
+    def timeline(self) -> Timeline:
+        """The measured spans, in seconds from the first start. Waits for devices."""
+        found = [(lane.program.lane, *span) for lane in self.lanes for span in lane.spans()]
+        first = min((start for _, _, start, _ in found), default=0)
+        self.began = first / 1e9
+        spans = [Span(lane, (start - first) / 1e9, (end - first) / 1e9, action) for lane, action, start, end in found]
+        spans.sort(key=lambda span: (span.start, span.device))
+        schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
+        peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
+        names, arrows = tuple(part.name for part in self.ready.plan.stages), arrows_of(self.ready.program)
+        lanes = len(schedule.orders)
+        return Timeline(tuple(spans), lanes, peak, "s", 0.0, schedule.name, stages=names, arrows=arrows)
+
+    def stats(self) -> RunStats:
+        """How it went so far."""
+        ready, most = self.ready, tuple(level.most for level in self.levels)
+        first = ready.shares.first // len(ready.batch.slices or (1,))
+        how = self.executor.word, self.executor.reason, ready.threads, ready.batch.num_microbatches
+        return RunStats(*how, self.seconds, most, self.began, first)
+
+
+def walk(executions: Sequence[Execution]) -> None:
+    """Let the lanes do what is aimed at, of one execution after the other; each then knows its share of the time."""
+    outer, began, done = RUNNING.get(), perf_counter(), False
+    first, lanes = executions[0], [lane for execution in executions for lane in execution.lanes]
+    try:
+        RUNNING.set(partial(first.where, first.lanes[0]))
+        for lane in lanes:
+            lane.place.fork()
+            if lane.clock is not None:
+                lane.clock.start()
+        first.executor.walk(executions)
+        done = True
+    finally:
+        RUNNING.set(outer)
+        # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+        for lane in lanes:
+            with nullcontext() if done else suppress(RuntimeError):
+                lane.place.join()
+    seconds = perf_counter() - began
+    for execution in executions:
+        execution.seconds += seconds / len(executions)
+
+
+def _unstepped(stage: int, reduction: Reduction) -> None:
+    """A run without an optimizer steps nothing; it has been refused where the schedule wants one."""
+
+
+def _handed(value: Any, place: Place) -> Any:
+    """What the caller takes of a lane's."""
+    if not place.asynchronous:
+        return value
+    return value.mapped(place.hand) if isinstance(value, Border) else map_leaves(place.hand, value)

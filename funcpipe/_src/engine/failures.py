@@ -1,0 +1,76 @@
+"""What is said of a lane that fails."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.program import Role
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.engine.lane import Lane
+from funcpipe._src.schedules.memory import residual_peak
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error; some that users raise have no `add_note` of their own."""
+    error.__dict__.setdefault("__notes__", []).append(note)
+
+
+def in_batch(number: int) -> str:
+    """The note that says in which of several batches it was."""
+    return f"in batch {number} of these (the first is 0)"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is the error one for want of memory."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def position_of(lane: Lane, program: Lowered) -> int:
+    """Where in the plan order a lane is."""
+    left = lane.begun
+    for position, number in enumerate(program.lane_order):
+        left -= number == lane.program.lane
+        if left == 0:
+            return position
+    return -1
+
+
+def too_much(lane: Lane, schedule: Schedule) -> str:
+    """What a lane holds, of how much the schedule does at most, and how it would be less."""
+    kinds = zip(lane.program.slots, lane.slots, strict=True)
+    roles = Role.RESIDUAL, Role.WEIGHT_RESIDUAL
+    held = [getattr(value, "nbytes", 0) for kind, value in kinds if kind.role in roles and value is not None]
+    number = lane.program.lane
+    most = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
+    return (
+        f"device {number} holds {len(held)} residuals (the schedule's most is {most:g}) with {sum(held) / 2**20:.1f} MiB "
+        f"at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
+        "fp.schedules.remat(schedule) or fp.schedules.offload(schedule), or a schedule that holds fewer "
+        "(fp.schedules.one_f_one_b)"
+    )
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
+
+
+def raise_located(failures: list[tuple[tuple[int, int], BaseException]]) -> NoReturn:
+    """Raise the earliest, of the first batch, in plan order; the others become notes of it."""
+    failures.sort(key=lambda failure: failure[0])
+    first = failures[0][1]
+    for _, other in failures[1:]:
+        add_note(first, f"also failed: {type(other).__name__}: {other} ({getattr(other, 'funcpipe', '')})")
+    failures.clear()
+    try:
+        raise first
+    finally:
+        del first  # the traceback's frames must not point back at the exception

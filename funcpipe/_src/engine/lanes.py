@@ -1,0 +1,347 @@
+"""Runs each lane in a thread of its own: started, stopped and joined; one failure ends all."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from time import monotonic, sleep
+from typing import Self
+
+import torch
+
+from funcpipe._src.core.captured import lent_modules
+from funcpipe._src.core.errors import FuncpipeError, PlanError, RunTimeout
+from funcpipe._src.core.remembered import Remembered
+from funcpipe._src.core.shown import guarded
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.stage import Bindable
+from funcpipe._src.engine.execute import Execution, LaneExecutor
+from funcpipe._src.engine.failures import raise_located
+from funcpipe._src.engine.lane import Lane
+from funcpipe._src.engine.mail import Stop
+from funcpipe._src.engine.switches import SwitchWatch
+from funcpipe._src.engine.watchdog import LaneWatch
+from funcpipe._src.engine.worker import Worker, compute_with, end_all
+from funcpipe._src.stages.context import (
+    RUNNING,
+    checked_plan,
+    cores,
+    intra_op_threads,
+    not_carried,
+    pin,
+)
+from funcpipe._src.stages.drawing import beside_others
+
+_ALARM = -1
+"""What an alarm puts into the queue of lanes that are done."""
+
+_PATIENCE = 0.05
+"""Seconds that lanes get to end by themselves before they are interrupted."""
+
+
+class Lanes(LaneExecutor):
+    """The worker threads of the lanes of a plan. Made by `lanes`, or for one run."""
+
+    threaded = True
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self._cores = cores()
+        self._workers: list[Worker] = []
+        self._busy = threading.Lock()
+        self._process = os.getpid()
+        self.closed = False
+
+    @guarded
+    def __repr__(self) -> str:
+        threads = "closed" if self.closed else "threads run" if self._workers else "threads start with the first run"
+        return f"<{type(self).__name__}: {self.count} lanes, {threads}>"
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        for worker in self._workers:  # nobody holds the lanes any more: their threads end by themselves
+            worker.dismiss()
+
+    def close(self) -> None:
+        """End all threads; these lanes run nothing more."""
+        self.closed = True
+        self._end()
+
+    def _end(self, wait: float | None = None) -> None:
+        end_all(self._workers, wait)
+        self._workers = []
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where these are not as many as the plan's, or something is on that they cannot take over."""
+        if self.count != plan.num_devices:
+            raise PlanError(
+                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with fp.lanes(plan)"
+            )
+        refuse_uncarried(plan)
+
+    def walk(self, executions: Sequence[Execution]) -> None:
+        """Run every lane of executions in its thread; come back when all are done, or raise what failed.
+
+        With a timeout raise RunTimeout when no lane begins an action for so many seconds.
+        """
+        if self.closed and executions[0].part[0]:  # between the two halves of a vjp
+            with Lanes(self.count) as fresh:
+                fresh.walk(executions)
+            return
+        if self._process != os.getpid():  # a fork has none of the threads
+            self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
+        if self.closed:
+            raise FuncpipeError("these lanes are closed; run inside of their with block")
+        if not self._busy.acquire(blocking=False):
+            raise FuncpipeError(
+                "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
+            )
+        try:
+            # Threads started later begin with the user's number again.
+            with intra_op_threads(executions[0].ready.threads):
+                self._do_all(executions)
+        finally:
+            self._busy.release()
+
+    def _do_all(self, executions: Sequence[Execution]) -> None:
+        timeout = executions[0].ready.options.timeout
+        failures: list[tuple[tuple[int, int], BaseException]] = []
+        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        finished = False
+        leaving = partial(self._leave, executions, threading.get_ident())
+        atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
+        watch = None if timeout is None else LaneWatch(executions, timeout)
+        try:
+            # Inside of try: Ctrl-C between two starts must stop the first.
+            self._start()
+            for seat, worker in enumerate(self._workers):
+                worker.give(partial(self._work, executions, seat, failures, done))
+            if watch is not None:
+                watch.start()
+            with self.watched(partial(done.put, _ALARM)):
+                for _ in executions[0].lanes:
+                    if _take(done, watch) == _ALARM or failures:
+                        break
+                else:
+                    finished = True
+        finally:
+            atexit.unregister(leaving)
+            if watch is not None:  # here: Ctrl-C may come as it starts
+                watch.end()
+            if not finished:
+                self.ending(failures[0][1] if failures else sys.exception())
+                # With timeout= nobody waits longer than that, whatever a lane is stuck in.
+                self._halt(executions, wait=timeout if watch is None or not watch.report else _PATIENCE)
+        if watch is not None and watch.report and not finished:
+            raise RunTimeout(watch.report)
+        if failures:
+            raise_located(failures)
+        if not finished:
+            self.raise_alarm()
+
+    def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+        """Inside, the lanes run; whoever calls ``alarm`` ends them, and `raise_alarm` says why."""
+        return nullcontext()
+
+    def ending(self, error: BaseException | None) -> None:
+        """The lanes are about to be ended early, by an error that is known already, or by something else."""
+
+    def raise_alarm(self) -> None:
+        """Raise what an alarm was about."""
+
+    def seat(self, lane: int) -> tuple[int, int]:
+        """The number of a lane among those that share this machine's cores, and how many these are."""
+        return lane, self.count
+
+    def _start(self) -> None:
+        if not self._workers:
+            self._workers = [Worker(f"funcpipe lane {index}") for index in range(self.count)]
+            for worker in self._workers:
+                worker.start()
+
+    def _halt(self, executions: Sequence[Execution], wait: float | None) -> None:
+        """End every lane: those that wait at once, those that compute after a short action or the operation in it.
+
+        Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
+        """
+        for execution in executions:
+            execution.stopped = True
+            for box in execution.boxes.values():
+                box.stop()
+        # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
+        end_all(self._workers, _PATIENCE)
+        for worker in self._workers:
+            worker.interrupt()
+        self._end(wait)  # the next run starts new ones
+
+    def _leave(self, executions: Sequence[Execution], caller: int) -> None:
+        """As Python ends: end every lane, and let the caller's thread leave the run, which is torch's code too."""
+        self._halt(executions, wait=1.0 + self.count)
+        deadline = monotonic() + 1.0
+        while _is_inside(caller) and monotonic() < deadline:
+            sleep(0.005)
+
+    def _work(
+        self,
+        executions: Sequence[Execution],
+        seat: int,
+        failures: list[tuple[tuple[int, int], BaseException]],
+        done: queue.SimpleQueue[int],
+    ) -> None:
+        """The work of one lane, in one execution after the other."""
+        execution = executions[0]
+        lane = execution.lanes[seat]
+        try:
+            compute_with(execution.ready.threads)
+            place, (own, seats) = lane.place, self.seat(lane.program.lane)
+            pin([own], seats, self._cores)
+            place.backend.use(place.device)
+            with (
+                execution.context.computing(),
+                execution.catching(),
+                place.active(),
+                beside_others(several=self.count > 1),
+                SwitchWatch(alone=self.count == 1) as switches,
+            ):
+                for execution in executions:
+                    lane = execution.lanes[seat]
+                    RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
+                    if not _do(execution, lane, switches, executions, failures):
+                        break
+                    lane.thread = 0
+        except Stop:
+            pass
+        except BaseException as error:
+            failures.append((execution.position(lane), execution.failure(lane, error)))
+        finally:
+            lane.thread = 0
+            done.put(lane.program.lane)
+
+
+def _is_inside(thread: int) -> bool:
+    """Is a thread in this package's code, or in what this code called."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("funcpipe."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _take(done: queue.SimpleQueue[int], watch: LaneWatch | None) -> int:
+    """The next number in the queue; an alarm when the watch has a report.
+
+    Waits in C, where Ctrl-C wakes it unless it comes just as the wait begins.
+    """
+    while True:
+        try:
+            return done.get(timeout=0.5 if watch is None else min(0.5, watch.pause))
+        except queue.Empty:
+            if watch is not None and watch.look():
+                return _ALARM
+
+
+def _do(
+    execution: Execution,
+    lane: Lane,
+    switches: SwitchWatch,
+    executions: Sequence[Execution],
+    failures: list[tuple[tuple[int, int], BaseException]],
+) -> bool:
+    """Do the lane's part of the order; did it come to its end.
+
+    Failures are taken here: context managers write to exceptions that they see.
+    """
+    try:
+        execution.begin(lane)
+        while lane.done < lane.stop:
+            if execution.stopped:
+                raise Stop
+            lane.advance()
+            if switches.touched or torch.is_grad_enabled() is not switches.grad:
+                switches.check()
+        execution.end(lane)
+    except BaseException as error:
+        if execution.stopped and _from_stop(error):
+            return False
+        for each in executions:
+            each.stopped = True  # no lane begins another action, even before the caller wakes
+        failures.append((execution.position(lane), execution.failure(lane, error)))
+        return False
+    return True
+
+
+def _from_stop(error: BaseException | None) -> bool:
+    """Is the error Stop, or what user code raised from it (``except BaseException as e: raise Mine from e``)."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        if isinstance(error, Stop):
+            return True
+        visited.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def lanes(plan: Plan) -> Lanes:
+    """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(..., executor=lanes)``.
+
+    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short
+    steps save it. The threads end with the ``with`` block.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, batch = (torch.tensor(2.0), torch.tensor(3.0)), (torch.ones(4), torch.zeros(4))
+    >>> with fp.lanes(plan) as lanes:
+    ...     [float(fp.run(plan, weights, batch, executor=lanes).loss) for _ in range(3)]
+    [36.0, 36.0, 36.0]
+
+    Raises:
+        PlanError: this is no plan.
+    """
+    return Lanes(checked_plan("lanes", plan).num_devices)
+
+
+def uncarried(plan: Plan) -> list[str]:
+    """What other threads cannot take over from the caller, for this plan."""
+    return [*not_carried(), *_lent_twice(plan)]
+
+
+def refuse_uncarried(plan: Plan) -> None:
+    """Raise PlanError where other threads cannot run a plan now."""
+    obstacles = uncarried(plan)
+    if obstacles:
+        copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
+        raise PlanError(f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}")
+
+
+def _find_lent_twice(plan: Plan) -> list[str]:
+    """Modules into which functions of several lanes put parameters of their own, each while it computes."""
+    lanes_of: dict[int, set[int]] = {}
+    names: dict[int, str] = {}
+    for stage, whole in enumerate(plan.stages):
+        for part in whole.simple():
+            for key, (name, _) in ({} if isinstance(part.fn, Bindable) else lent_modules(part.fn)).items():
+                lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
+                names[key] = name
+    return [
+        f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
+        for key, users in lanes_of.items()
+        if len(users) > 1
+    ]
+
+
+_lent_twice = Remembered(_find_lent_twice)

@@ -1,0 +1,39 @@
+"""``ranges=True``: every action is a range for profilers, of torch.profiler, and of NVTX on CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from funcpipe._src.data.program import LaneProgram, Run
+from funcpipe._src.engine.steps import Step
+
+
+def named_range(name: str, device: torch.device) -> AbstractContextManager[object]:
+    """What is done inside of it has this name in profiles: it runs on the host, and queues work on the device."""
+    return _for_both(name) if device.type == "cuda" else record_function(name)
+
+
+@contextmanager
+def _for_both(name: str) -> Generator[None]:
+    """torch.profiler sees only what torch records, Nsight Systems only NVTX."""
+    torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+def ranged(step: Step, program: LaneProgram, device: torch.device) -> Step:
+    """A step that is a range with the name of its action, such as ``2F3``."""
+
+    def ranged(reads: list[Any], run: Run) -> Sequence[Any]:
+        with named_range(str(program.action(run)), device):
+            return step(reads, run)
+
+    return ranged

@@ -1,0 +1,219 @@
+"""The oracle of `run`: the same stages on the same microbatches in a plain loop, without lanes and slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from funcpipe._src.core.border import Border
+from funcpipe._src.core.errors import StageError, Where, fail
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.result import Result, RunStats
+from funcpipe._src.data.schedule import Action, Kind, action_of
+from funcpipe._src.data.stage import CARRY
+from funcpipe._src.devices.stream import CopyEdge, Place
+from funcpipe._src.engine.finish import finish, release
+from funcpipe._src.engine.options import RunOptions
+from funcpipe._src.engine.prepare import Prepared, prepare
+from funcpipe._src.engine.switches import SwitchWatch
+from funcpipe._src.lower.skips import routes
+from funcpipe._src.stages.bound import Gradients, StageArgs
+from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads, outside_of_graphs
+from funcpipe._src.stages.drawing import CatchDraws
+from funcpipe._src.stages.trainable import Trainable
+
+
+def run_sequential(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    loss_scale: float = 1.0,
+    threads_per_lane: int | None = None,
+    check: str | Sequence[str] = (),
+) -> Result:
+    """What `run` must equal: every microbatch through all stages and back, one after the other, on this thread.
+
+    Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
+    and errors are those of `run`.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, batch = (torch.tensor(2.0), torch.tensor(3.0)), (torch.ones(4), torch.zeros(4))
+    >>> expected, result = fp.run_sequential(plan, weights, batch), fp.run(plan, weights, batch)
+    >>> expected.loss == result.loss, expected.grads == result.grads
+    (tensor(True), True)
+    """
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        loss_scale=loss_scale,
+        threads_per_lane=threads_per_lane,
+        check=check,
+    )
+    try:
+        return outside_of_graphs(_run)(plan, params, batch, options)
+    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
+    ready = prepare("run_sequential", plan, params, batch, options)
+    loop = Loop(ready)
+    token = RUNNING.set(loop.where)
+    began = perf_counter()
+    try:
+        with intra_op_threads(ready.threads), CallerContext().computing():
+            with loop.switches, CatchDraws():
+                loop.run()
+            seconds = perf_counter() - began
+            stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
+            backward = ready.plan.schedule.has_backward
+            result = finish(ready, loop.reports, loop.outputs, None, stats, backward=backward)
+            release(ready)
+            return result
+    finally:
+        RUNNING.reset(token)
+
+
+class Loop:
+    """Runs the stages in a plain loop, a microbatch at a time; of one in slices a slice, ``m`` is that of the piece."""
+
+    def __init__(self, ready: Prepared) -> None:
+        self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
+        self.reports: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.grads: dict[tuple[int, int], Gradients] = {}
+        self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
+        self.carries: dict[int, Border] = {}
+        """By stage, what the slice that ran last hands to the next."""
+        self.carry_grads: dict[tuple[int, int], Gradients] = {}
+        """The gradients of what pieces were handed."""
+        self.at = (0, 0, "F")
+        self.switches = SwitchWatch(alone=True)
+
+    def run(self) -> None:
+        """Run all microbatches: a forward of each, then every backward that the order of its stage lets come next."""
+        schedule = self.plan.schedule.first(self.ready.batch.num_microbatches)
+        backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
+        try:
+            for m in range(self.ready.batch.num_pieces):
+                for _ in self.forward(m, keep=schedule.has_backward):
+                    if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
+                        self.switches.check()
+                for stage, waiting in reversed([*enumerate(backwards)]):
+                    while waiting and self._may(waiting[0], stage):
+                        self._backward(waiting.popleft())
+                        if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
+                            self.switches.check()
+        except BaseException as error:
+            fail(error, self.where())
+
+    def _may(self, action: Action, stage: int) -> bool:
+        """Are there the values that a backward reads. Where the next stage's has run, so have all later ones."""
+        m = self.piece(action)
+        if action.kind is Kind.W:
+            return True  # its I stands before it
+        return (stage, m) in self.residuals and (stage == self.plan.num_stages - 1 or (stage, m) in self.grads)
+
+    def where(self) -> Where:
+        """The coordinates of what it is at."""
+        stage, m, letter = self.at
+        action = action_of(Kind(letter), stage, m, self.slices)
+        return self.ready.at(stage, action.microbatch, str(action))
+
+    @property
+    def slices(self) -> int:
+        """How many slices a microbatch has."""
+        return self.plan.schedule.num_slices
+
+    def piece(self, action: Action) -> int:
+        """The number of the piece that an action is of."""
+        return action.microbatch * self.slices + (action.slice or 0)
+
+    def _moved(self, value: Border, stage: int) -> Border:
+        """The value on the stage's device."""
+        place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
+        if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
+            return value
+        ticket = CopyEdge(None, place).send(value)
+        place.wait(ticket[1])
+        return ticket[0]
+
+    def forward(self, m: int, *, keep: bool) -> Iterator[int]:
+        """A microbatch through all stages, each given when it has run."""
+        plan, batch = self.plan, self.ready.batch
+        x = batch.inputs[m]
+        skips: dict[str, Border] = {}
+        for stage, part in enumerate(plan.stages):
+            self.at = (stage, m, "F")
+            last = stage == plan.num_stages - 1
+            carried = [self.carries[stage]] if part.carry and m % self.slices else []
+            args = StageArgs(
+                self._moved(x, stage),
+                [*(self._moved(skips[name], stage) for name in part.pop), *carried],
+                [self._moved(batch.feeds[name][m], stage) for name in part.feeds],
+                self._moved(batch.target[m], stage) if last and batch.target is not None else None,
+                m,
+            )
+            out = self.ready.bounds[stage].forward(args, keep=keep)
+            self.reports[stage, m] = out.report
+            if out.residual is not None:
+                self.residuals[stage, m] = out.residual
+            if part.carry:
+                self.carries[stage] = out.stash[CARRY]
+            skips.update({name: value for name, value in out.stash.items() if name in self.routes})
+            x = out.y
+            if plan.outputs and last:
+                self.outputs[stage, m] = x
+            yield stage
+
+    def _backward(self, action: Action) -> None:
+        """Run a B, an I or a W."""
+        kind, stage, m = action.kind, action.stage, self.piece(action)
+        self.at = (stage, m, kind.value)
+        part, bound = self.plan.stages[stage], self.ready.bounds[stage]
+        if kind is Kind.W:
+            bound.backward_weight(self.residuals.pop((stage, m)))
+            return
+        y = self.grads.pop((stage, m), None)
+        stash = {
+            name: [
+                self._to(self.skip_grads.pop((name, popper, m)), stage)
+                for popper in sorted(self.routes[name].pops, reverse=True)
+            ]
+            for name in (*part.stash, *part.offers)
+            if name in self.routes
+        }
+        if part.carry and (m + 1) % self.slices:
+            stash[CARRY] = [self.carry_grads.pop((stage, m + 1))]
+        y_grads = None if y is None else self._to(y, stage)
+        residual = self.residuals.pop((stage, m))
+        if kind is Kind.I:
+            cotangents, self.residuals[stage, m] = bound.backward(residual, y_grads, stash, split=True)
+        else:
+            cotangents, _ = bound.backward(residual, y_grads, stash)
+        if stage:
+            self.grads[stage - 1, m] = cotangents.x
+        names = (*part.pop, CARRY) if part.carry and m % self.slices else part.pop
+        for name, gradient in zip(names, cotangents.skips, strict=True):
+            if name == CARRY:
+                self.carry_grads[stage, m] = gradient
+            else:
+                self.skip_grads[name, stage, m] = gradient
+
+    def _to(self, gradients: Gradients, stage: int) -> Gradients:
+        return self._moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]

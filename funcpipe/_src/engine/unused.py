@@ -1,0 +1,48 @@
+"""Which trainable leaves no backward reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from funcpipe._src.core.errors import raise_all
+from funcpipe._src.core.tree import paths
+from funcpipe._src.data.stage import names_of
+from funcpipe._src.engine.prepare import Prepared
+from funcpipe._src.stages.trainable import key_of
+
+UnusedLeaf: TypeAlias = tuple[int, int, str]
+"""Of parameters: (stage, number, name)."""
+
+
+def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[UnusedLeaf]:
+    """The trainable leaves of stages that are here (None: of all) that no backward of this process reached."""
+    return [
+        (stage, number, repr(_key(ready, stage, number)))
+        for stage in (ready.bounds if stages is None else stages)
+        for number in ready.bounds[stage].params.unused()
+    ]
+
+
+def unused_in_all(ready: Prepared, unused: Iterable[Sequence[UnusedLeaf]]) -> list[UnusedLeaf]:
+    """Of what each process found those that no backward of any replica reached."""
+    counts = Counter(leaf for leaves in unused for leaf in leaves)
+    return [leaf for leaf, count in counts.items() if count == ready.part.replicas]
+
+
+def unused_keys(ready: Prepared, unused: Sequence[UnusedLeaf]) -> tuple[tuple[int, Any], ...]:
+    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at all."""
+    if ready.strict:
+        faults = [f"{key} of {names_of(ready.plan.stages)[stage]}" for stage, _, key in unused]
+        raise_all(
+            'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
+            "requires_grad), or leave the check out:",
+            faults,
+        )
+    return tuple([(stage, _key(ready, stage, number)) for stage, number, _ in unused if stage in ready.bounds])
+
+
+def _key(ready: Prepared, stage: int, number: int) -> Any:
+    """A leaf as users write its place."""
+    return key_of(paths(ready.params[stage])[number])

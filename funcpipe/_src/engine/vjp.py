@@ -1,0 +1,220 @@
+"""vjp: the forwards of a plan now, its backwards later, from any gradients of the outputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from funcpipe._src.batch.joining import OutputJoin, join_input_grads
+from funcpipe._src.batch.marks import Microbatches
+from funcpipe._src.core.border import Border, share
+from funcpipe._src.core.errors import FuncpipeError, PlanError
+from funcpipe._src.core.shown import guarded
+from funcpipe._src.core.tree import Tree, flatten, is_differentiable
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.program import Role, Wire
+from funcpipe._src.data.result import Result
+from funcpipe._src.data.schedule import Kind
+from funcpipe._src.engine.execute import Execution, LaneExecutor
+from funcpipe._src.engine.executors import executor_for
+from funcpipe._src.engine.finish import finish, gradient_sums, gradients, refuse_writes, release
+from funcpipe._src.engine.options import ExecutorLike, RunOptions
+from funcpipe._src.engine.prepare import Prepared, prepare
+from funcpipe._src.engine.unused import unused_keys, unused_leaves
+from funcpipe._src.stages.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
+from funcpipe._src.stages.trainable import Trainable
+
+
+def vjp(
+    plan: Plan,
+    params: Sequence[Tree],
+    inputs: Tree,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    input_grads: bool | Tree = True,
+    executor: ExecutorLike = None,
+    threads_per_lane: int | None = None,
+    ranges: bool = False,
+    check: str | Sequence[str] = (),
+    timeout: float | None = None,
+) -> tuple[Result, Pullback]:
+    """Run the forwards of a plan without a loss; what comes back runs its backwards, from any cotangents, once.
+
+    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are
+    those of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without
+    `remat`).
+
+    >>> stages = [fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p * x)]
+    >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")
+    >>> result, pullback = fp.vjp(plan, (torch.tensor(3.0), torch.tensor(5.0)), torch.ones(2))
+    >>> grads, input_grads = pullback(torch.ones(2))
+    >>> result.outputs.tolist(), [float(grad) for grad in grads], input_grads.tolist()
+    ([15.0, 15.0], [10.0, 6.0], [15.0, 15.0])
+
+    Args:
+        plan: made without ``loss=``, of a schedule with backwards.
+        params, state, feeds, seed, trainable, executor, threads_per_lane, ranges, check, timeout: as for `run`.
+        inputs: the inputs alone; cut as those of `run`.
+        input_grads: compute the gradients of the inputs too: True for those of every floating leaf, or a tree of bools
+            like the inputs.
+
+    Returns:
+        The result (``outputs`` and ``state``; no loss, no grads) and the pullback.
+
+    Raises:
+        PlanError, PlacementError, BatchError: something does not fit; nothing has run.
+        StageError: user code failed; also an instance of what it raised.
+    """
+    options = RunOptions(
+        state=state,
+        feeds=feeds,
+        seed=seed,
+        trainable=trainable,
+        threads_per_lane=threads_per_lane,
+        ranges=ranges,
+        check=check,
+        timeout=timeout,
+    )
+    checked_plan("vjp", plan)
+    chosen = _by_halves(executor, plan)
+    ready = prepare("vjp", plan, params, inputs, options, halves=True)
+    for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
+        # The caller may write into his batch before R reads it again.
+        borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]
+    if input_grads is not False:
+        _want(ready.batch.inputs, input_grads)
+    return _forwards(ready, Execution(ready, chosen))
+
+
+def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
+    """The executor of both halves. Raises PlanError where it does whole runs only."""
+    chosen = executor_for(executor, plan)
+    if not isinstance(chosen, LaneExecutor) or not chosen.halves:
+        raise PlanError(
+            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan) and "
+            f"fp.ranks(plan), which do whole runs; got {chosen!r}"
+        )
+    return chosen
+
+
+def _want(inputs: list[Border], input_grads: Tree) -> None:
+    """Mark the leaves whose gradients are asked for. Raises PlanError."""
+    for index, border in enumerate(inputs):
+        tree = input_grads[index] if isinstance(input_grads, Microbatches) else input_grads
+        flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
+        if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
+            raise PlanError(
+                f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}"
+            )
+        asked = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
+        inputs[index] = Border(border.leaves, border.spec, asked)
+
+
+def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
+    """Run the forwards; return the result and the pullback."""
+    execution.go(0, _middle(ready.program))
+    reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
+    sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
+    if sided:
+        raise PlanError(
+            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as "
+            "an output of the last stage (through a skip) and give its cotangent, or use run with a loss"
+        )
+    last = ready.plan.num_stages - 1
+    pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
+    with intra_op_threads(ready.threads):
+        result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
+    execution.settle()
+    return result, Pullback(execution, OutputJoin(pieces, ready.batch, ready.plan.merge))
+
+
+def _middle(program: Lowered) -> int:
+    """The index in the order where the second half begins: after the last forward and the offloads that follow it."""
+    kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
+    middle = 1 + max(index for index, kind in enumerate(kinds) if kind is Kind.F)
+    while middle < len(kinds) and kinds[middle] is Kind.O:
+        middle += 1
+    return middle
+
+
+class Pullback:
+    """The second half of a `vjp`: cotangents of the outputs in, gradients out; once.
+
+    It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its executor is that of the
+    first half, and what the caller had switched on then (autocast, default device) holds again.
+
+    Attributes:
+        attached: for each microbatch, which leaves of its outputs can have a gradient: ``requires_grad`` in plain
+            autograd.
+        unused: (stage, path) of trainable leaves that the backwards did not reach; known after the call.
+    """
+
+    def __init__(self, execution: Execution, seam: OutputJoin) -> None:
+        self._execution: Execution | None = execution
+        self._seam, self.attached = seam, seam.attached
+        self._lock = threading.Lock()
+        self._carried = not_carried()
+        self.unused: tuple[tuple[int, Any], ...] = ()
+
+    @guarded
+    def __repr__(self) -> str:
+        execution = self._execution
+        if execution is None:
+            return "<Pullback: spent>"
+        return f"<Pullback of {execution.ready.plan!r}; give it cotangents of the outputs, once>"
+
+    def __call__(self, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
+        """Run the backwards.
+
+        Args:
+            cotangents: in the structure of ``result.outputs``: for each leaf a tensor of its shape and dtype, on any
+                device, or None for no gradient.
+
+        Returns:
+            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and
+            those of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
+
+        Raises:
+            BatchError: the cotangents do not fit the outputs; call again with others.
+            PlanError: parameters were written to since the forwards.
+            StageError: user code failed in a backward; the pullback is spent.
+            FuncpipeError: the pullback is spent.
+        """
+        refuse_transforms("a pullback")
+        execution = self._execution
+        if execution is None:
+            raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
+        pieces = self._seam.cut(cotangents)
+        ready = execution.ready
+        refuse_writes(
+            ready,
+            "parameters were written to between vjp and its pullback, which needs their old values; call the "
+            "pullback before the optimizer's step:",
+        )
+        if not_carried() != self._carried:
+            raise PlanError(
+                "function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way "
+                "round; call the pullback where they are the same"
+            )
+        with self._lock:
+            if self._execution is None:
+                raise FuncpipeError("this pullback is spent: another thread calls it")
+            self._execution = None
+        execution.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
+        execution.go(_middle(ready.program))
+        input_grads, reductions = execution.collect(Role.INPUT_GRAD), execution.reductions()
+        execution.check_empty()
+        execution.hand_sums()
+        with intra_op_threads(ready.threads):
+            unused = unused_keys(ready, unused_leaves(ready))
+            grads = gradients(ready, gradient_sums(ready, reductions))
+            inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
+        self.unused = unused
+        release(ready)
+        execution.settle()
+        return grads, inputs

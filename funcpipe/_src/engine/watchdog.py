@@ -1,0 +1,239 @@
+"""Watches for ``timeout=``: when no action begins, reports what every lane did last and waits for, and ends the run."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Self
+
+from funcpipe._src.core.errors import RunTimeout
+from funcpipe._src.data.program import Receive
+from funcpipe._src.engine.execute import Execution
+from funcpipe._src.engine.lane import Lane
+from funcpipe._src.engine.mail import Stop
+from funcpipe._src.replicas.replicas import Summed
+from funcpipe._src.replicas.sharded import Gathered
+
+_GRACE = 1.0
+"""Seconds that a thread gets to react before its stack is printed, whatever holds it."""
+
+
+class LaneWatch:
+    """What a thread that waits for the lanes looks at now and then: whether any has begun an action.
+
+    Attributes:
+        pause: seconds from one look to the next.
+        report: what every lane did, once none had begun an action for the timeout.
+    """
+
+    def __init__(self, executions: Sequence[Execution], timeout: float) -> None:
+        self.executions, self.timeout, self.pause = executions, timeout, min(1.0, timeout / 20)
+        self.report = ""
+        self._seen, self._since = list[int](), 0.0
+        self._has_backstop = False
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._seen, self._since = self._marks(), monotonic()
+        self._backstop()
+
+    def end(self) -> None:
+        """Look no more. It may be called again, and after a start that was interrupted."""
+        if self._has_backstop:
+            faulthandler.cancel_dump_traceback_later()
+
+    def look(self) -> bool:
+        """Look; has no lane begun an action for the timeout. Then there is a report."""
+        marks, now = self._marks(), monotonic()
+        if marks != self._seen:
+            self._seen, self._since = marks, now
+            self._backstop()
+        elif now - self._since >= self.timeout:
+            self.report = describe(self.executions, now - self._since)
+        return bool(self.report)
+
+    def _marks(self) -> list[int]:
+        return [self.executions[0].executor.beats(), *begun(self.executions)]
+
+    def _backstop(self) -> None:
+        """Start Python's own timer, which works also while code keeps the GIL and stops this thread.
+
+        The process has one such timer, so only runs with a timeout given by the user take it.
+        """
+        if not self.executions[0].ready.options.takes_faulthandler:
+            return
+        self._has_backstop = True  # set first: an interruption may come right after the call
+        try:
+            faulthandler.dump_traceback_later(self.timeout + _GRACE)
+        except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)
+            pass
+
+
+class Watchdog(LaneWatch):
+    """A thread that looks at the lanes while another runs them; when none begins an action it reports, and bites once."""
+
+    def __init__(self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]) -> None:
+        super().__init__(executions, timeout)
+        self.bite = bite
+        self._over = threading.Event()
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        super().start()
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more. It may be called again, and after a start that was interrupted."""
+        with self._gate:
+            self._over.set()
+        super().end()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.pause):
+            with self._gate:
+                if self._over.is_set():
+                    return
+                if self.look():
+                    self.bite()
+                    break
+        if not self._over.wait(_GRACE):
+            with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
+                print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
+
+
+def begun(executions: Sequence[Execution]) -> list[int]:
+    """How many actions each lane has begun in each execution."""
+    return [lane.begun for execution in executions for lane in execution.lanes]
+
+
+def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Lane]]:
+    """Of every lane that is here the execution that it is in, or was last."""
+    rows = [
+        [(execution, execution.lanes[seat]) for execution in executions] for seat in range(len(executions[0].lanes))
+    ]
+    return [max(row, key=_lateness) for row in rows]
+
+
+def _lateness(at: tuple[Execution, Lane]) -> tuple[bool, int]:
+    """Sorts the executions of a lane: the one that it is in comes last, else the last that has begun, else the first."""
+    execution, lane = at
+    number = execution.number or 0
+    return lane.thread != 0, number if lane.begun else -1 - number
+
+
+def lane_states(executions: Sequence[Execution]) -> list[tuple[bool, str]]:
+    """Of every lane that is here: is it in an action, and what it did last and waits for."""
+    states: list[tuple[bool, str]] = []
+    for execution, lane in _at_work(executions):
+        working = _is_working(execution, lane)
+        number = lane.program.lane
+        settling = execution.settling and lane.place.asynchronous
+        busy = settling or (working and execution.boxes[number].waits is None)
+        states.append((busy, f"device {number} ({lane.place.device}) {_state(execution, lane, working=working)}"))
+    return states
+
+
+def _is_working(execution: Execution, lane: Lane) -> bool:
+    turn = execution.executor.threaded or lane.program.lane == execution.turn
+    return lane.thread != 0 and turn and lane.done < lane.stop
+
+
+def describe(executions: Sequence[Execution], seconds: float) -> str:
+    """What every lane did last and waits for, and where its Python is."""
+    lines = [f"no action began in any lane for {seconds:.1f} s:"]
+    lines += [f"  * {words}" for _, words in lane_states(executions)]
+    frames = sys._current_frames()
+    stacks: list[str] = []
+    for execution, lane in _at_work(executions):
+        frame = frames.get(lane.thread)
+        if frame is not None and _is_working(execution, lane):
+            shown = [
+                entry
+                for entry in traceback.extract_stack(frame)
+                if "/funcpipe/" not in entry.filename.replace("\\", "/") and not entry.filename.endswith("threading.py")
+            ]
+            if shown:
+                stacks.append(f"device {lane.program.lane} is at:")
+                stacks += [
+                    f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")
+                ]
+    del frames
+    lanes = [lane for execution in executions for lane in execution.lanes]
+    done, total = (
+        sum(count) for count in zip(*[(lane.done - lane.first, lane.stop - lane.first) for lane in lanes], strict=True)
+    )
+    lines.append(f"{done} of {total} actions are done")
+    return "\n".join([*lines, *stacks])
+
+
+def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
+    program = lane.program
+    did = lane.done > lane.first
+    last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
+    if not working:
+        if execution.settling and lane.place.asynchronous:
+            return f"{last}, and its device has not come to its end"
+        return last if lane.done < lane.stop else f"{last} and is done"
+    current = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
+    waits = execution.boxes[program.lane].waits
+    if waits is None:
+        return f"{last} and is in {current}"
+    if isinstance(waits, Gathered):
+        return f"{last} and waits, before {current}, for the parts of its parameters that other replicas have"
+    if isinstance(waits, Summed):
+        return f"{last} and waits, before {current}, for the gradients of other replicas"
+    if isinstance(waits, tuple):
+        role = execution.ready.program.lane(waits[0]).slots[waits[1]].role
+        return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
+    part = program.parts[lane.done]
+    received = [each.value for each in part if type(each) is Receive and each.slot == waits]
+    if not received:  # it has gone on meanwhile
+        return f"{last} and is in {current}"
+    return f"{last} and waits, before {current}, for {program.value(received[0])}"
+
+
+class interrupting:
+    """While inside, the calling thread is the one that a `Watchdog` interrupts: it then raises RunTimeout.
+
+    The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next bytecode.
+    """
+
+    def __init__(self, executions: Sequence[Execution], timeout: float | None) -> None:
+        self.dog = None if timeout is None else Watchdog(executions, timeout, self._bite)
+        self._identity = threading.get_ident()
+
+    def _bite(self) -> None:
+        main = threading.main_thread().ident == self._identity
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(self._identity, signal.SIGINT)
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._identity), ctypes.py_object(Stop))
+
+    def __enter__(self) -> Self:
+        if self.dog is not None:
+            self.dog.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        dog, self.dog = self.dog, None  # the two hold each other, and the dog holds the run
+        if dog is None:
+            return
+        try:
+            dog.end()
+        except (KeyboardInterrupt, Stop):  # the interruption came just now
+            if not dog.report:
+                raise
+            dog.end()
+        if dog.report:
+            raise RunTimeout(dog.report) from None

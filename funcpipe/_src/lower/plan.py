@@ -1,0 +1,332 @@
+"""make_plan: the checks that need stages, and the plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+from funcpipe._src.core.captured import rebound_names
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.remembered import Remembered
+from funcpipe._src.core.tree import flatten
+from funcpipe._src.data.cost import are_lengths
+from funcpipe._src.data.losses import BY_ROWS, counts_of
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.plan import Plan, Ties
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.data.stage import Bindable, Divided, Shared, Stage, names_of
+from funcpipe._src.lower.program import lower
+
+
+def make_plan(
+    stages: Sequence[Stage] | Stage | Divided,
+    schedule: Schedule,
+    *,
+    devices: Any = None,
+    loss: Callable[..., Any] | None = None,
+    weight: Callable[..., Any] | None = None,
+    ties: Sequence[Sequence[tuple[int, Any]]] = (),
+    train: bool | None = None,
+    outputs: bool | None = None,
+    merge: Any = None,
+    spare_slots: int = 0,
+    slices: Sequence[float] = (),
+) -> Plan:
+    """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
+
+    >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
+    >>> plan = fp.make_plan([double, add], fp.schedules.one_f_one_b(2, 1), loss=print)
+    >>> print(plan.program.lane(1))
+    lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
+    receive act[0,0]@0 from 0
+    receive target[1,0]@1 from caller
+    1F0  reads act[0,0]@0 target[1,0]@1  writes report[1,0]@2 residual[1,0]@3
+    free act[0,0]@0 target[1,0]@1
+    1B0  reads residual[1,0]@3  writes grad[0,0]@4
+    free residual[1,0]@3
+    send grad[0,0]@4 to 0@1
+    free grad[0,0]@4
+
+    Args:
+        stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is
+            given), ties and state the plan takes too.
+        schedule: any schedule with as many stages; checked.
+        devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
+            when the plan runs (CUDA devices if there are any, else the CPU).
+        loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a
+            ``functools.partial`` of these with keywords) are known: the batch's loss is theirs of the whole batch,
+            whatever ``reduction``, ``weight`` and ``ignore_index`` are. A loss of your own returns its mean, which
+            counts by the microbatch's rows; where something else divides it (tokens, class weights) it returns ``(sum,
+            weight)`` or a `Loss`, or has a method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An
+            ``nn.Module`` of your own whose ``reduction`` is "sum" is believed to return sums, which are added.)
+        weight: ``target -> number``, evaluated before any forward: what the loss's mean over a microbatch is divided
+            by, or what all sums together are divided by. It goes before what is known of the loss.
+        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum.
+            Stages that `split` made know theirs; these need not be named.
+        train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
+        outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
+        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by rows), "sum",
+            "each" (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds
+            for all below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one
+            where all are equal.
+        spare_slots: how many more values may be on their way from one lane to another, of each sort, than where they
+            take no time: over a network a lane that waits for the one slot waits for two latencies. Each costs the
+            memory of a value. `simulate` says whether it pays.
+        slices: where the schedule cuts microbatches into slices along their sequence: how long each is, in any unit
+            (`balanced_slices` gives lengths that take equally long). (): equal ones.
+
+    Raises:
+        ScheduleError: the schedule is not legal.
+        PlanError: stages, schedule and options do not fit; every fault is listed.
+    """
+    state: tuple[Any, ...] | None = None
+    if isinstance(stages, Divided):
+        loss = stages.loss if loss is None and getattr(schedule, "has_backward", False) else loss
+        stages, state = stages.stages, stages.state
+    stages, faults = _stages(stages)
+    if not isinstance(schedule, Schedule):
+        faults.append(
+            f"schedule is a {type(schedule).__name__}; make one with fp.schedules.one_f_one_b(...) or "
+            "Schedule.parse(text)"
+        )
+    faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
+    for name, flag in (("train", train), ("outputs", outputs)):
+        if flag is not None and not isinstance(flag, bool):
+            faults.append(f"{name}= is True, False or None; got {flag!r}")
+    faults += [
+        f"merge= is an axis, 'mean', 'sum' or 'each', or a tree of these; got {rule!r}"
+        for rule in flatten(merge)[0]
+        if not _is_rule(rule)
+    ]
+    if type(spare_slots) is not int or spare_slots < 0:
+        faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
+    faults += _slices(slices, schedule) + _whole(stages, schedule)
+    counts = BY_ROWS
+    if loss is not None and not faults:
+        try:
+            counts = counts_of(loss)
+        except PlanError as error:
+            faults.append(str(error))
+    if weight is not None and loss is None:
+        faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
+    raise_all("no such plan:", faults)
+    with_outputs = not schedule.has_backward if outputs is None else outputs
+    program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs, spare_slots=spare_slots)
+    return Plan(
+        tuple(stages),
+        schedule,
+        program,
+        _devices(devices, schedule.num_devices),
+        loss,
+        weight,
+        _with_shared(_ties(ties, stages), stages),
+        schedule.has_backward if train is None else train,
+        with_outputs,
+        merge,
+        state,
+        counts,
+        spare_slots,
+        tuple(slices),
+    )
+
+
+def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> Lowered:
+    """The plan's program for a batch with fewer microbatches (`Lowered.first`), or for a `vjp`."""
+    if num_microbatches >= plan.num_microbatches and not halves:
+        return plan.program
+    cache = _programs(plan)
+    program = cache.get((num_microbatches, halves))
+    if program is None:
+        if num_microbatches < plan.num_microbatches:
+            program = program_for(plan, plan.num_microbatches, halves=halves).first(num_microbatches)
+        else:
+            given = {"loss": plan.loss is not None, "outputs": plan.outputs, "halves": halves}
+            program = lower(plan.stages, plan.schedule, spare_slots=plan.spare_slots, **given)
+        cache[num_microbatches, halves] = program
+    return program
+
+
+_programs: Remembered[Plan, dict[tuple[int, bool], Lowered]] = Remembered(lambda _: {})
+"""Of each plan, by number of microbatches and halves."""
+
+
+def _slices(slices: Any, schedule: Any) -> list[str]:
+    """What is wrong with the lengths of slices."""
+    count = schedule.num_slices if isinstance(schedule, Schedule) else 1
+    if not are_lengths(slices):
+        return [f"slices= has the length of each slice, numbers above 0; got {slices!r}"]
+    if slices and len(slices) != count:
+        return [
+            f"slices= has the lengths of {len(slices)} slices, and the schedule cuts a microbatch into {count} (its "
+            "family's num_slices=)"
+        ]
+    return []
+
+
+def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
+    """What is wrong with stages that must not run slices, where the schedule has them."""
+    if not isinstance(schedule, Schedule) or schedule.num_slices == 1:
+        return []
+    return [
+        f"{label} attends to whole sequences, and the schedule cuts them into slices: fp.split(model, num_stages, "
+        "slices=True)"
+        for label, part in _parts(stages)
+        if isinstance(part.fn, Bindable) and not part.fn.sliceable
+    ]
+
+
+def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
+    """The stages, and what is wrong with them."""
+    if isinstance(stages, Schedule):
+        return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
+    if not isinstance(stages, Stage | Iterable):
+        return (), [f"stages is a {type(stages).__name__}; give a sequence of stages, or what fp.split returns"]
+    if hasattr(stages, "named_parameters"):
+        kind = type(stages).__name__
+        return (), [
+            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what "
+            "it returns"
+        ]
+    stages = (stages,) if isinstance(stages, Stage) else tuple(cast("Iterable[Any]", stages))
+    faults = [
+        f"stage {index} is a {type(part).__name__}; make it one with fp.stage(fn) or "
+        f"fp.from_module(module){_unpacked(part)}"
+        for index, part in enumerate(stages)
+        if not isinstance(part, Stage)
+    ]
+    return stages, faults or _moved(stages)
+
+
+def _parts(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
+    """The simple stages that all are made of, with what errors call these."""
+    rows = zip(names_of(stages), stages, strict=True)
+    return [(label, part) for label, stage in rows for part in stage.simple()]
+
+
+def _moved(stages: Sequence[Stage]) -> list[str]:
+    """Functions that a loop made, which all read its variable as it was at the end."""
+    functions_of: dict[Any, set[int]] = {}
+    for _, part in _parts(stages):
+        functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
+    # One function alone may read what it wants; several of one code were made to differ.
+    parts = [row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1]
+    faults = [
+        f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(names)}; "
+        "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
+        for label, part in parts
+        if part.closed and not part.seen.settled
+        for names in [rebound_names(part.closed, part.fn)]
+        if names
+    ]
+    if not faults:
+        for _, part in parts:
+            part.seen.settled = True  # what changes from now on is meant
+    return faults
+
+
+def _function(name: str, fn: Any, form: str) -> list[str]:
+    """What is wrong with an option that is a function of this form."""
+    if fn is None:
+        return []
+    if not callable(fn):
+        kind = type(fn).__name__
+        return [
+            f"{name} is a {kind}, not a function {form}; give the function itself, not its name or what it returned"
+        ]
+    if isinstance(fn, type):
+        return [f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"]
+    return []
+
+
+def _weight(weight: Any) -> list[str]:
+    """What is wrong with the function that says how much a microbatch counts."""
+    form = "(target) -> number"
+    faults = _function("weight", weight, form)
+    if weight is None or faults:
+        return faults
+    try:
+        inspect.signature(weight).bind("target")
+    except TypeError as error:
+        return [f"weight is a function {form}, and this one cannot be called so: {error}"]
+    except ValueError:  # built-ins without a signature
+        pass
+    return []
+
+
+def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
+    if devices is None:
+        return None
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        return (devices,) * count
+    named = tuple(cast("Iterable[Any]", devices))
+    if len(named) != count:
+        raise PlanError(
+            f"the schedule has {count} devices, but devices= names {len(named)}; give one for each (the same may "
+            f"stand many times), or fp.devices({count})"
+        )
+    return named
+
+
+def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) -> Ties:
+    faults: list[str] = []
+    seen: dict[tuple[int, Any], int] = {}
+    out: list[tuple[tuple[int, Any], ...]] = []
+    for number, group in enumerate(ties):
+        if not isinstance(group, Sequence) or not all(isinstance(member, (tuple, list)) for member in group):
+            faults.append(f"group {number}: {group!r} is no group; write ties=[[(0, path), (1, path)], ...]")
+            continue
+        members = [tuple(member) for member in group]
+        for member in members:
+            if not _is_place(member, len(stages)):
+                faults.append(
+                    f"group {number}: {member!r} is no (stage, path): a stage from 0 to {len(stages) - 1}, a key or a "
+                    "tuple of keys"
+                )
+                continue
+            if (member[0], member[1]) in seen:
+                faults.append(f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} already")
+            seen[member[0], member[1]] = number
+        if len(members) < 2:
+            faults.append(f"group {number} has {len(members)} member; a tie has two or more")
+        out.append(tuple((member[0], member[1]) for member in members if len(member) == 2))
+    raise_all(f"ties do not fit the stages ({', '.join(names_of(stages))}):", faults)
+    return tuple(out)
+
+
+def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
+    """The ties, and those that stages know of each other. Raises PlanError where they contradict."""
+    groups: dict[Shared, list[tuple[int, Any]]] = {}
+    for index, part in enumerate(stages):
+        for path, shared in part.shares:
+            groups.setdefault(shared, []).append((index, path))
+    named = {member: number for number, group in enumerate(ties) for member in group}
+    out, faults = list(ties), list[str]()
+    for shared, members in groups.items():
+        numbers = {named.get(member) for member in members}
+        if numbers == {None} and len(members) > 1:
+            out.append(tuple(members))
+        elif len(numbers) > 1:
+            faults.append(f"{members} are one parameter ({shared.name!r}), and ties= names only some of them")
+    raise_all("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
+    return tuple(out)
+
+
+def _is_rule(rule: Any) -> bool:
+    return rule is None or rule in ("mean", "sum", "each") if not isinstance(rule, int) else not isinstance(rule, bool)
+
+
+def _unpacked(part: Any) -> str:
+    """What to say of (stage, params, state)."""
+    unpacked = isinstance(part, tuple) and any(isinstance(item, Stage) for item in part)  # pyright: ignore[reportUnknownVariableType]
+    return (
+        ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), ...)"
+        if unpacked
+        else ""
+    )
+
+
+def _is_place(member: tuple[Any, ...], num_stages: int) -> bool:
+    if len(member) != 2 or not isinstance(member[0], int) or not 0 <= member[0] < num_stages:
+        return False
+    return isinstance(member[1], (str, int, tuple))

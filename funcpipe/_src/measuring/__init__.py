@@ -1,0 +1,1 @@
+"""Measure models and plans: times, memory, the cost of a schedule's actions."""

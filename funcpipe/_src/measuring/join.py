@@ -1,0 +1,160 @@
+"""Measured layers as stages, and stages under a schedule: sums of bytes, nothing is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from funcpipe._src.data.program import CALLER, Free, Receive, Role, Run, Send, Value
+from funcpipe._src.data.schedule import Kind, Schedule
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.program import lower
+from funcpipe._src.measuring.measured import NOTHING_WAITS, Bytes, Measured, WeightResidual, merged
+
+Contents: TypeAlias = Mapping[Any, int]
+"""The storages of a value, with their sizes. Values that share memory share keys."""
+
+
+def join(row: Sequence[Measured], popped: set[str]) -> Measured:
+    """Neighbouring layers as one stage.
+
+    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
+    not. In between it holds what autograd keeps, once, however many layers keep it.
+    ``popped`` are the names of the skips that other stages pop.
+    """
+    if len(row) == 1:
+        only = row[0]
+        return only._replace(stash={name: size for name, size in only.stash.items() if name in popped})
+    inside = {name for layer in row for name in layer.stash}
+    stash = {name: sizes for layer in row for name, sizes in layer.stash.items() if name in popped}
+    pops = {name: sizes for layer in row for name, sizes in layer.pops.items() if name not in inside}
+    arrived = merged((row[0].inputs, *pops.values()))
+    border = merged((arrived, row[-1].outputs, *stash.values()))
+    inner = 0
+    alive = dict[int, int]()  # kept or stashed by the layers so far
+    forward = backward = 0
+    for layer in row:
+        present = merged((alive, layer.inputs, *layer.pops.values()))
+        forward = max(forward, inner + _besides(present, arrived) + layer.forward)
+        inner += layer.inner
+        alive |= merged((layer.kept, *layer.stash.values()))
+        incoming = 0 if layer is row[-1] else layer.gradient
+        backward = max(backward, inner + _besides(alive, border) + incoming + layer.backward)
+    kept = merged(layer.kept for layer in row)
+    backward -= inner + _besides(kept, border)
+    sizes = row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0)
+    return Measured(inner, kept, *sizes, _weights(row), any(layer.has_input for layer in row))
+
+
+def _weights(row: Sequence[Measured]) -> WeightResidual:
+    """Join the memory that neighbouring layers keep between I and W.
+
+    A stage keeps the graph from the last operation that waits back to the input. So layers before that operation keep
+    their whole graph. If no input has a gradient, W is the whole backward.
+    """
+    waiting = [number for number, layer in enumerate(row) if layer.weights.gradients]
+    if not waiting:
+        return NOTHING_WAITS
+    if not row[waiting[0]].has_input:
+        return WeightResidual(sum(layer.inner for layer in row), merged(layer.kept for layer in row), row[-1].gradient)
+    *before, last = row[: waiting[-1] + 1]
+    return WeightResidual(
+        sum(layer.inner for layer in before) + last.weights.inner,
+        merged((*(layer.kept for layer in before), last.weights.kept)),
+        sum(layer.weights.gradients for layer in (*before, last)),
+    )
+
+
+def _besides(sizes: Bytes, excluded: Bytes) -> int:
+    """The bytes of the values that are not excluded."""
+    return sum(size for value, size in sizes.items() if value not in excluded)
+
+
+def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
+    """The most bytes of values and sums of gradients that each device holds, going through the program of a schedule.
+
+    The first gradients of a stage become its sums.
+    """
+    popped = {name for row in rows for name in row.pops}
+    stages = [
+        Stage(_nothing, f"{number}", stash=tuple(name for name in row.stash if name in popped), pop=tuple(row.pops))
+        for number, row in enumerate(rows)
+    ]
+    program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
+    lanes = [_DeviceMemory() for _ in range(schedule.num_devices)]
+    lacking = {*range(len(rows))}
+    for number, instruction, values in program.walk():
+        lane, value_of = lanes[number], program.value
+        match instruction:
+            case Receive(value, source, _):
+                if source == CALLER:  # what lanes send each other lies there since it was sent
+                    lane.add(value_of(value), rows)
+            case Run(call, _, _, writes):
+                kind, stage = program.lanes[number].calls[call][:2]
+                row = rows[stage]
+                working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
+                lane.most(working.get(kind, 0))
+                if kind in (Kind.B, Kind.I) and stage in lacking:
+                    lane.now += gradients[stage]
+                    lacking.remove(stage)
+                for slot in writes:
+                    lane.add(value_of(values[slot]), rows)
+            case Send(slot, to, _):
+                lanes[to].add(value_of(values[slot]), rows)
+            case Free(slots):
+                for slot in slots:
+                    lane.drop(value_of(values[slot]))
+    return [lane.peak for lane in lanes]
+
+
+class _DeviceMemory:
+    """The values on one device, their bytes, and the most bytes so far."""
+
+    def __init__(self) -> None:
+        self.held: dict[Value, Contents] = {}
+        self.holders: Counter[Hashable] = Counter()
+        self.now = self.peak = 0
+
+    def most(self, extra: int) -> None:
+        self.peak = max(self.peak, self.now + extra)
+
+    def add(self, value: Value, rows: Sequence[Measured]) -> None:
+        self.held[value] = contents = _contents(value, rows)
+        for key, size in contents.items():
+            if not self.holders[key, value.microbatch]:
+                self.now += size
+            self.holders[key, value.microbatch] += 1
+        self.most(0)
+
+    def drop(self, value: Value) -> None:
+        for key, size in self.held.pop(value).items():
+            self.holders[key, value.microbatch] -= 1
+            if not self.holders[key, value.microbatch]:
+                self.now -= size
+
+
+def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
+    """The storages that a value holds, with their sizes."""
+    row = rows[min(value.stage, len(rows) - 1)]
+    match value.role:
+        case Role.INPUT:
+            return row.inputs
+        case Role.ACT:
+            return row.outputs
+        case Role.SKIP:
+            return row.stash[value.name]
+        case Role.RESIDUAL:
+            return {**row.held(), (value.role, value.stage): row.inner}
+        case Role.GRAD:
+            return {(value.role, value.stage): row.gradient}
+        case Role.SKIP_GRAD:
+            return {(value.role, value.name, value.peer): sum(row.stash[value.name].values())}
+        case Role.WEIGHT_RESIDUAL:
+            return {**row.weights.kept, (value.role, value.stage): row.weights.inner + row.weights.gradients}
+        case _:
+            return {}
+
+
+def _nothing(params: Any, x: Any) -> Any:
+    raise AssertionError("it is only counted")

@@ -1,0 +1,334 @@
+"""One pass over a row of layers without data: what each keeps for its backward, and the most bytes alive in it.
+
+Layers run one after the other under FakeTensor, forward and at once backward. The values between them are known by
+numbers, not held: after a forward the pass drops them, and what is still alive the graph keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from funcpipe._src.core.torch_names import FakeTensorMode, storage_number
+from funcpipe._src.core.tree import (
+    Spec,
+    Tree,
+    cow_clone_unchecked,
+    flatten,
+    is_differentiable,
+    leaves,
+    map_tensors,
+    unflatten,
+)
+from funcpipe._src.data.stage import Out, normalise, side_loss
+from funcpipe._src.measuring.live import Live
+from funcpipe._src.measuring.row import Layer, blame
+from funcpipe._src.stages.context import no_autocast_cache
+from funcpipe._src.stages.split_backward import walk_to_inputs
+
+Bytes = dict[int, int]
+"""Sizes of the values between layers, by their numbers."""
+
+
+def merged(rows: Iterable[Bytes]) -> Bytes:
+    """The values of all rows, each once."""
+    return {value: size for row in rows for value, size in row.items()}
+
+
+class WeightResidual(NamedTuple):
+    """The memory that an eager layer keeps between I and W, in bytes.
+
+    Attributes:
+        inner: tensors in the graph that the layer makes.
+        kept: tensors in the graph that the layer gets.
+        gradients: the gradients that wait for W.
+    """
+
+    inner: int
+    kept: Bytes
+    gradients: int
+
+    @property
+    def nbytes(self) -> int:
+        """Sum all bytes."""
+        return self.inner + sum(self.kept.values()) + self.gradients
+
+
+NOTHING_WAITS = WeightResidual(0, {}, 0)
+"""I is the whole backward."""
+
+
+class Measured(NamedTuple):
+    """The memory of one layer, in bytes.
+
+    Attributes:
+        inner: kept for its backward, of what it makes and does not hand on.
+        kept: kept for its backward, of what it gets or hands on.
+        inputs, outputs, stash, pops: what it gets and hands on; stash and pops by name.
+        gradient: of the output.
+        forward: the most that is alive in its forward, of what it makes.
+        backward: the most that is alive in its backward besides what was before (what is kept, the gradient of the
+            output, sums of gradients).
+        weights: memory that the layer keeps between I and W.
+        has_input: whether an input of the layer has a gradient; if not, W is the whole backward.
+    """
+
+    inner: int
+    kept: Bytes
+    inputs: Bytes
+    outputs: Bytes
+    stash: dict[str, Bytes]
+    pops: dict[str, Bytes]
+    gradient: int
+    forward: int
+    backward: int
+    weights: WeightResidual
+    has_input: bool
+
+    def held(self) -> Bytes:
+        """The values that its residual holds, besides the inner ones: kept, or at its borders."""
+        return merged((self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values()))
+
+
+class _TensorSpec(NamedTuple):
+    """A tensor between layers, without the tensor."""
+
+    value: int
+    nbytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    grad: bool
+
+
+class _PlacedTree(NamedTuple):
+    """A tree between layers: its tensors as places, its other leaves as they are."""
+
+    leaves: list[Any]
+    spec: Spec
+
+    def places(self) -> list[_TensorSpec]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, _TensorSpec)]
+
+    def bytes(self) -> Bytes:
+        return {place.value: place.nbytes for place in self.places()}
+
+
+class _Source(torch.autograd.Function):
+    """Where gradients of inputs end, in a list; unlike a leaf it does not hold the input."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, x: Tensor, arrived: list[Any]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.arrived = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.arrived += grads
+        return None, None, None
+
+
+class Pass:
+    """The pass over the layers, with the kernels of a device; there are backwards where they train."""
+
+    def __init__(self, *, train: bool, device: torch.device) -> None:
+        self.train, self.device = train, device
+        self.fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = Live()
+        self.numbers = itertools.count()
+        self.skips: dict[str, _PlacedTree] = {}
+        self.arrived: list[Any] = []
+        self.handle = torch.empty(0)
+        """The leaf in whose place gradients of inputs arrive, of the last forward."""
+
+    def run(
+        self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
+    ) -> list[Measured]:
+        """Measure every layer. Raises what a layer raises, with the layer's name."""
+        placed_feeds = {name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()}
+        x = self._held(map_tensors(self._like, example), {})
+        out: list[Measured] = []
+        for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
+            placed = x
+            try:
+                with torch.inference_mode(False), no_autocast_cache():  # as in a run, whatever the caller's mode
+                    measured, x = self._layer(layer, x, placed_feeds, flags)
+            except Exception as error:
+                with self.fake:
+                    tree = unflatten(placed.spec, self._tensors(placed, None, {}))
+                blame(error, number, layer, "memory", tree)
+            out.append(measured)
+        return out
+
+    # -- one layer -----------------------------------------------------------------------------------------------------
+
+    def _layer(
+        self, layer: Layer, x: _PlacedTree, feeds: dict[str, _PlacedTree], flags: Sequence[bool]
+    ) -> tuple[Measured, _PlacedTree]:
+        stage, memo = layer.stage, dict[int, Tensor]()
+        values, spec = flatten(layer.params)
+        params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
+        state = map_tensors(self._like, layer.state)
+        self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
+        fn = stage.bind(unflatten(spec, params), state)
+        pops = {name: self.skips[name] for name in stage.pop}
+        if self.live.now:  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
+            gc.collect()
+            self.live.forget()
+        self.live.restart()
+        with self.fake, self.live, torch.set_grad_enabled(self.train):
+            storages, y, stash, roots, forward = self._forward(stage, fn, x, pops, feeds, state)
+            kept = {value: size for value, (key, size) in storages.items() if self.live.holds(key)}
+            handed_on = merged(tree.bytes() for tree in (y, *stash.values()))
+            received = merged(tree.bytes() for tree in (x, *pops.values()))
+            inner = self.live.now - sum(
+                size for value, size in kept.items() if value in handed_on and value not in received
+            )
+            backward = self._backward(roots)
+            roots.clear()
+            weights, has_input = (
+                NOTHING_WAITS,
+                any(place.grad for tree in (x, *pops.values()) for place in tree.places()),
+            )
+            if self.train and not stage.carry:  # for slices, I is the whole backward
+                again = partial(self._forward, stage, fn, x, pops, feeds, state)
+                weights = self._weights(params, received, has_input, again)
+        fn.release()
+        gradient = sum(prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad)
+        self.skips |= stash
+        stashed = {name: tree.bytes() for name, tree in stash.items()}
+        popped = {name: tree.bytes() for name, tree in pops.items()}
+        measured = Measured(
+            inner, kept, x.bytes(), y.bytes(), stashed, popped, gradient, forward, backward, weights, has_input
+        )
+        return measured, y
+
+    def _forward(
+        self,
+        stage: Any,
+        fn: Callable[..., Any],
+        x: _PlacedTree,
+        pops: dict[str, _PlacedTree],
+        feeds: dict[str, _PlacedTree],
+        state: Tree,
+    ) -> tuple[
+        dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[GradientEdge, _TensorSpec]], int
+    ]:
+        """Call the layer; returns the numbers of the values that it gets and hands on, and the roots of its graph."""
+        storages: dict[int, Tensor] = {}
+        handle = self.handle = torch.empty(0, device=self.device, requires_grad=True)
+        arguments = unflatten(x.spec, self._tensors(x, handle, storages))
+        skips = {name: unflatten(tree.spec, self._tensors(tree, handle, storages)) for name, tree in pops.items()}
+        fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
+        self.live.restart()
+        keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
+        storages.clear()
+        out: Out = normalise(fn(arguments, **stage.extras(skips, fed, state, self.train)))
+        forward = self.live.peak
+        y = self._held(out.y, keys)
+        stash = {name: self._held(tree, keys) for name, tree in out.stash.items()}
+        side = side_loss(out)
+        ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
+        roots = [(get_gradient_edge(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
+        sizes = merged(tree.bytes() for tree in (x, y, *pops.values(), *stash.values()))
+        by_value = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
+        return by_value, y, stash, roots, forward
+
+    def _backward(self, roots: list[tuple[GradientEdge, _TensorSpec]]) -> int:
+        """Run the backward; the most that was alive besides what is kept."""
+        if not roots:
+            return 0
+        grads = [
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+        ]
+        self.live.known(grads)
+        start = self.live.restart()
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward([edge for edge, _ in roots], grads)
+        self.arrived.clear()
+        return self.live.peak - start
+
+    def _weights(
+        self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
+    ) -> WeightResidual:
+        """Measure the memory between I and W: run a forward and I as a run does, and count the live tensors."""
+        before = self.live.now
+        storages, _, _, roots, _ = forward()
+        edges = [edge for edge, _ in roots]
+        gradients = [
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+        ]
+        del roots
+        trained = [leaf for leaf in params if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not edges or not trained:
+            return NOTHING_WAITS
+        with torch.autograd.set_multithreading_enabled(False):
+            waiting = walk_to_inputs(edges, gradients, [self.handle] if has_input else [], trained)
+        self.arrived.clear()
+        del edges, gradients
+        if not waiting:
+            return NOTHING_WAITS
+        arrived = [gradient.untyped_storage() for walk in waiting for gradient in walk.gradients]
+        waits = sum({storage_number(storage): storage.nbytes() for storage in arrived}.values())
+        kept = {value: size for value, (key, size) in storages.items() if value in received and self.live.holds(key)}
+        return WeightResidual(self.live.now - before - waits, kept, waits)
+
+    # -- values between layers -----------------------------------------------------------------------------------------
+
+    def _like(self, leaf: Tensor) -> Tensor:
+        """A fake tensor with the shape, strides and dtype of a leaf."""
+        with self.fake:
+            if leaf.layout is not torch.strided:
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+    def _parameter(self, leaf: Any, trains: bool, memo: dict[int, Tensor]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            parameter = memo[id(leaf)] = self._like(leaf)
+            if trains:
+                parameter.requires_grad_()
+                parameter.grad = self._like(leaf)
+        return memo[id(leaf)]
+
+    def _held(self, tree: Tree, keys: dict[int, int]) -> _PlacedTree:
+        """A tree as places; ``keys`` numbers the storages that are known, and gets the new ones."""
+        values, spec = flatten(tree)
+        return _PlacedTree([self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec)
+
+    def _place(self, tensor: Tensor, keys: dict[int, int]) -> _TensorSpec:
+        tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+        storage = tensor.untyped_storage()
+        number = storage_number(storage)
+        if number not in keys:
+            keys[number] = next(self.numbers)
+        value, grad = keys[number], tensor.requires_grad
+        size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return _TensorSpec(value, storage.nbytes(), size, stride, offset, tensor.dtype, grad)
+
+    def _tensors(self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
+        """The leaves as tensors, in memory that does not count; places of one storage share one."""
+        out: list[Any] = []
+        for leaf in placed.leaves:
+            if not isinstance(leaf, _TensorSpec):
+                out.append(leaf)
+                continue
+            if leaf.value not in storages:
+                base = storages[leaf.value] = torch.empty(leaf.nbytes, dtype=torch.uint8, device=self.device)
+                self.live.known([base])
+            flat = storages[leaf.value].view(leaf.dtype)
+            tensor = flat.as_strided(leaf.size, leaf.stride, leaf.offset)
+            if leaf.grad and handle is not None and is_differentiable(tensor):
+                tensor = _Source.apply(handle, tensor, self.arrived)
+            out.append(cow_clone_unchecked(tensor) if handle is not None else tensor)  # pyright: ignore[reportArgumentType]
+        return out

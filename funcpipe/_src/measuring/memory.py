@@ -1,0 +1,277 @@
+"""Memory per layer, and per device under a schedule, from FakeTensor: no GPU, no allocation, any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.notebook import page, shown
+from funcpipe._src.core.shown import guarded, line
+from funcpipe._src.core.table import Table
+from funcpipe._src.core.tree import Tree, flatten, leaves
+from funcpipe._src.core.words import size_of
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.measuring.join import join, peaks
+from funcpipe._src.measuring.measured import Measured, Pass, merged
+from funcpipe._src.measuring.optimizer_state import StateSize, optimizer_state
+from funcpipe._src.measuring.row import Layer, known_device, layers_of
+from funcpipe._src.models.balance import checked_sizes
+from funcpipe._src.models.example import unmarked
+from funcpipe._src.stages.trainable import Trainable, trainable_leaves
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What one layer, or one stage, takes, in bytes.
+
+    Attributes:
+        name: of the layer; of a stage the first and the last of its layers.
+        parameters, buffers: of its own; what an earlier layer has too is counted there.
+        gradients: sums of the gradients of what is trained.
+        optimizer: state of the optimizer.
+        activations: of a layer what it adds to the residual of a stage, for one microbatch; of a stage its whole
+            residual: what autograd keeps, and what it gets and hands on.
+        input, output: what it gets and hands on, skips included.
+        forward: the most that is alive in its forward besides its input: what stays, and what does not.
+        backward: the most that its backward makes while it runs, besides what was there and the gradient of its output.
+        weight_residual: what is left of the residual between I and W.
+    """
+
+    name: str
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+    input: int
+    output: int
+    forward: int
+    backward: int
+    weight_residual: int
+    measured: Measured = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[int], activations: int, measured: Measured) -> LayerMemory:
+        """The entry of a layer with these parameters, buffers, gradients and optimizer state."""
+        return cls(
+            name,
+            *sizes,
+            activations=activations,
+            input=sum(merged((measured.inputs, *measured.pops.values())).values()),
+            output=sum(merged((measured.outputs, *measured.stash.values())).values()),
+            forward=measured.forward,
+            backward=measured.backward,
+            weight_residual=measured.weights.nbytes,
+            measured=measured,
+        )
+
+    @property
+    def model(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: what is there all the time."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a row of layers or stages; prints as a table. Made by `memory`.
+
+    Attributes:
+        layers: one entry for each.
+        optimizer: whose state was counted.
+        train: is anything kept for backwards.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    optimizer: str
+    train: bool = True
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerMemory]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: int) -> LayerMemory:
+        return self.layers[index]
+
+    @property
+    def total(self) -> LayerMemory:
+        """All of them as one stage."""
+        return self.group([len(self)]).layers[0]
+
+    def group(self, sizes: Sequence[int]) -> Memory:
+        """Neighbouring layers as stages: what each stage holds, without running anything again.
+
+        Args:
+            sizes: layers of each stage, as ``balance`` gives them.
+
+        Raises:
+            PlanError: sizes that are not positive or do not add up to the layers.
+        """
+        counts = checked_sizes(sizes, len(self), "layers")
+        stages: list[LayerMemory] = []
+        for start, end in pairwise(accumulate(counts, initial=0)):
+            popped = {name for later in self.layers[end:] for name in later.measured.pops}
+            stages.append(_stage(self.layers[start:end], popped, self.train))
+        return Memory(tuple(stages), self.optimizer, self.train)
+
+    def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
+        """The most bytes that each device holds when it runs a schedule, each layer being a stage.
+
+        The program that would run is gone through, value by value: model, residuals, inputs kept for remat, skips on
+        their way, gradients between stages, sums of gradients from a stage's first backward on, and what a forward or
+        backward makes while it runs. Not in it: the batch, targets and the loss, workspaces of kernels, and what the
+        allocator keeps or splits.
+
+        >>> made = fp.models.memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
+        >>> [made.peak(family(2, 4))[0] for family in (fp.schedules.fill_drain, fp.schedules.one_f_one_b)]
+        [1760, 1504]
+
+        Args:
+            schedule: with as many stages as there are entries here; see `group`.
+
+        Raises:
+            PlanError: the schedule has another number of stages, or slices.
+        """
+        order = schedule.schedule if isinstance(schedule, Plan) else schedule
+        if order.num_slices > 1:
+            raise PlanError(
+                f"what was measured is of whole microbatches, and the schedule {order.name!r} cuts them into slices; "
+                "fp.simulate(schedule, fp.Cost(residual=...)) counts the residuals of slices"
+            )
+        if order.num_stages != len(self):
+            raise PlanError(
+                f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; say which make which "
+                "stage: memory.group(sizes)"
+            )
+        moving = peaks([layer.measured for layer in self.layers], [layer.gradients for layer in self.layers], order)
+        model = [0] * order.num_devices
+        for layer, device in zip(self.layers, order.device_of, strict=True):
+            model[device] += layer.model - layer.gradients
+        return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
+
+    def __str__(self) -> str:
+        return self._table.text()
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = zip(self._heads()[1:-1], self._rows()[-1][1:-1], strict=True)
+        return line(f"Memory of {len(self)} layers", [fact for fact in facts if fact[1] != size_of(0)])
+
+    @shown
+    def _repr_html_(self) -> str:
+        return page("Memory", [("of", f"{len(self)} layers, activations of one microbatch")], self._table.html())
+
+    @property
+    def _table(self) -> Table:
+        return Table("Layers", tuple(self._heads()), tuple(map(tuple, self._rows())))
+
+    def _heads(self) -> list[str]:
+        return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
+
+    def _rows(self) -> list[list[str]]:
+        """A row for each layer, and below several one for all."""
+        rows = [*map(_row, self.layers)]
+        return [*rows, ["all", *_row(self.total)[1:]]] if len(self) > 1 else rows
+
+
+def memory(
+    layers: Any,
+    example: Tree,
+    *,
+    params: Sequence[Tree] | None = None,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    optimizer: Any = "adamw",
+    trainable: Trainable = None,
+    train: bool = True,
+    device: Any = "cpu",
+) -> Memory:
+    """What each layer takes: parameters, gradients, optimizer state, and activations kept for one microbatch.
+
+    Every layer runs forward and backward under FakeTensor: shapes go through it, numbers do not, nothing is allocated
+    (the model may be on the meta device), and the module, its gradients, mode, buffers and the random generators are
+    untouched. Activations are the storages that stay alive after the forward, each counted once; parameters are none.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    >>> print(fp.models.memory(model, torch.empty(32, 1024, device="meta")))
+         parameters  buffers  gradients     adamw  activations     output
+    0      16.0 MiB      0 B   16.0 MiB  32.0 MiB    128.0 KiB  512.0 KiB
+    1           0 B      0 B        0 B       0 B    512.0 KiB  512.0 KiB
+    2      16.0 MiB      0 B   16.0 MiB  32.0 MiB          0 B  128.0 KiB
+    all    32.0 MiB      0 B   32.0 MiB  64.0 MiB    768.0 KiB  128.0 KiB
+
+    Args:
+        layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or stages.
+        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis` mark is taken as it is.
+        params, state: with stages, one tree per stage.
+        feeds: by name, those that stages declare.
+        optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or an instance of
+            ``torch.optim``, or the bytes of state for each byte of parameters (8-bit Adam 0.5; bfloat16 parameters with
+            float32 copies and Adam 6).
+        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
+        train: the mode; False: nothing is trained, and nothing is kept.
+        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees
+            one.
+
+    Returns:
+        `Memory`, with one entry per layer.
+
+    Raises:
+        PlanError: layers, numbers or the optimizer are not what they should be.
+        PlacementError: no such device.
+        StageError: a layer failed on what it got; it says which, and on what.
+    """
+    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
+    row = layers_of(layers, params, state, feeds)
+    name, numbers = optimizer_state(optimizer)
+    flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
+    measured = Pass(train=train, device=known_device("cpu" if str(device) == "meta" else device)).run(
+        row, example, feeds, flags
+    )
+    seen: set[int] = set()
+    kept: set[int] = set()
+    out: list[LayerMemory] = []
+    for layer, layer_flags, sizes in zip(row, flags, measured, strict=True):
+        seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
+        counted = _numbers(layer, layer_flags, numbers, seen)
+        residual = (
+            sizes.held() if layer.whole else {value: sizes.kept[value] for value in sizes.kept if value not in kept}
+        )
+        activations = sizes.inner + sum(residual.values())
+        kept |= sizes.kept.keys()
+        out.append(LayerMemory.of(layer.name, counted, activations if train else 0, sizes))
+    return Memory(tuple(out), name if train else "no optimizer", train)
+
+
+def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]) -> tuple[int, int, int, int]:
+    """Bytes of parameters, buffers, gradients and optimizer state, of parameters that were not seen before."""
+    parameters = gradients = optimizer = 0
+    for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            parameters += leaf.nbytes
+            gradients += leaf.nbytes * trains
+            optimizer += int(state(tuple(leaf.shape)) * leaf.itemsize) * trains
+    return parameters, sum(leaf.nbytes for leaf in leaves(layer.state)), gradients, optimizer
+
+
+def _stage(row: Sequence[LayerMemory], popped: set[str], train: bool) -> LayerMemory:
+    joined = join([layer.measured for layer in row], popped)
+    first, last = row[0].name, row[-1].name
+    columns = zip(*((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row), strict=True)
+    sums = [sum(column) for column in columns]
+    activations = joined.inner + sum(joined.held().values()) if train else 0
+    return LayerMemory.of(first if len(row) == 1 else f"{first}-{last}", sums, activations, joined)
+
+
+def _row(layer: LayerMemory) -> list[str]:
+    sizes = (layer.parameters, layer.buffers, layer.gradients, layer.optimizer, layer.activations, layer.output)
+    return [layer.name, *map(size_of, sizes)]

@@ -1,0 +1,103 @@
+"""The times of a plan as it runs, as a `Cost` for other schedules of the same stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+from funcpipe._src.core.progress import ProgressTo, telling
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.measured_cost import middle
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.result import Result, Timeline
+from funcpipe._src.engine.executors import suiting
+from funcpipe._src.engine.lanes import lanes
+from funcpipe._src.engine.options import ExecutorLike
+from funcpipe._src.engine.run import run
+from funcpipe._src.measuring.row import refuse_counts
+from funcpipe._src.stages.context import checked_plan
+from funcpipe._src.stages.trainable import Trainable
+
+
+@runtime_checkable
+class Joining(Protocol):
+    """An executor of which each process has a part: `ranks`."""
+
+    def timeline(self, result: Result) -> Timeline:
+        """The timeline of a recorded run with the lanes of all processes."""
+        ...
+
+
+def profile_plan(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    executor: ExecutorLike = None,
+    threads_per_lane: int | None = None,
+    repeats: int = 5,
+    warmup: int = 2,
+    progress: ProgressTo = False,
+) -> Cost:
+    """What the actions of a plan take while it runs, and what the host and the hops between devices take around them.
+
+    What `profile` cannot see of a layer by itself is in these times: lanes that share caches and memory bandwidth,
+    memory that is new in each run, and the host's own work. With them `simulate` tells how long other schedules of the
+    same stages, or other numbers of microbatches, take on the same devices. Memory is not measured: take ``residual``
+    from `profile`, by `dataclasses.replace`.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> weights, x = (torch.tensor(2.0), torch.tensor(3.0)), torch.ones(4)
+    >>> plan = fp.make_plan([double, double], fp.schedules.one_f_one_b(2, 2), loss=nn.functional.mse_loss, devices="cpu")
+    >>> cost = fp.models.profile_plan(plan, weights, (x, 0 * x))
+    >>> fp.simulate(fp.schedules.fill_drain(2, 8), cost).makespan > 8 * max(cost.forward)
+    True
+
+    Args:
+        plan: of any schedule; 1F1B of a few microbatches is a good one. Where stages are compiled one that splits
+            backwards (`zero_bubble`), for I and W.
+        params, batch, state, feeds, seed, trainable, threads_per_lane: as for `run`.
+        executor: as for `run`; None: threads that are kept between the runs, where `run` would take threads. With
+            `ranks` all of them make this call, and get the same cost.
+        repeats: runs whose medians are taken.
+        warmup: runs before them.
+        progress: True shows on stderr how many runs are done; or a function that is told a `CallProgress`.
+
+    Returns:
+        A cost in seconds, with one number per stage: means over the microbatches of a run, medians over runs; ``comm``
+        is a hop. Of eager stages that run B, I is all of it and W nothing, as in a run; of compiled ones half of it
+        each.
+
+    Raises:
+        PlanError: repeats or warmup are not what they should be, or what `run` raises.
+        BatchError, PlacementError, StageError: as `run`.
+    """
+    keeps = executor is None and suiting(checked_plan("profile_plan", plan)).threaded
+    refuse_counts(("repeats", repeats, 1), ("warmup", warmup, 0))
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    kept: AbstractContextManager[ExecutorLike] = lanes(plan) if keeps else nullcontext(executor)
+    timelines: list[Timeline] = []
+    with telling("profile_plan", progress, unit="runs", total=warmup + repeats) as told, kept as lanes_or_other:
+        told.phase("runs")
+        for number in range(warmup + repeats):
+            result = run(
+                plan,
+                params,
+                batch,
+                **options,
+                executor=lanes_or_other,
+                threads_per_lane=threads_per_lane,
+                record=True,
+            )
+            timeline = executor.timeline(result) if isinstance(executor, Joining) else result.timeline
+            assert timeline is not None
+            if number >= warmup:
+                timelines.append(timeline)
+            told.to(number + 1)
+    return middle([timeline.cost(handover=True) for timeline in timelines])

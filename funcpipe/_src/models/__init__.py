@@ -1,0 +1,1 @@
+"""nn.Module becomes stages, parameters and state: whole, in rows of layers, by blocks, or traced."""

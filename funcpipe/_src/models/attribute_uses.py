@@ -1,0 +1,106 @@
+"""Read from bytecode which attributes a module's forward writes, and which it reads before a write."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from funcpipe._src.core.remembered import Remembered
+
+_FILLS = frozenset({"append", "appendleft", "add", "clear", "extend", "update"})
+"""Methods that write into a container and give nothing of it."""
+
+_CHANGES = frozenset({"insert", "move_to_end", "pop", "popitem", "popleft", "remove", "setdefault", *_FILLS})
+"""Methods that write into a container."""
+
+_NEAR = 12
+"""How many steps of bytecode lie at most between a container and a write into it: what computes the key."""
+
+_LOOKUPS = frozenset({"getattr", "hasattr"})
+
+
+class AttributeUses(NamedTuple):
+    """The names of the attributes that the forward of a class of modules uses, and how.
+
+    Attributes:
+        written: attributes that the forward assigns, or writes into.
+        kept: attributes that the forward reads before it writes them. An earlier call's value may reach a later call.
+        mentioned: all names and strings in the code of the forward.
+    """
+
+    written: frozenset[str]
+    kept: frozenset[str]
+    mentioned: frozenset[str]
+
+
+def _uses(kind: type) -> AttributeUses:
+    written: set[str] = set()
+    read: set[str] = set()
+    mentioned: set[str] = set()
+    for code in _reachable(kind):
+        names, consts = set(code.co_names), {const for const in code.co_consts if isinstance(const, str)}
+        mentioned |= names | consts
+        if names & _LOOKUPS:
+            read |= consts
+        if "setattr" in names:
+            written |= consts
+        before = set[str]()  # attributes that this function has assigned so far
+        steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+        for number, step in enumerate(steps):
+            if step.opname == "STORE_ATTR":
+                before.add(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                following = steps[number + 1 : number + 1 + _NEAR]
+                if _is_written_into(following):
+                    written.add(step.argval)
+                if step.argval not in before and not _is_filled(following):
+                    read.add(step.argval)
+        written |= before
+    return AttributeUses(frozenset(written), frozenset(read), frozenset(mentioned))
+
+
+def _is_written_into(following: list[dis.Instruction]) -> bool:
+    """Return whether the code may write into a container that it just loaded.
+
+    Examples are ``self.seen[key] = y`` and ``self.seen.pop(key)``.
+    """
+    return _calls(following, _CHANGES) or any(step.opname == "STORE_SUBSCR" for step in following)
+
+
+def _is_filled(following: list[dis.Instruction]) -> bool:
+    """Return whether the code writes into a container that it just loaded, and surely reads nothing from it."""
+    # The key must be one loaded value: an expression may read the container itself.
+    stores = len(following) > 1 and following[0].opname.startswith("LOAD") and following[1].opname == "STORE_SUBSCR"
+    return stores or _calls(following, _FILLS)
+
+
+def _calls(following: list[dis.Instruction], methods: frozenset[str]) -> bool:
+    return bool(following) and following[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and following[0].argval in methods
+
+
+def _reachable(kind: type) -> Iterator[CodeType]:
+    """Yield the code of a class's forward, of the methods that the forward names, and of inner functions."""
+    todo: list[Any] = [getattr(kind, "forward", None)]
+    seen: set[CodeType] = set()
+    while todo:
+        value = todo.pop()
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+        code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+        if not isinstance(code, CodeType) or code in seen:
+            continue
+        seen.add(code)
+        yield code
+        todo += [const for const in code.co_consts if isinstance(const, CodeType)]
+        # Methods of nn.Module itself are not part of a forward.
+        names = [name for name in code.co_names if not hasattr(nn.Module, name)]
+        todo += [inspect.getattr_static(kind, name, None) for name in names]
+
+
+uses_of: Remembered[type, AttributeUses] = Remembered(_uses)
+"""How the forward of a class uses attributes."""

@@ -1,0 +1,296 @@
+"""Record the attributes of modules at one time, to find later changes: `ModuleAttributes`.
+
+Stages compute with copies of modules, so later changes of the originals do not reach the stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from itertools import count
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcpipe._src.core.errors import raise_all
+from funcpipe._src.core.torch_names import FLAT_WEIGHTS, TABLES, children_of, version
+from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
+
+_PLAIN = (int, float, complex, str, bytes, bool, torch.Size, torch.dtype, torch.device, tuple, frozenset, range)
+"""What is compared by equality; everything else is the same if it is the same object."""
+
+_OPAQUE = (
+    *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
+    *(FunctionType, BuiltinFunctionType, ModuleType, logging.Logger, nn.Parameter, *weakref.ProxyTypes),
+)
+"""What has no contents of its own that a copy could miss: a copy of a function is the function."""
+
+_MISSING, _WRITTEN = object(), object()
+_APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
+"""Attributes of modules that are no settings: numbers, and modes, which a run sets itself."""
+
+
+_FILLED_IN = frozenset({"problem_type"})
+"""What transformers writes into a configuration in the first call with labels, which a user may make at any time."""
+
+
+class Change(NamedTuple):
+    """One attribute that has changed.
+
+    Attributes:
+        place: the path of the attribute: ``"0.temperature"``, ``"0.cfg['scale']"``.
+        name: the module's attribute that contains the changed value.
+        uses: the uses of attributes in that module's forward.
+        old, new: the values; a sentinel where there is no value.
+    """
+
+    place: str
+    name: str
+    uses: AttributeUses
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if isinstance(self.new, Tensor) and self.old is _WRITTEN:
+            return f"{self.place} was written to"
+        absent = [value is _MISSING for value in (self.old, self.new)]
+        if any(absent):
+            return f"{self.place} was {'set' if absent[0] else 'deleted'}"
+        old, new = _shown(self.old), _shown(self.new)
+        return (
+            f"{self.place} was {old}, is {new}" if old != new else f"{self.place} is another {type(self.new).__name__}"
+        )
+
+
+class _Child(NamedTuple):
+    """A child of a module by weak reference; None for a child that is None."""
+
+    reference: weakref.ref[nn.Module] | None
+    kind: str
+
+    def now(self) -> nn.Module | None:
+        """Return the child; None after its end."""
+        return None if self.reference is None else self.reference()
+
+
+class _Noted(NamedTuple):
+    """The recorded contents of one module, object or container.
+
+    Attributes:
+        place, name, uses: as in `Change`; an empty name: the table is a module's.
+        contents: a function that returns the present contents; None after the module's end.
+        size, keys, values: the recorded number of contents, their keys and values.
+    """
+
+    place: str
+    name: str
+    uses: AttributeUses
+    contents: Callable[[], Mapping[Any, Any] | None]
+    size: int
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+
+class ModuleAttributes:
+    """The attributes of a model at the time of construction, at any depth.
+
+    `changes` compares plain values by equality, objects by identity and by their attributes, tensors by their count of
+    writes. Numbers in parameters and buffers, and training flags, are left out. References to modules are weak.
+
+    Args:
+        model: a module, with all modules inside.
+        all_names: True: also attributes that forwards write.
+    """
+
+    def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
+        self.who, self.all_names = type(model).__name__, all_names
+        self.tables: list[_Noted] = []
+        self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
+        self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
+        self.children: list[tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]] = []
+        self.seen: set[int] = set()
+        self.kept: list[Any] = []  # keeps values alive, so that no other object gets an id in `seen`
+        for path, module in model.named_modules():
+            self._module(path, module)
+        self.seen, self.kept = set(), []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleAttributes:
+        return self
+
+    def __reduce__(self) -> Any:
+        return ModuleAttributes, (nn.Module(),)  # a copy in another process has no original to compare with
+
+    # -- noting ----------------------------------------------------------------------------------------------------
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        uses, reference = uses_of(type(module)), weakref.ref(module)
+        children = children_of(module)
+        references = tuple(
+            _Child(None if child is None else weakref.ref(child), type(child).__name__) for child in children.values()
+        )
+        self.children.append((path, reference, tuple(children), references))
+        self._table(path, "", uses, partial(_attributes_of, reference))
+        for name, value in vars(module).items():
+            if name not in _APART and (self.all_names or name not in uses.written):
+                self._walk(value, f"{path}.{name}" if path else name, name, uses)
+
+    def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
+        """Record the contents of a value, and of values inside."""
+        if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
+            return
+        if isinstance(value, (tuple, frozenset)) and all(each is None or isinstance(each, _OPAQUE) for each in value):  # pyright: ignore[reportUnknownVariableType]
+            return
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                self._module(f"{place}.{path}" if path else place, module)
+            return
+        self.seen.add(id(value))
+        self.kept.append(value)
+        if isinstance(value, Tensor):
+            self.tensors.append((place, name, uses, value, _writes(value)))
+        elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
+            self.empty.append((place, name, uses, value))
+        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):  # torch's and our own objects
+            self._table(place, name, uses, partial(_contents, value))
+
+    def _table(self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]) -> None:
+        now: Mapping[Any, Any] | None = contents()
+        if not now:
+            return
+        keys = tuple(key for key in now if name or key not in TABLES)
+        values = tuple(_weakly(now[key]) for key in keys)
+        self.tables.append(_Noted(place, name, uses, contents, len(now), keys, values))
+        if name:
+            for key, value in now.items():
+                if self.all_names or key not in uses.written:
+                    self._walk(value, _inside(place, key), name, uses)
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def changes(self) -> list[Change]:
+        """List the changes since construction."""
+        return list(self._changes())
+
+    def has_changed(self) -> bool:
+        """Return whether anything has changed since construction."""
+        return any(True for _ in self._changes())
+
+    def refuse_changes(self) -> None:
+        """Raise PlanError if the model has changed."""
+        raise_all(
+            f"attributes of this {self.who} were changed after stages were made of it, and stages compute with copies, "
+            "which do not see that; make the stages again, and the plan (fp.split(model, ...), fp.from_module(model); "
+            "split.load_state_dict(...) and params= keep the numbers), or set them back:",
+            [str(change) for change in self._changes()],
+        )
+
+    def _changes(self) -> Iterator[Change]:
+        for path, reference, names, children in self.children:
+            module = reference()
+            if module is None:
+                continue
+            now = children_of(module)
+            if len(now) == len(children) and all(map(is_, map(_Child.now, children), now.values())):
+                continue
+            before = dict(zip(names, children, strict=True))
+            for name in dict.fromkeys((*names, *now)):
+                old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+                if (old.now() if isinstance(old, _Child) else old) is not new:
+                    yield Change(f"{path}.{name}" if path else name, name, uses_of(type(module)), old, new)
+        for table in self.tables:
+            now = table.contents()
+            if now is None or (len(now) == table.size and all(map(is_, map(now.get, table.keys), table.values))):
+                continue
+            before = dict(zip(table.keys, table.values, strict=True))
+            for key in dict.fromkeys((*table.keys, *now)):
+                old, new = before.get(key, _MISSING), now.get(key, _MISSING)
+                if not _same(old, new) and self._counts(table, key, old):
+                    yield Change(_inside(table.place, key), table.name or key, table.uses, old, new)
+        for place, name, uses, container in self.empty:
+            if container:
+                yield Change(place, name, uses, type(container)(), container)
+        for place, name, uses, tensor, writes in self.tensors:
+            if _writes(tensor) != writes:
+                yield Change(place, name, uses, _WRITTEN, tensor)
+
+    def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
+        """Return whether a changed attribute is a setting, not a value that a forward leaves for others to read."""
+        if table.name:
+            return self.all_names or not (key in table.uses.written or (key in _FILLED_IN and old is None))
+        if key in _APART or (not self.all_names and key in table.uses.written):
+            return False
+        # A new attribute that no forward mentions comes from hooks or callers.
+        return self.all_names or old is not _MISSING or key in table.uses.mentioned
+
+
+def _contents(value: Any) -> Mapping[Any, Any]:
+    """Return the contents of a container or an object, by key or name."""
+    if isinstance(value, dict):
+        return value  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, (list, tuple, deque)):
+        return dict(zip(count(), value, strict=False))  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value, True)  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords, **vars(value)}
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__}
+    if type(value).__module__ == "numpy":
+        return {"numbers": value.tobytes(), "shape": getattr(value, "shape", ())}
+    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    slotted = {name: getattr(value, name) for name in slots if hasattr(value, name) and not name.startswith("__")}
+    return {**slotted, **getattr(value, "__dict__", {})} if slotted else getattr(value, "__dict__", {})
+
+
+def _attributes_of(reference: weakref.ref[nn.Module]) -> Mapping[str, Any] | None:
+    module = reference()
+    return None if module is None else vars(module)
+
+
+def _names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _weakly(value: Any) -> Any:
+    """Return a value to compare with later: modules and parameters as weak references."""
+    return weakref.ref(value) if isinstance(value, (nn.Module, nn.Parameter)) else value
+
+
+def _same(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    if isinstance(old, weakref.ref):
+        return old() is new or isinstance(new, nn.Parameter)
+    if type(old) is not type(new) or not isinstance(old, _PLAIN):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(_same, map(_weakly, old), new))
+    return bool(old == new) or (old != old and new != new)  # NaN
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version(tensor)
+
+
+def _inside(place: str, key: Any) -> str:
+    if isinstance(key, str) and key.isidentifier():
+        return f"{place}.{key}" if place else key
+    return f"{place}[{key!r}]"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, _Child):
+        return "None" if value.reference is None else f"a {value.kind}"
+    return (
+        repr(value) if isinstance(value, (int, float, complex, str, bool, type(None))) else f"a {type(value).__name__}"
+    )

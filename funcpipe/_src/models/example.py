@@ -1,0 +1,63 @@
+"""Marked examples: their leaves without `Replicate` and `Axis`, and the axis along which each leaf has its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
+from funcpipe._src.core.errors import BatchError, PlanError, raise_all
+from funcpipe._src.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe._src.models.traced.signature import as_call, as_input
+
+
+def bare(leaf: Any) -> Any:
+    """A leaf without the mark that says how to cut it."""
+    return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
+
+
+def unmarked(example: Tree) -> Tree:
+    """The example as a stage would get it. Raises PlanError for several microbatches."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Microbatches):
+            raise PlanError(
+                "an example is one input, as large as a microbatch, and fp.Microbatches holds several; give one of "
+                "them: example=microbatches[0]"
+            )
+        return bare(leaf)
+
+    return map_leaves(value, example)
+
+
+def row_axes(example: Tree) -> list[int | None]:
+    """For each leaf of a forward's (args, kwargs) the axis of its rows; None where it has none.
+
+    The first tensor that is not replicated tells how many rows there are. Tensors without a mark have rows along axis 0
+    if that is as long.
+
+    Raises:
+        BatchError: an `Axis` that its tensor does not have, or along which it has another number of rows.
+    """
+    marked = map_leaves(
+        lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf, example
+    )
+    faults: list[str] = []
+    axes: list[int | None] = []
+    rows: int | None = None
+    call = as_input(*as_call(marked))
+    for place, leaf in zip(locations(call, "example"), flatten(call)[0], strict=True):
+        value, axis = (leaf.value, leaf.axis) if isinstance(leaf, Axis) else (leaf, 0)
+        axes.append(None)
+        if isinstance(leaf, Axis) and not (isinstance(value, Tensor) and -value.dim() <= axis < value.dim()):
+            faults.append(f"{place} is a {type(value).__name__} without an axis {axis}")
+        elif isinstance(value, Tensor) and value.dim():
+            size = value.shape[axis]
+            rows = size if rows is None else rows
+            if size == rows:
+                axes[-1] = axis % value.dim()
+            elif isinstance(leaf, Axis):
+                faults.append(f"{place} has {size} rows along axis {axis}, and what comes before it has {rows}")
+    raise_all("the marks of this example do not fit it:", faults, BatchError)
+    return axes

@@ -1,0 +1,68 @@
+"""Refuse values that a forward keeps in attributes for later calls, because each run starts without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.models.attributes import Change
+from funcpipe._src.models.norms.written_buffers import has_numbers
+
+
+def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> None:
+    """Raise PlanError for values that a run left on its copy and that the module would use in its next call.
+
+    A run begins with the attributes that the module had. Masks and tables come out the same in each run, so nothing is
+    lost. Values of parameters or inputs differ between runs, and the module itself would go on with the old value.
+    Whole numbers pass, and so do attributes that the forward only writes.
+
+    Args:
+        left: the numbers that the earlier run left, by place. Updated with the numbers of this run.
+        changes: the attributes that this run changed on its copy.
+        who: the class of the module.
+
+    Raises:
+        PlanError: a number differs from the module's own, or from the number that the earlier run left.
+    """
+    for change in changes:
+        if change.name not in change.uses.kept:
+            continue
+        for place, new in _numbers(change.place, change.new):
+            if _differ(change.old, new) or _differ(left.get(place), new):
+                raise PlanError(
+                    f"the forward of {who} keeps {place!r} in an attribute from call to call, and a run begins again "
+                    "with what the module had when the stage was made, so it computes otherwise than the module. "
+                    "Compute the value before the stage is made and register it as a buffer, or compute it in each "
+                    "call; a value that batches change is a statistic: a function stage returns it in Out(stats=...) "
+                    "and folds it in commit=..."
+                )
+            left[place] = new
+
+
+def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and floats in a value, with their places."""
+    if isinstance(value, Tensor):
+        if has_numbers(value) and value.layout is torch.strided:
+            yield place, value.detach()
+    elif isinstance(value, float):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _numbers(f"{place}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            yield from _numbers(f"{place}[{number}]", inner)
+
+
+def _differ(old: Any, new: Any) -> bool:
+    """Return whether two values are different numbers of one kind. Tensors of other sizes count as other tables."""
+    if isinstance(old, float) and isinstance(new, float):
+        return old != new
+    if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
+        return False
+    alike = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+    return alike and not torch.equal(old, new)

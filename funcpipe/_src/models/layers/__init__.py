@@ -1,0 +1,1 @@
+"""Cut a model between the blocks of its stack, without a trace."""

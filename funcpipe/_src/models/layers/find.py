@@ -1,0 +1,257 @@
+"""The stack of blocks in a model, and what stands before and after it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from funcpipe._src.core.errors import PlanError, bullets, raise_all
+from funcpipe._src.core.shown import guarded, line, some
+from funcpipe._src.core.torch_names import children_of
+from funcpipe._src.core.words import similar
+from funcpipe._src.models.module import syntax_of
+from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
+
+TRACED = "trace it instead: fp.split(model, ..., example=...)"
+"""What messages advise for a model that a layer cut cannot cut."""
+
+_STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where a model's stack of blocks is, and which other modules with numbers of their own run before and after it.
+
+    What has no numbers to train (rotary tables, dropout between the parts) runs in every stage and is not listed.
+
+    Attributes:
+        path: of the list that holds the blocks; "" if it is the model itself.
+        names: the path of each block, in order.
+        entry: modules that run before the first block (embeddings); the first stage holds them.
+        exit: modules that run after the last block (norm, pooler, head); the last stage holds them. A module in both
+            is held by both.
+        carry: entries whose outputs later stages need as well, besides the value that goes through the blocks; they
+            travel with the inputs.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    entry: tuple[str, ...] = ()
+    exit: tuple[str, ...] = ()
+    carry: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @guarded
+    def __repr__(self) -> str:
+        blocks = [name.removeprefix(f"{self.path}.") for name in self.names]
+        around = [(word, some(getattr(self, word))) for word in ("entry", "exit", "carry")]
+        return line(f"Layers {self.path!r}", [("blocks", f"{len(self)}: {some(blocks, most=4)}"), *around])
+
+
+def find_layers(
+    model: nn.Module,
+    path: str | None = None,
+    *,
+    entry: Iterable[str] = (),
+    exit: Iterable[str] = (),
+    carry: Iterable[str] = (),
+) -> Layers:
+    """The stack of a model: from the plan that transformers publish with it, else the list of like blocks.
+
+    A list of blocks of one class that holds at least twice the parameters of any other such list is the stack; lists
+    inside of blocks do not count. What runs before it and what after it is read from the plan, or from the order in
+    which the source of a forward names the modules, or else in which they are registered. A run tells where that is
+    wrong.
+
+    >>> class Decoder(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = nn.Embedding(8, 4)
+    ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    ...         self.head = nn.Linear(4, 8)
+    >>> fp.models.find_layers(Decoder())
+    <Layers 'layers': blocks 3: 0, 1, 2; entry embed; exit head>
+
+    Args:
+        model: any module whose forward runs the blocks of one list one after the other.
+        path: of the list; None: find it.
+        entry: modules that run before the stack, whatever their place in the model.
+        exit: modules that run after it, likewise; one in both runs on both sides.
+        carry: entries whose outputs later stages need, see `Layers`.
+
+    Raises:
+        PlanError: no list or several, an encoder-decoder, names that the model does not have.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"find_layers takes an nn.Module; got a {type(model).__name__}")
+    named = {"entry": tuple(entry), "exit": tuple(exit), "carry": tuple(carry)}
+    faults = [
+        f"{side}: {_unknown(model, name)}" for side, names in named.items() for name in names if not _has(model, name)
+    ]
+    if path is not None and not _has(model, path):
+        faults.append(f"path: {_unknown(model, path)}")
+    raise_all(f"{type(model).__name__} has no such modules:", faults)
+    plan = _published(model)
+    place = _search(model, plan) if path is None else path
+    stack = model.get_submodule(place)
+    if not isinstance(stack, _STACKS) or not len(stack):
+        raise PlanError(
+            f"{place!r} is a {type(stack).__name__}, not a list of blocks (ModuleList, Sequential, ModuleDict)"
+        )
+    before, after = _sides(model, place, plan, named["entry"], named["exit"])
+    prefix = f"{place}." if place else ""
+    names = tuple(prefix + name for name in _children(stack))
+    return Layers(place, names, before, after, named["carry"])
+
+
+def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
+    """The pipeline plan that a model brings: path -> names of what it takes and of what it gives."""
+    plan, prefix = getattr(model, "_pp_plan", None), ""
+    if not plan:
+        plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
+        base = str(getattr(model, "base_model_prefix", ""))
+        prefix = f"{base}." if base and isinstance(getattr(model, base, None), nn.Module) else ""
+    if not isinstance(plan, Mapping):
+        return {}
+    out: dict[str, tuple[set[str], set[str]]] = {}
+    for name, ends in cast("Mapping[str, Any]", plan).items():
+        if _has(model, prefix + name) and len(ends) == 2:
+            out[prefix + name] = (set(ends[0]), set(ends[1]))
+    return out
+
+
+def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
+    """The path of the stack. Raises PlanError with the candidates where there is none or several fit."""
+    kind = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise PlanError(
+            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value "
+            f"goes through the stages of a layer cut; {TRACED}"
+        )
+    planned = [path for path in plan if isinstance(model.get_submodule(path), _STACKS)]
+    if len(planned) == 1:
+        return planned[0]
+    candidates: dict[str, int] = {}
+    for path, module in model.named_modules():
+        inside = any(within(path, other) for other in candidates)
+        if not inside and isinstance(module, _STACKS) and _repeats(list(_children(module).values())):
+            candidates[path] = sum(param.numel() for param in module.parameters())
+    if not candidates:
+        raise PlanError(
+            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut "
+            f"between; name one (layers=path), or {TRACED}"
+        )
+    ranked = sorted(candidates, key=lambda path: -candidates[path])
+    if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
+        listed = [
+            f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, {candidates[path]:,} numbers"
+            for path in ranked
+        ]
+        raise PlanError(bullets(f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed))
+    return ranked[0]
+
+
+def _repeats(blocks: list[nn.Module]) -> bool:
+    """Whether these are several blocks of one class that run and have parameters."""
+    alike = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    run = alike and not isinstance(blocks[0], (nn.ModuleList, nn.ModuleDict))
+    return run and all(any(True for _ in block.parameters()) for block in blocks)
+
+
+def _sides(
+    model: nn.Module,
+    path: str,
+    plan: Mapping[str, tuple[set[str], set[str]]],
+    entry: Sequence[str],
+    exit: Sequence[str],
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The modules with numbers before and after the stack, by the caller, the plan, the source, or their order."""
+    gives = plan[path][1] if path in plan else set[str]()
+    before, after = list(entry), list(exit)
+    outer = ""
+    for step in path.split(".") if path else []:
+        around = model.get_submodule(outer)
+        names = list(_children(around))
+        used = _uses(type(around), step, names)
+        behind: list[str] = []
+        for name, child in _children(around).items():
+            full = f"{outer}.{name}" if outer else name
+            if name == step or full in (*entry, *exit) or not _owns_numbers(child):
+                continue
+            late = names.index(name) > names.index(step)
+            sides = used.get(name, (not late, late))
+            if full in plan and gives:  # a module that takes what the stack gives comes after it
+                late = bool(plan[full][0] & gives)
+                sides = (not late, late)
+            before += [full] if sides[0] else []
+            behind += [full] if sides[1] else []
+        after[len(exit) : len(exit)] = behind
+        outer = f"{outer}.{step}" if outer else step
+    return tuple(before), tuple(after)
+
+
+def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
+    """Find which children a forward's source uses before its use of the child with the stack, and which after.
+
+    Returns {} where there is no source, or where the source does not name that child. The caller then uses the order of
+    registration.
+    """
+    source = next((node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None)
+    order = [] if source is None else list(_used(source))
+    if step not in order:
+        return {}
+    stack = order.index(step)
+    places = {name: [place for place, used in enumerate(order) if used == name] for name in names if name in order}
+    return {name: (min(found) < stack, max(found) > stack) for name, found in places.items()}
+
+
+def _used(node: ast.AST) -> Iterator[str]:
+    """Yield the attributes of ``self`` in some source, in the order in which Python uses them.
+
+    A module is called after its arguments: in ``self.head(self.body(x))`` the body comes first.
+    """
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        yield node.attr
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        children = [*children[1:], node.func]
+    elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+        children.sort(key=lambda child: child is not node.value)
+    elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        children.sort(key=lambda child: not isinstance(child, ast.comprehension))
+    for child in children:
+        yield from _used(child)
+
+
+def _owns_numbers(module: nn.Module) -> bool:
+    """Whether it has parameters, or statistics that training changes."""
+    return any(True for _ in module.parameters()) or any(DeferredBatchNorm.converts(part) for part in module.modules())
+
+
+def within(path: str, root: str) -> bool:
+    """Whether a path is that of a module inside another, or the same."""
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children by name; one that stands twice has both names."""
+    return {name: child for name, child in children_of(module).items() if child is not None}
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    """Return whether a module is at a path of children. Attributes do not count, because wrappers forward them."""
+    module: nn.Module | None = model
+    for step in path.split(".") if path else ():
+        module = None if module is None else children_of(module).get(step)
+    return module is not None
+
+
+def _unknown(model: nn.Module, path: str) -> str:
+    return f"no module {path!r}{similar(path, [name for name, _ in model.named_modules() if name])}"

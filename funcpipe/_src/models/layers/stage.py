@@ -1,0 +1,396 @@
+"""One stage of a layer cut: the model's forward on a private copy that has the stage's tensors only.
+
+The stage's blocks run. Blocks of other stages return their input, and tensors of other stages are `Unknown`. An output
+that depends on one raises PlanError, in every call.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.frames import REGIONS, frames
+from funcpipe._src.core.torch_names import hooks_of
+from funcpipe._src.core.tree import (
+    Tree,
+    cow_clone,
+    flatten,
+    is_differentiable,
+    locations,
+    map_leaves,
+    map_tensors,
+    under_transform,
+)
+from funcpipe._src.data.stage import Out
+from funcpipe._src.models.attributes import ModuleAttributes
+from funcpipe._src.models.layers.find import TRACED, Layers, within
+from funcpipe._src.models.layers.look import SideOutputs, asked
+from funcpipe._src.models.layers.slices import SliceCaches
+from funcpipe._src.models.layers.stub import Leave, intercept, outer_paths, stub
+from funcpipe._src.models.layers.unknown import UnknownValueError, first_unknown, is_unknown, unknown, unknown_like
+from funcpipe._src.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
+from funcpipe._src.models.skippable import Skips
+from funcpipe._src.models.traced.signature import as_call
+
+INPUTS = "inputs"
+"""The skip in which the model's inputs travel from the first stage to all others."""
+
+
+class LayersFn(ModuleFn):
+    """Some blocks of a model as a function of their parameters.
+
+    Attributes:
+        cut: the stack, and the modules before and after it.
+        first, last: the stage's blocks, ``last`` excluded.
+        verified: (training, with gradients) for each mode in which a forward was verified.
+        caches: what makes the caches of slices; None: it runs whole sequences only.
+    """
+
+    def __init__(
+        self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int, caches: SliceCaches | None = None
+    ) -> None:
+        self.cut, self.first, self.last, self.caches = cut, first, last, caches
+        self.verified: set[tuple[bool, bool]] = set()
+        self.numbers = {name: number for number, name in enumerate(cut.names)}
+        tables = {
+            alias
+            for alias, buffer in shape.module.named_buffers(remove_duplicate=False)
+            if not is_differentiable(buffer) and alias.rpartition(".")[0] not in shape.norms
+        }
+        aliases = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
+        super().__init__(shape, skips, aliases, spread=True)
+
+    @property
+    def sliceable(self) -> bool:
+        """Models of transformers attend to all that they see, unless they were cut to run slices."""
+        library: Any = sys.modules.get("transformers")
+        return self.caches is not None or library is None or not isinstance(self.skeleton, library.PreTrainedModel)
+
+    def _holds(self, alias: str, *, table: bool) -> bool:
+        """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules that all stages run.
+
+        Every stage holds tables of ints and masks of both ends: they are small, and forwards read them from outside.
+        """
+        cut = self.cut
+        prefix = f"{cut.path}." if cut.path else ""
+        if alias.startswith(prefix):
+            number = self.numbers.get(prefix + alias.removeprefix(prefix).partition(".")[0])
+            if number is not None:
+                return self.first <= number < self.last
+        before, after = (any(within(alias, root) for root in roots) for roots in (cut.entry, cut.exit))
+        if table or not (before or after):
+            return True
+        return (before and self.first == 0) or (after and self.last == len(cut))
+
+    def copy(self) -> LayersCopy:
+        """A private copy that runs the stage."""
+        return LayersCopy(self)
+
+    def layers(self) -> list[str]:
+        """The paths of the modules that only this stage runs: shared ones draw nothing twice, and name no stage."""
+        cut = self.cut
+        roots = list(cut.names[self.first : self.last])
+        roots += cut.entry if self.first == 0 else ()
+        roots += [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
+        return [path for path in super().layers() if any(within(path, root) for root in roots)]
+
+
+class LayersCopy(ModuleCopy):
+    """A private copy of the model that runs the blocks of one stage."""
+
+    owner: LayersFn
+
+    def __init__(self, owner: LayersFn) -> None:
+        super().__init__(owner)
+        cut = owner.cut
+        self.cut, self.first, self.last, self.caches = cut, owner.first, owner.last, owner.caches
+        self.carried: Tree = None  # what the slice before handed on
+        self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
+        self.device: torch.device | None = None  # the device of `Unknown` tensors
+        self.is_first_call = False  # the first in this mode, over all copies
+        self.side_outputs: SideOutputs | None = None  # follows tensors that blocks hand out, in a checked call
+        self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
+        around = [
+            layer
+            for path, layer in self.module.named_modules()
+            if path != cut.path and not any(within(path, name) for name in cut.names)
+        ]
+        self.sleepers = around if self.first else []
+        self.unhooked: list[str] = []  # blocks of other stages whose hooks this stage does not run
+        self._reset()
+        self._put_stubs()
+        self.attributes = ModuleAttributes(self.module, all_names=True)
+        self._set_train(self.train)
+
+    def install(self, params: Params, state: State) -> Self:
+        """Put tensors in the places of the stage's parameters and buffers, `Unknown` tensors in all other places."""
+        super().install(params, state)
+        tensor = next(iter([*params.values(), *(state or {}).values()]), None)
+        device = tensor.device if tensor is not None else torch.device("cpu")
+        if device != self.device:
+            self.device = device
+            for table, local, outline, name in self.absent:
+                table[local] = unknown(outline.shape, outline.dtype, device, name)
+        return self
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Clear the state of a call."""
+        self.running = self.begun = False
+        self.at = 0  # the next block that should run
+        self.x: Tree = None  # what the stage before returned
+        self.earlier: Tree = None  # the output of earlier blocks: ``x`` without numbers
+        self.travelling: list[tuple[str, Tree]] = []  # (path, output) of each call of an entry, in order
+
+    def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """The stage's output on one microbatch, and the skip for later stages."""
+        inputs, travelling = extras["skips"][INPUTS] if self.first else (x, ())
+        travels = self.first == 0 and self.last < len(self.cut)
+        # What a forward writes in place into its inputs, the forwards of later stages write again.
+        kept = map_tensors(cow_clone, inputs) if travels else None
+        mode = self.train, torch.is_grad_enabled()
+        self.is_first_call = mode not in self.owner.verified and not under_transform()
+        self.side_outputs = SideOutputs() if self.is_first_call and self._gives_output() else None
+        self.carried = extras.get("carry")
+        try:
+            with self.side_outputs or nullcontext():
+                y, returned = self._forward(x, inputs, travelling)
+            carry = self.caches.carry(self.arguments, self.first, self.last) if self.caches else ()
+            self._refuse_unknown((y, carry))
+            if self.side_outputs is not None:
+                self._refuse_incomplete(y, self.side_outputs)
+            if self.is_first_call:
+                self.owner.verified.add(mode)
+        finally:
+            self.carried, self.arguments, self.side_outputs = None, {}, None
+        return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
+
+    def _forward(self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
+        """Return the output of the stage's last block, or of the model; in the first stage also travelling entries."""
+        args, kwargs = as_call(inputs)
+        self._refuse_collecting(args, kwargs)
+        if self.caches is not None:
+            blank = partial(unknown_like, source="keys and values of other blocks")
+            args, kwargs = (), self.caches.given(args, kwargs, self.carried, self.first, blank)
+            self.arguments = kwargs
+        for path, layer in self.outer.items():
+            self.places[id(layer)] = path or "forward"
+        for table in self.asleep:
+            table["training"] = False
+        self.running, self.x, self.travelling = True, x, list(travelling)
+        try:
+            y = self.module(*args, **kwargs)
+            reached = self.at
+        except Leave as leave:
+            return leave.out, tuple(self.travelling) if self.first == 0 else ()
+        except UnknownValueError as error:
+            raise self._refusal(str(error), error.source) from error
+        except Exception as error:
+            if self.unhooked and not isinstance(error, PlanError):
+                error.add_note(
+                    f"In this stage the blocks {', '.join(self.unhooked)} hand on what arrived, and their hooks do not "
+                    f"run. A model that collects what its blocks return cannot be cut so; {TRACED}"
+                )
+            raise
+        finally:
+            self._begin()
+            self._reset()
+        if self.last < len(self.cut) or reached < self.first:
+            raise PlanError(
+                f"the forward of {type(self.module).__name__} ended without "
+                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} "
+                f"one after the other; {TRACED}"
+            )
+        return self.caches.without(y) if self.caches is not None else y, ()
+
+    def _begin(self) -> None:
+        """Note that the stack has begun: the modules around it draw again."""
+        self.begun = True
+        for table in self.asleep:
+            table["training"] = True
+
+    def _set_train(self, train: bool) -> None:
+        super()._set_train(train)
+        # Before the stack, later stages repeat what the first one did: for shapes and masks, without drawing.
+        self.asleep = [vars(layer) for layer in self.sleepers if layer.training]
+
+    # -- blocks, and entries that travel ---------------------------------------------------------------------------
+
+    def _put_stubs(self) -> None:
+        """Put callbacks to this object in the places of the copy's blocks. Attributes of all modules stay."""
+        cut = self.cut
+        proxy = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
+        for number, name in enumerate(cut.names):
+            block = self.module.get_submodule(name)
+            if self.first <= number < self.last:
+                intercept(block, partial(LayersCopy._own_block, proxy, number))
+                continue
+            self.unhooked += [repr(name)] if hooks_of(block) else []
+            stub(block, partial(LayersCopy._foreign_block, proxy, number))
+            for layer in block.modules():  # numbers left by an earlier forward of the model are stale
+                kept = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor)}
+                vars(layer).update(unknown_like(kept, name) if kept else {})
+        for root in cut.entry if self.first or self.last < len(cut) else ():
+            entry = self.module.get_submodule(root)
+            intercept(entry, partial(LayersCopy._entry, proxy, root))
+            for layer in entry.modules() if self.first else ():
+                if layer is not entry and hooks_of(layer):
+                    intercept(layer, partial(LayersCopy._without_hooks, proxy))
+
+    def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
+        """The forward of another stage's block: the one just before this stage returns what arrived."""
+        if number >= self.first or number != self.at:
+            raise PlanError(
+                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: "
+                f"{type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the "
+                f"other; {TRACED}"
+            )
+        self.at = number + 1
+        if self.at < self.first:
+            if self.earlier is None:  # one tree serves all these blocks
+                self.earlier = unknown_like(self.x, self.cut.names[number])
+            return self.earlier
+        self._begin()
+        self._between()
+        return self.x
+
+    def _own_block(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """Call a block of this stage, with its hooks. The last block ends the model's forward."""
+        if not self.running:  # computed again, in a backward
+            return call(*args, **kwargs)
+        if number == 0:
+            self._begin()
+        out = call(*args, **kwargs) if self.side_outputs is None else self.side_outputs.block(call, args, kwargs)
+        self.at = number + 1
+        if self.at == self.last < len(self.cut):
+            self._refuse_region()
+            raise Leave(out)
+        self._between()
+        return out
+
+    def _between(self) -> None:
+        """Have the modules around the stack draw other random numbers after each block."""
+        for path, layer in self.outer.items():
+            self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
+
+    def _entry(self, root: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """Call an entry before the blocks in the first stage, and record its output. Later stages return the record.
+
+        Outputs of modules in `Layers.carry` travel whole. Other outputs travel without the numbers of leaves that can
+        have a gradient.
+        """
+        if not self.running or self.begun:
+            return call(*args, **kwargs)
+        if self.first == 0:
+            out = call(*args, **kwargs)
+            self.travelling.append((root, out if root in self.cut.carry else map_leaves(_shape_only, out)))
+            return out
+        if not self.travelling or self.travelling[0][0] != root:
+            expected = f"{self.travelling[0][0]!r} should" if self.travelling else "nothing more did in the first stage"
+            raise PlanError(
+                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
+                f"there; {TRACED}"
+            )
+        _, record = self.travelling.pop(0)
+        return record if root in self.cut.carry else map_leaves(partial(_from_shape, source=root), record)
+
+    def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
+        """Call a module inside an entry of a later stage.
+
+        Before the blocks its hooks do not run: the first stage ran them.
+        """
+        return call.args[0].forward(*args, **kwargs) if self.running and not self.begun else call(*args, **kwargs)
+
+    # -- what other stages have ------------------------------------------------------------------------------------
+
+    def _refuse_unknown(self, y: Tree) -> None:
+        """Refuse an output that depends on values that only other stages have. Raises PlanError."""
+        found = first_unknown(y)
+        if found is not None:
+            place = (
+                next(
+                    place
+                    for place, leaf in zip(locations(y[0], "its output"), flatten(y[0])[0], strict=True)
+                    if is_unknown(leaf)
+                )
+                if first_unknown(y[0]) is not None
+                else "its carry"
+            )
+            raise self._refusal(f"{place} depends on", found.source)
+
+    def _refusal(self, need: str, source: str) -> PlanError:
+        """Make the error of a stage that needs numbers of another stage."""
+        cut = self.cut
+        call = "layers=fp.models.find_layers(model, "
+        entries = [root for root in cut.entry if within(source, root)]
+        exits = [root for root in cut.exit if within(source, root)]
+        if exits and not entries:
+            remedy = f"if {exits[0]!r} runs before the blocks, say so: {call}entry={exits}); else "
+        elif entries:
+            remedy = (
+                f"if {entries[0]!r} runs after the blocks, say so: {call}exit={entries}); if both ends use it: {call}"
+                f"entry={entries}, exit={entries}); if later blocks use what it returns, let that travel: {call}"
+                f"carry={entries}); else "
+            )
+        else:
+            remedy = ""
+        return PlanError(
+            f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more than what the block before "
+            f"them returned: {need} {source!r}, which another stage has; {remedy}{TRACED}"
+        )
+
+    def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
+        """Raise PlanError for an output made from tensors that blocks hand out beside their output.
+
+        The last stage has its own blocks only, so values that a model collects over all of them would be incomplete.
+        """
+        for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
+            if side_outputs.follows(leaf):
+                raise PlanError(
+                    f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or "
+                    "kept as attributes), and the last stage has its own blocks only, so it would be incomplete; do "
+                    f"without it, or {TRACED}"
+                )
+
+    def _gives_output(self) -> bool:
+        """Is this the last of several stages."""
+        return bool(self.first) and self.last == len(self.cut)
+
+    def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
+            raise PlanError(
+                f"the inputs ask for {names}, which are collected from all blocks, and a stage sees its own only; "
+                f"leave them out, or {TRACED}"
+            )
+
+    def _refuse_region(self) -> None:
+        """Refuse to leave the forward from inside of torch.utils.checkpoint. Raises PlanError."""
+        for frame in frames() if self.is_first_call else ():
+            if frame.f_code is LayersCopy._forward.__code__:
+                break
+            if frame.f_code in REGIONS:
+                raise PlanError(
+                    f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot "
+                    "leave; switch that off, and make plans with fp.schedules.remat(schedule)"
+                )
+
+
+def _shape_only(leaf: Any) -> Any:
+    """Replace a leaf that can have a gradient by an empty tensor with its shape behind one more axis."""
+    return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
+
+
+def _from_shape(leaf: Any, source: str) -> Any:
+    """Make the `Unknown` tensor for a leaf of `_shape_only`."""
+    if not is_differentiable(leaf):
+        return leaf
+    return unknown(leaf.shape[1:], leaf.dtype, leaf.device, source)

@@ -1,0 +1,1 @@
+"""Batch norm as deferred state: layers and functions that hand their statistics back."""

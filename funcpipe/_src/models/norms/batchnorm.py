@@ -1,0 +1,212 @@
+"""Batch norm whose statistics are handed back instead of written: deferred state.
+
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and variance. Once per
+batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) and committed: the new state is that of
+``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcpipe._src.core.errors import BatchError, PlanError
+from funcpipe._src.core.tree import under_transform
+from funcpipe._src.models.norms.written_buffers import NormCall
+
+
+class Moments(NamedTuple):
+    """Statistics of some values per channel.
+
+    Attributes:
+        size: how many values.
+        mean: [C]; of few values, or where the layer keeps less than float32, float64 where the device has it.
+        var: [C], unbiased.
+    """
+
+    size: int
+    mean: Tensor
+    var: Tensor
+
+
+class BatchNorm:
+    """``batch_norm``: the function, with ``init`` and ``commit`` for its state beside it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        state: dict[str, Tensor],
+        *,
+        train: bool = True,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, tuple[Moments, ...]]:
+        """Normalise over every dimension but the second, 1d, 2d and 3d alike; nothing is written.
+
+        >>> state = batch_norm.init(3)
+        >>> y, stats = batch_norm(torch.randn(8, 3), None, None, state)
+        >>> batch_norm.commit(state, (stats,))["num_batches_tracked"]
+        tensor(1)
+
+        Args:
+            x: [N, C, ...].
+            weight: [C], or None.
+            bias: [C], or None.
+            state: ``running_mean`` and ``running_var``, each [C]; see `init`.
+            train: by the microbatch's statistics (True) or by the running ones.
+            eps: added to the variance.
+
+        Returns:
+            The output, and the statistics to give to `commit` (empty in evaluation).
+
+        Raises:
+            BatchError: training with one value per channel, which has no variance.
+        """
+        call = NormCall(x, state["running_mean"], state["running_var"], weight, bias, train, eps=eps)
+        return _normalised(call)
+
+    def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The state of a fresh layer: mean 0, variance 1, no batches seen."""
+        return {
+            "running_mean": torch.zeros(num_features, device=device, dtype=dtype),
+            "running_var": torch.ones(num_features, device=device, dtype=dtype),
+            "num_batches_tracked": torch.zeros((), device=device, dtype=torch.long),
+        }
+
+    def commit(
+        self, state: dict[str, Tensor], stats: Sequence[Sequence[Moments]], *, momentum: float | None = 0.1
+    ) -> dict[str, Tensor]:
+        """Return the state after one batch.
+
+        Args:
+            state: before.
+            stats: for each microbatch, in order, the statistics of each call of the layer.
+            momentum: of the running averages; None: the plain average of all batches.
+        """
+        for calls in zip_longest(*stats):  # the n-th calls of all microbatches make one update
+            _, mean, var = merge([call for call in calls if call is not None])
+            state = updated(state, mean, var, momentum)
+        return state
+
+
+batch_norm = BatchNorm()
+
+
+def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
+    x, mean, var, weight, bias, train, _, eps = call
+    if not train:
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), ()
+    assert mean is not None
+    assert var is not None
+    count = x.numel() // x.shape[1]
+    if count <= 1:
+        raise BatchError(
+            f"batch norm in training needs more than one value per channel, but a microbatch has shape "
+            f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
+        )
+    # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
+    lifted = under_transform()
+    if lifted:  # made from x, so that vmap batches them where it batches x
+        sample_mean, sample_var = [x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)]
+    else:
+        sample_mean, sample_var = torch.zeros_like(mean), torch.zeros_like(var)
+    y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled)
+    # All else waits for the commit: small operations cost a lane more than they cost there, where one serves all.
+    if not _is_fine(x, count, sample_mean, lifted=lifted):
+        sample_mean = x.detach().mean([0, *range(2, x.dim())], dtype=wide(x))
+    return y, (Moments(count, sample_mean, sample_var),)
+
+
+_MANY = 256
+"""Of so many values torch's mean in float32 is good enough."""
+
+
+def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
+    """Is the mean of each channel by torch's kernel good enough for merging, which needs it finer than running means are.
+
+    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to some 1e-7 of itself. So
+    where a mean is 1e4 deviations large the variance of all is right to some 1e-4 with many values. Of few the mean is made
+    anew in float64; of many that would take as long as batch norm itself, for torch copies them all first. It is made anew
+    also on a CPU where channels lie next to each other (channels_last): the kernel's mean is much coarser there.
+    """
+    many = type(count) is int and count >= _MANY  # in an export that is for any size it is no int
+    return many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or lifted or x.is_contiguous())
+
+
+def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
+    """`batch_norm` for a call of torch's in the layer at this path, which errors name."""
+    try:
+        return _normalised(call)
+    except BatchError as error:
+        raise BatchError(f"layer {path!r}: {error}") from None
+
+
+def updated(state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None) -> dict[str, Tensor]:
+    """The state after one update by this mean and variance, each [C]."""
+    tracked = state.get("num_batches_tracked")
+    new = dict(state)
+    if tracked is not None:
+        tracked = new["num_batches_tracked"] = tracked + 1
+    if momentum is None and tracked is None:
+        raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
+    share = momentum if momentum is not None else 1.0 / float(tracked or 1)
+    for name, value in (("running_mean", mean), ("running_var", var)):
+        old = state[name]
+        new[name] = ((1.0 - share) * old.to(value.dtype) + share * value).to(old.dtype)
+    return new
+
+
+def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
+    """How many values there are together, their mean, [C], and their unbiased variance, [C].
+
+    >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
+    >>> merge(parts)
+    (3, tensor([1.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
+    """
+    sizes, means, variances = zip(*moments, strict=True)
+    return merge_rows(sizes, torch.stack(means), torch.stack(variances))
+
+
+def merge_rows(sizes: Sequence[int], means: Tensor, variances: Tensor) -> tuple[int, Tensor, Tensor]:
+    """`merge` of statistics whose means, and whose variances, are the rows of one matrix."""
+    means, variances = means.to(wide(means)), variances.to(wide(means))
+    if len(sizes) == 1:
+        return sizes[0], means[0], variances[0]
+    if len({*sizes}) == 1:
+        sums = _of_one_size(sizes[0], means, variances)
+    else:
+        places = {size: [place for place, other in enumerate(sizes) if other == size] for size in sorted({*sizes})}
+        sums = reduce(_together, [_of_one_size(size, means[at], variances[at]) for size, at in places.items()])
+    count, mean, squares = sums
+    return count, mean, squares / (count - 1)
+
+
+_Sums: TypeAlias = tuple[int, Tensor, Tensor]
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would
+have to be copied to a device."""
+
+
+def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
+    mean = means.mean(0)
+    return size * len(means), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
+
+
+def _together(first: _Sums, second: _Sums) -> _Sums:
+    """The sums of two sets of values together, by Chan, Golub, LeVeque 1979."""
+    count, other = first[0], second[0]
+    total, delta = count + other, second[1] - first[1]
+    mean = first[1] + delta * (other / total)
+    mean = torch.where(delta.isfinite(), mean, first[1] + second[1])  # inf and nan as a sum of all has them
+    return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The widest floating type on the device of a tensor, for means and sums."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

@@ -1,0 +1,144 @@
+"""Finds the buffers that a module's forward writes, also by operations that count no version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.torch_names import FakeTensor, FunctionalTensor, was_written
+from funcpipe._src.core.torch_names import version as writes_into
+from funcpipe._src.core.tree import under_transform
+
+T = TypeVar("T")
+
+
+class NormCall(NamedTuple):
+    """The arguments of a norm of torch that writes running statistics, by torch's names."""
+
+    input: Tensor
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+    @property
+    def tensors(self) -> set[int]:
+        """The ids of the tensors that it writes."""
+        return {id(self.running_mean), id(self.running_var)} if self.training else set()
+
+
+_HIGH = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
+_LOW = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"]
+BATCH_NORMS: Mapping[Any, Sequence[str]] = {F.batch_norm: _HIGH, torch.batch_norm: _LOW}
+"""The arguments of the functions that write running statistics of a batch; torch counts no version for these writes."""
+
+NORMS: Mapping[Any, Sequence[str]] = {**BATCH_NORMS, F.instance_norm: _HIGH, torch.instance_norm: _LOW}
+_DEFAULTS = {F.instance_norm: {"training": True}}
+
+
+class Hearing(TorchFunctionMode):
+    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go to ``answer``.
+
+    ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of the call.
+    """
+
+    def __init__(
+        self, tensors: Set[int], norms: Mapping[Any, Sequence[str]], answer: Callable[[NormCall], Any]
+    ) -> None:
+        super().__init__()
+        self.tensors, self.norms, self.answer = tensors, norms, answer
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func not in self.norms:
+            return func(*args, **keywords)
+        named: dict[str, Any] = {
+            **_DEFAULTS.get(func, {}),
+            **dict(zip(self.norms[func], args, strict=False)),
+            **keywords,
+        }
+        named["training"] = named.pop("use_input_stats", named.get("training", False))
+        call = NormCall(**{name: named[name] for name in NormCall._fields if name in named})
+        return self.answer(call) if call.tensors & self.tensors else func(*args, **keywords)
+
+
+def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
+    """Run a forward that must not write its buffers: its result, and whether their bits could be compared.
+
+    Versions do not suffice: torch's norms, and writes into ``.data``, count none.
+
+    Raises:
+        PlanError: it wrote; a norm is refused before it does.
+    """
+
+    def refuse(call: NormCall) -> Any:
+        refuse_writes(who, [name for name, buffer in buffers.items() if id(buffer) in call.tensors])
+
+    before = _kept(buffers)
+    with Hearing({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
+        result = forward()
+    if before is None:
+        return result, False
+    refuse_writes(who, [name for name, old in before.items() if not _is_as_before(buffers[name], old)])
+    return result, True
+
+
+def refuse_writes(who: str, names: Sequence[str]) -> None:
+    """Raises PlanError if there are any names of buffers that a forward writes."""
+    if names:
+        raise PlanError(
+            f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
+            "matter; only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. "
+            "Trace it, fp.split(model, ..., example=...), which takes writes that do not depend on the inputs, and others "
+            "with commit=; make it a function stage that returns its statistics in Out(stats=...) and folds them in "
+            "commit=... (fp.models.batch_norm is one); or put the layer in evaluation mode"
+        )
+
+
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor was written to; under inference mode torch does not count."""
+    return 0 if tensor is None or tensor.is_inference() else writes_into(tensor)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Does a tensor have numbers: it belongs to no trace, and is not on meta."""
+    return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
+
+
+def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+    """Copy buffers to detect later writes; None where no comparison is possible."""
+    if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return None
+    if all(map(has_numbers, buffers.values())):
+        return {name: buffer.detach().clone() for name, buffer in buffers.items() if _is_plain(buffer)}
+    if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):  # while a stage is compiled
+        return {name: was_written(buffer) for name, buffer in buffers.items()}
+    return None
+
+
+def _is_as_before(buffer: Tensor, kept: Any) -> bool:
+    """Return whether a buffer has its old bits. Numbers are compared as integers, because NaN equals nothing."""
+    if not isinstance(kept, Tensor):
+        return was_written(buffer) == kept
+    return torch.equal(_as_integers(buffer), _as_integers(kept))
+
+
+def _as_integers(buffer: Tensor) -> Tensor:
+    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1)
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    return flat.view(dtype)
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    return type(buffer) in (Tensor, nn.Parameter) and buffer.layout is torch.strided and not buffer.is_quantized

@@ -1,0 +1,381 @@
+"""Partition and schedule together: how to cut layers into stages, where to put them, in which order to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from math import inf
+from operator import index, itemgetter
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+from funcpipe._src.core.errors import PlanError, ScheduleError, bullets, raise_all
+from funcpipe._src.core.progress import ProgressTo, Teller, telling
+from funcpipe._src.core.shown import guarded
+from funcpipe._src.data.cost import Cost, per_stage
+from funcpipe._src.data.result import Timeline
+from funcpipe._src.data.schedule import Kind, Schedule
+from funcpipe._src.models.balance import balance
+from funcpipe._src.search.found import Found
+from funcpipe._src.search.placement import placed, shapes_for
+from funcpipe._src.search.problem import Objective, limits_of
+from funcpipe._src.search.search import search
+
+_FINALISTS = 3
+_SHARE = 0.5
+"""The share of the seconds for the short searches of all candidates; the rest is for the finalists."""
+
+
+class Tried(NamedTuple):
+    """One of the ways that were looked at.
+
+    Attributes:
+        num_microbatches: into how many the batch is cut.
+        sizes: layers of each stage.
+        placement: "line", "loop" or "v".
+        value: the objective; infinite where nothing fits.
+        reason: the schedule's name, or why nothing fits.
+    """
+
+    num_microbatches: int
+    sizes: tuple[int, ...]
+    placement: str
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to run a model.
+
+    Attributes:
+        sizes: layers of each stage: ``fp.split(model, balance=choice.sizes)``.
+        schedule: an ordinary one, with R and O where memory asks for them: ``fp.make_plan(stages, choice.schedule)``.
+        num_microbatches: into how many the batch is cut.
+        placement: "line", "loop" or "v".
+        cost: of the stages.
+        found: what the search says of the schedule.
+        tried: all that was looked at, best first.
+    """
+
+    sizes: tuple[int, ...]
+    schedule: Schedule
+    num_microbatches: int
+    placement: str
+    cost: Cost
+    found: Found
+    tried: tuple[Tried, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule's simulation."""
+        return self.found.timeline
+
+    @property
+    def remat(self) -> bool:
+        """Is anything computed again."""
+        return any(action.kind is Kind.R for order in self.schedule.orders for action in order)
+
+    def _head(self) -> str:
+        return (
+            f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} "
+            "microbatches"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {tried.num_microbatches:>4} microbatches  {len(tried.sizes):>3} stages  {tried.placement:<5} "
+            f"{'-' if tried.value == inf else f'{tried.value:.6g}':>12}  {tried.reason}"
+            for tried in self.tried
+        ]
+        return "\n".join([f"{self._head()}: {self.found}", *rows])
+
+    @guarded
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self.tried)}: {self._head()}: {self.found}>"
+
+
+def plan_for(
+    cost: Cost | Callable[[int], Cost],
+    *,
+    num_devices: int,
+    num_microbatches: int | Sequence[int],
+    memory_limit: float | Sequence[float] | None = None,
+    fixed: float | Sequence[float] = 0.0,
+    stages_per_device: int | Sequence[int] = (1, 2),
+    remat: bool = True,
+    offload: bool = False,
+    objective: Objective = "makespan",
+    evaluations: int = 3_000,
+    seconds: float = 60.0,
+    seed: int = 0,
+    progress: ProgressTo = False,
+) -> Choice:
+    """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
+
+    Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`;
+    single layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
+
+    >>> choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
+    >>> choice.sizes, choice.placement, choice.timeline.makespan
+    ((2, 2, 2, 2), 'v', 50.0)
+
+    Args:
+        cost: of each layer for one microbatch, as `profile` measures it; or a function that gives it for a number of
+            microbatches: more of them are smaller. Needed where there are several numbers to choose from.
+        num_devices: how many devices, D.
+        num_microbatches: into how many the batch is cut, or several numbers to choose from.
+        memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
+        fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
+        stages_per_device: how many stages a device may have.
+        remat: may residuals be computed again.
+        offload: may residuals be moved to the host.
+        objective: as in `search`.
+        evaluations: schedules that are timed at most for each of the best few.
+        seconds: cut the choice short after so long.
+        seed: of the search.
+        progress: True shows on stderr what is tried and the best so far; or a function that is told a `CallProgress`.
+
+    Raises:
+        PlanError: what was given does not fit, or nothing fits into the memory: every way with its reason.
+        ScheduleError: numbers that are none.
+    """
+    options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
+    with telling("plan_for", progress, unit="ways", limit=seconds) as told:
+        told.phase("costs")
+        counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
+        limits = limits_of(memory_limit, num_devices)
+        cases = [
+            _Case(layers, count, limits, per_stage(fixed, _num_layers(layers)), options, told)
+            for count, layers in counts.items()
+        ]
+        return _choice(cases, shares, evaluations, seconds, told)
+
+
+def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller) -> Choice:
+    """The best way to run the layers. Raises PlanError."""
+    deadline = perf_counter() + seconds * _SHARE
+    candidates: list[_Candidate] = []
+    values: list[float] = [inf]
+    ways = sum(len(case.shapes(share)) for case in cases for share in shares)
+    told.total = ways + _FINALISTS
+    told.look = lambda: (None if min(values) == inf else min(values), None)
+    for case in cases:
+        told.phase(f"{case.num_microbatches} microbatches", len(candidates))
+        for share in shares:
+            if perf_counter() > deadline and any(candidate.found for candidate in candidates):
+                break
+            for candidate in _looks(case, share, deadline):
+                candidates.append(candidate)
+                values.append(candidate.tried.value)
+                told.to(len(candidates))
+    candidates.sort(key=_rank)
+    fitting = [candidate for candidate in candidates if candidate.tried.value < inf]
+    if not fitting:
+        reasons = [
+            f"{tried.num_microbatches} microbatches, {len(tried.sizes)} stages, {tried.placement}: {tried.reason}"
+            for tried in (candidate.tried for candidate in candidates)
+        ]
+        raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
+    finalists: list[tuple[float, _Candidate, Found]] = []
+    for number, candidate in enumerate(fitting[:_FINALISTS]):
+        told.phase(f"search {number + 1} of {len(fitting[:_FINALISTS])}", ways + number)
+        first = candidate.found
+        assert first is not None
+        try:
+            longer = search(
+                candidate.cost,
+                num_devices=len(candidate.limits),
+                num_microbatches=candidate.tried.num_microbatches,
+                placement=candidate.tried.placement,
+                memory_limit=candidate.limits,
+                evaluations=evaluations,
+                seconds=seconds * (1 - _SHARE) / _FINALISTS,
+                progress=told.on and (lambda _: told.again()),
+                **cases[0].options,
+            )
+        except ScheduleError:  # cut short before it came to what the first search found
+            longer = first
+        finalists += [(result.value, candidate, result) for result in (first, longer)]
+        values.append(longer.value)
+    value, candidate, result = min(finalists, key=itemgetter(0))
+    chosen = candidate.tried._replace(value=value, reason=f"{result.schedule.name}, {result.source}")
+    return Choice(
+        sizes=chosen.sizes,
+        schedule=result.schedule,
+        num_microbatches=chosen.num_microbatches,
+        placement=chosen.placement,
+        cost=candidate.cost,
+        found=result,
+        tried=(chosen, *(other.tried for other in candidates if other is not candidate)),
+    )
+
+
+class _Candidate(NamedTuple):
+    """A partition on a placement, with the result of a short search; ``over``: how much memory it lacks."""
+
+    tried: Tried
+    cost: Cost
+    limits: tuple[float, ...]
+    over: float
+    found: Found | None = None
+
+    def without(self, reason: str) -> _Candidate:
+        """The same candidate, for which nothing fits."""
+        return self._replace(tried=self.tried._replace(reason=reason))
+
+
+def _rank(candidate: _Candidate) -> tuple[float, float]:
+    """The key that candidates compare by, smaller is better: the objective, then the memory that is lacking."""
+    return candidate.tried.value, candidate.over
+
+
+def _counts(
+    cost: Any, num_devices: Any, num_microbatches: Any, stages_per_device: Any
+) -> tuple[dict[int, Cost], tuple[int, ...]]:
+    """The layers' cost by number of microbatches, and the numbers of stages a device."""
+    faults: list[str] = []
+
+    def numbers(name: str, value: Any) -> tuple[int, ...]:
+        several = isinstance(value, Sequence) and not isinstance(value, str) and name != "num_devices"
+        values: tuple[Any, ...] = tuple(cast("Sequence[Any]", value)) if several else (value,)
+        try:
+            counts = tuple(dict.fromkeys(map(index, values)))
+        except TypeError:
+            counts = ()
+        if not counts or min(counts) < 1:
+            faults.append(f"{name} is a positive whole number, or several; got {value!r}")
+        return counts
+
+    numbers("num_devices", num_devices)
+    microbatches = numbers("num_microbatches", num_microbatches)
+    shares = numbers("stages_per_device", stages_per_device)
+    if isinstance(cost, Cost) and len(microbatches) > 1:
+        faults.append(
+            "with several numbers of microbatches cost is a function of them: lambda m: fp.models.profile(layers, "
+            "example[: rows // m])"
+        )
+    elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
+        faults.append(
+            "cost is a Cost of the layers (fp.models.profile measures one), or a function that gives it; got a "
+            f"{type(cost).__name__}"
+        )
+    raise_all("no such choice:", faults)
+    costs = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
+    if not all(isinstance(layers, Cost) for layers in costs):
+        raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {costs}")
+    return dict(zip(microbatches, cast("list[Cost]", costs), strict=True)), shares
+
+
+class _Case(NamedTuple):
+    """Layers to be cut, for one number of microbatches."""
+
+    layers: Cost
+    num_microbatches: int
+    limits: tuple[float, ...]
+    weights: tuple[float, ...]
+    options: dict[str, Any]
+    told: Teller
+
+    def shapes(self, share: int) -> Sequence[str]:
+        """The placements of ``share`` stages a device."""
+        devices = len(self.limits)
+        return shapes_for(share * devices, devices) if share * devices <= len(self.weights) else ()
+
+    def look(self, sizes: tuple[int, ...], shape: str) -> _Candidate:
+        """The candidate that a short search finds for a partition on a placement."""
+        self.told.again()
+        cost, room = self.layers.group(sizes), list(self.limits)
+        device_of = placed(shape, len(sizes), len(room))
+        for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+            room[device_of[stage]] -= sum(self.weights[begin:end])
+        candidate = _Candidate(
+            Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, device_of, room)
+        )
+        if min(room) <= 0:
+            return candidate.without(f"device {room.index(min(room))} has no room beside parameters")
+        try:
+            result = search(
+                cost,
+                num_devices=len(room),
+                num_microbatches=self.num_microbatches,
+                placement=shape,
+                memory_limit=room,
+                evaluations=20,
+                **self.options,
+            )
+        except ScheduleError as error:
+            return candidate.without(str(error))
+        tried = candidate.tried._replace(value=result.value, reason=result.schedule.name)
+        return candidate._replace(tried=tried, found=result)
+
+
+def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
+    """The best candidate of each placement of ``share * devices`` stages, improved by moves of single layers."""
+    shapes = case.shapes(share)
+    starts = sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
+    for shape in shapes:
+        look = cache(partial(case.look, shape=shape))
+        best = min(map(look, starts), key=_rank)
+        while (next_best := _better(best, look, deadline)) is not None:
+            best = next_best
+        yield best
+
+
+def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], deadline: float) -> _Candidate | None:
+    """The first neighbour that is better; None where there is none or the time is over."""
+    for sizes in _neighbours(best.tried.sizes):
+        if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
+            return look(sizes)
+    return None
+
+
+def _num_layers(layers: Cost) -> int:
+    if layers.num_stages is None:
+        raise PlanError(
+            "cost has a number for each layer, as fp.models.profile gives it; with one for all, nobody knows how many "
+            "layers there are: Cost(forward=[1.0] * 12)"
+        )
+    return layers.num_stages
+
+
+def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
+    """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
+    layers, count, limits, weights, *_ = case
+    times = [
+        layers.of(Kind.F, layer) + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
+        for layer in range(len(weights))
+    ]
+    memory = per_stage(layers.residual, len(weights))
+    yield balance(times, stages)
+    if min(limits) == inf:
+        return
+    yield balance([residual + weight for residual, weight in zip(memory, weights, strict=True)], stages)
+    if stages > len(limits):
+        return
+    total = sum(weights) + count * sum(memory)  # stands for no limit, as a finite number
+    finite = [min(limit, total) for limit in limits]
+    for window in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
+        in_flight = [min(count, window(stage)) for stage in range(stages)]
+        try:
+            yield balance(times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight)
+        except PlanError:
+            continue
+
+
+def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The partitions with one layer moved to the next stage or the one before."""
+    for stage, (size, next_size) in enumerate(pairwise(sizes)):
+        for move in (1, -1):
+            if size + move > 0 and next_size - move > 0:
+                yield (*sizes[:stage], size + move, next_size - move, *sizes[stage + 2 :])
+
+
+def _over(cost: Cost, device_of: tuple[int, ...], limits: Sequence[float]) -> float:
+    """The memory that all devices together lack for one microbatch at a time."""
+    needed = [0.0] * len(limits)
+    for stage, residual in enumerate(per_stage(cost.residual, len(device_of))):
+        needed[device_of[stage]] += residual
+    return sum(max(0.0, memory - limit) for memory, limit in zip(needed, limits, strict=True))

@@ -1,0 +1,225 @@
+"""An nn.Sequential as stages: runs of its layers, with the model's own names wherever it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.torch_names import children_of, hooks_of
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.models.attributes import ModuleAttributes
+from funcpipe._src.models.balance import checked_sizes
+from funcpipe._src.models.copying import copied
+from funcpipe._src.models.module import Params, State, refuse_lazy, stage_of
+from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
+from funcpipe._src.models.skippable import Skips, skips_of
+
+
+class PipeSequential(nn.Sequential):
+    """An ``nn.Sequential`` whose layers may have several inputs and outputs.
+
+    Exactly a ``tuple`` that a layer returns is spread over the arguments of the next one; lists, named tuples and dicts
+    are one argument, and in a plain ``nn.Sequential`` a tuple is one too. (The class of this name in
+    torch.distributed.pipeline.sync did so.)
+
+    >>> class Both(nn.Module):
+    ...     def forward(self, a, b):
+    ...         return a + b, a * b
+    >>> fp.models.PipeSequential(Both(), Both())(torch.tensor(2), torch.tensor(3))
+    (tensor(11), tensor(30))
+    """
+
+    def forward(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Call the layers one after the other."""
+        x: Any = inputs
+        for layer in self:
+            x = layer(*_arguments(x, True))
+        return x if len(self) or len(inputs) != 1 else inputs[0]
+
+
+def _arguments(x: Tree, spread: bool) -> tuple[Any, ...]:
+    return x if spread and type(x) is tuple else (x,)
+
+
+class Unit(NamedTuple):
+    """A layer of a Sequential: what a stage has one or more of.
+
+    Attributes:
+        path: its name in the model, ``"1.0"``.
+        module: the layer itself.
+        spread: is a tuple spread over its arguments; the Sequential around the border before it says so.
+    """
+
+    path: str
+    module: nn.Module
+    spread: bool
+
+
+def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Module]]:
+    """The layers that stages of a Sequential are made of, with their paths.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Tanh()))
+    >>> [path for path, _ in units_of(model)], [path for path, _ in units_of(model, flat=True)]
+    (['0', '1'], ['0', '1.0', '1.1'])
+
+    Args:
+        module: an ``nn.Sequential`` or `PipeSequential`.
+        flat: count the layers of Sequentials inside too, not these as one layer each.
+
+    Raises:
+        PlanError: it is no Sequential, or its call does more than to call its layers.
+    """
+    return [(path, layer) for path, layer, _ in _units(module, flat)]
+
+
+def cut_sequential(
+    module: nn.Module, sizes: Sequence[int], *, flat: bool = False, deferred: bool = True, origin: bool = True
+) -> tuple[tuple[Stage, Params, State], ...]:
+    """Cut a Sequential into stages of neighbouring layers.
+
+    Parameters and state keep the model's own names, and layers their own random numbers, whatever the sizes: a stage is
+    the model with the other layers left out. A tuple between layers is spread if the Sequential does so
+    (`PipeSequential`), also where a border lies between them, and never in a plain one; so the input of the first stage
+    is what ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other
+    stages pop cross a border. A tensor that stands in several stages is the same object in each.
+
+    >>> parts = cut_sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), [1, 2])
+    >>> [(stage.name, sorted(params)) for stage, params, _ in parts]
+    [('0', ['0.bias', '0.weight']), ('1-2', ['2.bias', '2.weight'])]
+
+    Args:
+        module: an ``nn.Sequential`` or `PipeSequential`, a whole model.
+        sizes: the number of layers of each stage, all positive; they add up to the number of `units_of` the module.
+        flat: count the layers of Sequentials inside too.
+        deferred: as in `from_module`.
+        origin: True: `run` raises PlanError once attributes of the module have changed.
+
+    Returns:
+        For each stage: the stage, named by its layers, its parameters and its state.
+
+    Raises:
+        PlanError: sizes and layers do not fit, stashes and pops do not match, or a layer cannot be in a stage.
+    """
+    units = _units(module, flat)
+    counts = checked_sizes(sizes, len(units), "layers")
+    refuse_lazy(module)
+    _refuse_shared_norms(units)
+    skips_of(module, whole=True)
+    rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+    parts = [SequentialPart(module, row) for row in rows]
+    # Tensors of the Sequential itself, which no layer uses.
+    for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+        parts[0].register_parameter(name, tensor)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        parts[0].register_buffer(name, buffer)
+    declared = [skips_of(part) for part in parts]
+    attributes = ModuleAttributes(module) if origin else None
+    stages: list[tuple[Stage, Params, State]] = []
+    for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
+        later = {name for other in declared[number + 1 :] for name in other.pop}
+        stash = {name: key for name, key in {**skips.stash, **skips.offers}.items() if name in later}
+        crossing = Skips(stash, skips.pop, {}, skips.inside)
+        first, last = rows[number][0].path, rows[number][-1].path
+        name = first if first == last else f"{first}-{last}"
+        stages.append(stage_of(part, crossing, name=name, deferred=deferred, spread=False, origin=attributes))
+    return tuple(stages)
+
+
+class SequentialPart(nn.Module):
+    """Some layers of a Sequential at their own paths; the others are left out."""
+
+    def __init__(self, whole: nn.Module, units: Sequence[Unit]) -> None:
+        super().__init__()
+        self.training = False  # only its layers have modes
+        # Each place has modules of its own, also where the model has one at several: then what a layer draws depends
+        # on the place alone, not on which places are in the same stage. Their tensors stay the same.
+        self._funcpipe_row = [(copied(unit.module), unit.spread) for unit in units]
+        for unit, (layer, _) in zip(units, self._funcpipe_row, strict=True):
+            *around, name = unit.path.split(".")
+            inner: nn.Module = self
+            for step in around:
+                if step not in children_of(inner):
+                    inner.add_module(step, nn.Module().train(False))
+                inner = inner.get_submodule(step)
+            inner.add_module(name, layer)
+
+    def forward(self, x: Tree) -> Tree:
+        """Call the layers one after the other."""
+        for layer, spread in self._funcpipe_row:
+            x = layer(*_arguments(x, spread))
+        return x
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
+
+
+def _units(module: nn.Module, flat: bool) -> list[Unit]:
+    """The units of a Sequential. Raises PlanError where calling them in a row is not what the module does."""
+    if not _is_row(module):
+        reason = (
+            "its forward is not that of nn.Sequential or fp.models.PipeSequential"
+            if isinstance(module, nn.Sequential)
+            else "it is none"
+        )
+        raise PlanError(
+            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {reason}. Other "
+            "models are cut by fp.split"
+        )
+    faults = [
+        f"the Sequential itself has {kind}, which would not run: put them on a layer" for kind in hooks_of(module)
+    ]
+    units = list(_inside(module, "", isinstance(module, PipeSequential), flat))
+    faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
+    faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
+    raise_all(f"this {type(module).__name__} cannot be cut:", faults)
+    return units
+
+
+def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
+    for number, (name, layer) in enumerate(children_of(container).items()):
+        spreads = spread if number == 0 else isinstance(container, PipeSequential)
+        if (
+            flat
+            and layer is not None
+            and _is_row(layer)
+            and children_of(layer)
+            and not (hooks_of(layer) or _has_tensors(layer))
+        ):
+            yield from _inside(layer, f"{path}{name}.", spreads, flat)
+        else:
+            yield Unit(f"{path}{name}", layer, spreads)  # pyright: ignore[reportArgumentType]
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Does a call of the module call its children one after the other, and nothing else."""
+    forward = type(module).forward
+    return (
+        isinstance(module, nn.Sequential)
+        and "forward" not in vars(module)
+        and forward in (nn.Sequential.forward, PipeSequential.forward)
+    )
+
+
+def _has_tensors(layer: nn.Module) -> bool:
+    """Of its own, not of its layers."""
+    return any(True for _ in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
+
+
+def _refuse_shared_norms(units: Sequence[Unit]) -> None:
+    """Raises PlanError where one batch norm layer stands in two units: its statistics would be kept in two places."""
+    places: dict[int, dict[str, str]] = {}
+    for unit in units:
+        for path, layer in unit.module.named_modules():
+            if DeferredBatchNorm.converts(layer):
+                places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
+    faults = [f"the batch norm layer at {' and '.join(paths.values())}" for paths in places.values() if len(paths) > 1]
+    raise_all(
+        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in "
+        "several places; give each place a layer of its own (they may share weight and bias):",
+        faults,
+    )

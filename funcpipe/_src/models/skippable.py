@@ -1,0 +1,360 @@
+"""Skips between nn.Modules: layers stash values by name and pop them, wherever in a model they stand."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.torch_names import backward_number, children_of
+from funcpipe._src.core.tree import Tree, cow_clone, map_tensors
+from funcpipe._src.data.stage import Out, checked_names
+from funcpipe._src.models.skip_scope import Key, Namespace, Store, current, label
+
+_Class = TypeVar("_Class", bound=type[nn.Module])
+
+
+class stash(NamedTuple):
+    """``yield stash(name, value)`` in the forward of a `skippable` module hands a value to later layers.
+
+    The value is any tree, or None. It is what it is now: what a later layer writes in place does not reach it.
+    """
+
+    name: str
+    value: Tree
+
+
+class pop(NamedTuple):
+    """``value = yield pop(name)`` in the forward of a `skippable` module takes what an earlier layer stashed.
+
+    Each layer that pops gets its own: it may write into it.
+    """
+
+    name: str
+
+
+class Declared(NamedTuple):
+    """What a class stashes and pops.
+
+    Attributes:
+        stash, pop: names, in the order given.
+        forward: the driver that replaces the class's own forward.
+        here: did the class declare it itself, and not inherit it.
+    """
+
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+    forward: Callable[..., Any]
+    here: bool
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Class], _Class]:
+    """Declare the values that a module hands to later layers or takes from earlier ones, past the layers between.
+
+    A class decorator; the class stays what it is (names of parameters, pickles, ``isinstance``). Its forward is a
+    generator that yields `stash` and `pop` commands, or it takes the popped values as the keyword ``skips`` and returns
+    ``Out(y, stash={...})``. In a plan only the skips that a stage's layers exchange with other stages cross its border.
+    Without any plan, in ``nn.Sequential(...)(x)``, skips live until the outermost module's call ends.
+
+    >>> @fp.models.skippable(stash=["early"])
+    ... class Encoder(nn.Module):
+    ...     def forward(self, x):
+    ...         yield fp.models.stash("early", x)
+    ...         return x * 2
+    >>> @fp.models.skippable(pop=["early"])
+    ... class Decoder(nn.Module):
+    ...     def forward(self, x, *, skips):
+    ...         return x + skips["early"]
+    >>> nn.Sequential(Encoder(), nn.ReLU(), Decoder())(torch.tensor([1.0, -1.0]))
+    tensor([ 3., -1.])
+
+    The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``) belong to a `Namespace`
+    then, so that a block with skips inside can stand in a model twice. A subclass inherits the declaration; with a
+    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator
+    where it wrote one: ``y = yield from super().forward(x)``.
+
+    Args:
+        stash: names that it stashes, each in every call.
+        pop: names that it pops, each in every call.
+
+    Raises:
+        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do
+            not match in is found when stages are made of it.
+    """
+    names = _names(stash, "stash"), _names(pop, "pop")
+
+    def decorate(cls: _Class) -> _Class:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise PlanError(f"skippable decorates a class of modules; got {cls!r}")
+        inherited: Declared | None = getattr(cls, "_skips", None)
+        if "_skips" in vars(cls) and inherited is not None and inherited.here:
+            raise PlanError(
+                f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of "
+                "it"
+            )
+        _install(cls, *names, here=True)
+        cls.isolate = _isolate  # pyright: ignore[reportAttributeAccessIssue]
+        if inherited is None:
+            _watch_subclasses(cls)
+        return cls
+
+    return decorate
+
+
+def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
+    unique = tuple(dict.fromkeys(checked_names(names, keyword)))
+    if wrong := [name for name in unique if not isinstance(name, str)]:
+        raise PlanError(f"the names in {keyword}= are strings; got {wrong}")
+    return unique
+
+
+def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool) -> None:
+    """Replace the class's forward by a driver of it."""
+    raw: Callable[..., Any] = cls.forward
+    raw = getattr(raw, "_written", raw)
+    takes_skips = "skips" in inspect.signature(raw).parameters
+
+    @functools.wraps(raw)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        declared: Declared = type(self)._skips  # pyright: ignore
+        if declared.forward is not forward:  # a subclass calls super().forward
+            return raw(self, *args, **kwargs)
+        call = _LayerCall(self, declared, current())
+        if takes_skips:
+            kwargs["skips"] = {name: call.pop(name) for name in declared.pop}
+        result = raw(self, *args, **kwargs)
+        if inspect.isgenerator(result):
+            result = call.drive(result)
+        return call.finish(result)
+
+    vars(forward)["_written"] = raw
+    cls.forward = forward
+    cls._skips = Declared(stash, pop, forward, here)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _watch_subclasses(cls: type[nn.Module]) -> None:
+    """Install the driver also in subclasses that write a forward of their own."""
+    original = vars(cls).get("__init_subclass__")
+
+    def __init_subclass__(sub: type[nn.Module], **kwargs: Any) -> None:
+        if original is not None:
+            original.__get__(None, sub)(**kwargs)
+        else:
+            super(cls, sub).__init_subclass__(**kwargs)
+        if "forward" in vars(sub):
+            inherited: Declared = sub._skips  # pyright: ignore
+            _install(sub, inherited.stash, inherited.pop, here=False)
+
+    cls.__init_subclass__ = classmethod(__init_subclass__)  # pyright: ignore
+
+
+def _isolate(self: nn.Module, ns: Namespace | None, *, only: str | Iterable[str] | None = None) -> nn.Module:
+    """Put the skips of this module (those in ``only``) into a namespace; the last one counts. Returns the module."""
+    if ns is not None and not isinstance(ns, Namespace):
+        raise PlanError(
+            f"isolate takes a namespace; got {ns!r}. Make one with fp.models.Namespace() or fp.models.Namespace('name')"
+        )
+    declared: Declared = type(self)._skips  # pyright: ignore
+    known = (*declared.stash, *declared.pop)
+    names = known if only is None else (only,) if isinstance(only, str) else tuple(only)
+    if unknown := [name for name in names if name not in known]:
+        raise PlanError(f"{type(self).__name__} has no skips {unknown} to isolate; it declares {list(known)}")
+    vars(self)["_namespaces"] = {**_namespaces(self), **dict.fromkeys(names, ns)}
+    return self
+
+
+def _namespaces(layer: nn.Module) -> dict[str, Namespace | None]:
+    return vars(layer).get("_namespaces", {})
+
+
+def _key(layer: nn.Module, name: str) -> Key:
+    return (_namespaces(layer).get(name), name)
+
+
+# -- one call of a layer ----------------------------------------------------------------------------------------------
+
+
+class _LayerCall:
+    """One call of a skippable layer: executes the commands of its forward, and checks them against its declaration."""
+
+    def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
+        self.layer, self.declared, self.store = layer, declared, store
+        self.done: set[tuple[str, str]] = set()
+
+    def stash(self, name: str, value: Tree) -> None:
+        if name not in self.declared.stash:
+            raise PlanError(
+                f"{self._who} stashes {name!r} without declaring it: @fp.models.skippable(stash=[{name!r}])"
+            )
+        self.done.add(("stash", name))
+        self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)  # the layer may write into what it has
+
+    def pop(self, name: str) -> Tree:
+        if name not in self.declared.pop:
+            raise PlanError(f"{self._who} pops {name!r} without declaring it: @fp.models.skippable(pop=[{name!r}])")
+        self.done.add(("pop", name))
+        key = _key(self.layer, name)
+        if key in self.store:
+            return map_tensors(cow_clone, self.store[key])
+        if backward_number() != -1:
+            raise PlanError(
+                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
+                "its skip is gone; pop outside of the checkpointed part and pass the value in, or use "
+                "fp.schedules.remat for the stage"
+            )
+        stashed = sorted(map(label, self.store))
+        raise PlanError(
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {stashed}); both must be "
+            "called inside of one module, such as nn.Sequential(...), or be stages of one plan"
+        )
+
+    def drive(self, generator: Generator[Any, Any, Any]) -> Any:
+        """Run a forward that yields commands; its faults are raised at the line of its yield."""
+        resume: Callable[[Any], Any] = generator.send
+        value: Any = None
+        while True:
+            try:
+                command = resume(value)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                value = None  # an error must not be kept by its own traceback, nor a skip longer than the forward does
+            try:
+                resume, value = generator.send, self._obey(command)
+            except PlanError as error:
+                resume, value = generator.throw, error
+
+    def _obey(self, command: Any) -> Tree:
+        if isinstance(command, stash):
+            return self.stash(*command)
+        if isinstance(command, pop):
+            return self.pop(*command)
+        raise PlanError(
+            f"{self._who} yields a {type(command).__name__}; it may yield fp.models.stash(name, value) and "
+            "fp.models.pop(name)"
+        )
+
+    def finish(self, result: Any) -> Any:
+        """The layer's output. Raises PlanError where it did not do all that it declares."""
+        if isinstance(result, Out):
+            for name, value in result.stash.items():
+                self.stash(name, value)
+            if result.stats != () or (result.loss is not None and result.loss != ()):
+                raise PlanError(
+                    f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, stash={{...}})"
+                )
+            result = result.y
+        declared = [*(("stash", name) for name in self.declared.stash), *(("pop", name) for name in self.declared.pop)]
+        faults = [
+            f"declares {verb} {name!r} but did not {verb} it"
+            for verb, name in declared
+            if (verb, name) not in self.done
+        ]
+        raise_all(
+            f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value = yield "
+            f"fp.models.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
+            faults,
+        )
+        return result
+
+    @property
+    def _who(self) -> str:
+        return type(self.layer).__name__
+
+
+# -- the skips of a whole module ---------------------------------------------------------------------------------------
+
+
+class Skips(NamedTuple):
+    """The skips of a module, by the names that its stage has for them.
+
+    Attributes:
+        stash: stashed inside, popped by no layer inside.
+        pop: popped inside, not stashed there.
+        offers: stashed and popped inside; later stages may pop them too.
+        inside: are there layers that stash or pop at all.
+    """
+
+    stash: Mapping[str, Key]
+    pop: Mapping[str, Key]
+    offers: Mapping[str, Key]
+    inside: bool
+
+
+def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
+    """What the layers of a module stash and pop, at any depth, in the order in which they are registered.
+
+    Args:
+        module: any module.
+        whole: is it a whole model, so that what is stashed must be popped inside, and the other way round.
+
+    Raises:
+        PlanError: with all faults of the declarations.
+    """
+    stashes: dict[Key, str] = {}
+    pops: list[tuple[Key, str]] = []
+    faults: list[str] = []
+    for path, layer in module.named_modules(remove_duplicate=False):
+        declared: Declared | None = getattr(type(layer), "_skips", None)
+        if declared is None:
+            continue
+        both = [name for name in declared.stash if name in declared.pop]
+        faults += [f"{_layer(path, layer)} both stashes and pops {label(_key(layer, name))!r}" for name in both]
+        for key in (_key(layer, name) for name in declared.stash if name not in both):
+            if key in stashes:
+                faults.append(
+                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them "
+                    "apart: isolate(fp.models.Namespace())"
+                )
+            stashes.setdefault(key, path)
+        pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
+    for key, path in pops:
+        where = _layer(path, module.get_submodule(path))
+        if key in stashes and _before(module, path, stashes[key]):
+            faults.append(f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, stashes it")
+        elif whole and key not in stashes:
+            faults.append(f"{where} pops {label(key)!r}, but no layer stashes it")
+    popped = {key for key, _ in pops}
+    if whole:
+        unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
+        faults += [
+            f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer pops it"
+            for key, path in unpopped
+        ]
+    faults += _ambiguous([*stashes, *popped])
+    raise_all("stash and pop do not match:", faults)
+    return Skips(
+        {label(key): key for key in stashes if key not in popped},
+        {label(key): key for key, _ in pops if key not in stashes},
+        {label(key): key for key in stashes if key in popped},
+        bool(stashes or pops),
+    )
+
+
+def _layer(path: str, layer: nn.Module) -> str:
+    return f"{path!r} ({type(layer).__name__})" if path else type(layer).__name__
+
+
+def _before(module: nn.Module, first: str, second: str) -> bool:
+    """Is it certain that one layer runs before another: the innermost module with both in it is a Sequential."""
+    a, b = first.split("."), second.split(".")
+    depth = next((i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None)
+    if depth is None:  # one is inside of the other
+        return False
+    common = module.get_submodule(".".join(a[:depth]))
+    order = list(children_of(common))
+    return isinstance(common, nn.Sequential) and order.index(a[depth]) < order.index(b[depth])
+
+
+def _ambiguous(keys: list[Key]) -> list[str]:
+    """A fault for each name that several skips would have."""
+    by_label: dict[str, Key] = {}
+    unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
+    return [
+        f"two skips would be called {name!r}; give their namespaces names of their own: fp.models.Namespace('name')"
+        for name in sorted(unlike)
+    ]

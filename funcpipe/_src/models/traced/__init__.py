@@ -1,0 +1,1 @@
+"""Cut a traced forward (``torch.export``) into stages."""

@@ -1,0 +1,95 @@
+"""Operations of a traced forward that stay in one stage, as writes in place with their targets; where cuts may fall."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from funcpipe._src.models.traced.export import Captured, is_marker
+from funcpipe._src.models.traced.nodes import regions_of, writes_of
+from funcpipe._src.models.traced.traced import Norm
+
+
+@dataclass(frozen=True)
+class Bond:
+    """Operations that no cut may part.
+
+    Attributes:
+        nodes: in order.
+        wrote: for a write in place the operation that does it; ``nodes`` are then what it writes into and itself.
+        buffer: the buffer that they write or read, where that is why.
+        norm: the batch norm layer that they are calls of, where that is why.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    wrote: fx.Node | None = None
+    buffer: str = ""
+    norm: str = ""
+
+    def fault(self, stages: Mapping[fx.Node, int]) -> str:
+        """The message where operations have these stages and a cut parts the bond; "" where none does."""
+        parts = sorted({stages[node] for node in self.nodes})
+        if len(parts) < 2:
+            return ""
+        if self.norm:
+            return f"the batch norm layer {self.norm!r} runs in stages {parts}, and its statistics could not be one"
+        if self.wrote is None:
+            return f"the buffer {self.buffer!r}, which the forward writes, is used in stages {parts}"
+        root = self.nodes[0]
+        return (
+            f"{self.wrote.name} in stage {stages[self.wrote]} writes in place into {root.name} of stage {stages[root]}"
+        )
+
+
+def bonds(captured: Captured) -> list[Bond]:
+    """The operations that stay together: for writes in place, then for buffers, then for batch norms."""
+    body = captured.body
+    inside = set(body)
+    writes: list[Bond] = []
+    buffers: dict[fx.Node, set[fx.Node]] = {}
+    for node, root in writes_of(captured.module):
+        if root in inside:
+            writes.append(Bond((root, node), wrote=node))
+        else:
+            buffers.setdefault(root, set()).add(node)
+    for root, writers in buffers.items():
+        users = tuple(node for node in body if node in writers or root in node.all_input_nodes)
+        writes.append(Bond(users, buffer=captured.sources.get(root.name, ("", root.name))[1]))
+    calls: dict[str, list[fx.Node]] = {}
+    for node in body:
+        for path in _norms(captured.module, node):
+            calls.setdefault(path, []).append(node)
+    return [*writes, *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1)]
+
+
+def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
+    """The batch norm layers that an operation runs, itself or in its region."""
+    if node.op == "call_module":
+        layer = module.get_submodule(str(node.target))
+        return {layer.path} if isinstance(layer, Norm) else set()
+    return {path for body, _ in regions_of(module, node) for inner in body.graph.nodes for path in _norms(body, inner)}
+
+
+def free(captured: Captured) -> list[bool]:
+    """For each operation of the body, whether a stage may begin with it."""
+    body = captured.body
+    numbers = {node: number for number, node in enumerate(body)}
+    allowed = [node.target is not operator.getitem and not is_marker(node) for node in body]
+    for bond in bonds(captured):
+        joined = [numbers[node] for node in bond.nodes]
+        first, last = min(joined), max(joined)
+        allowed[first + 1 : last + 1] = [False] * (last - first)
+    return allowed
+
+
+def moved(places: Sequence[int], allowed: Sequence[bool]) -> list[int]:
+    """Each place, or the nearest one where a stage may begin, the later of two; 0 stays.
+
+    >>> moved([0, 2, 3], [True, True, False, False, True])
+    [0, 1, 4]
+    """
+    legal = [place for place, may in enumerate(allowed) if may] or [0]
+    return [place and min(legal, key=lambda start: (abs(start - place), -start)) for place in places]

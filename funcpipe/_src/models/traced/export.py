@@ -1,0 +1,438 @@
+"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of the model touched.
+
+The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops ``no_grad`` and autocast
+regions, and with them the right gradients; purity comes back at the borders of the stages (`graph`). What export gets
+wrong in silence raises here, with the way out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.torch_names import rename
+from funcpipe._src.core.tree import Spec, flatten, is_differentiable, paths, unflatten
+from funcpipe._src.core.words import similar
+from funcpipe._src.models.configs import without_cache
+from funcpipe._src.models.copying import copied
+from funcpipe._src.models.module import all_tensors, first_names
+from funcpipe._src.models.norms.norm_commit import Running
+from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm, refuse_processes
+from funcpipe._src.models.traced import custom_functions
+from funcpipe._src.models.traced.nodes import dependents_of, layer_of, norms_of, writes_of
+from funcpipe._src.models.traced.signature import Guard, Signature
+from funcpipe._src.models.traced.traced import CommitBuffer, Norm, mean_by_rows, refit
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's forward as one graph over flat values.
+
+    Attributes:
+        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
+        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs
+            are not in it.
+        consts: placeholder -> a tensor that the forward uses and nobody registered.
+        outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
+        signature: how inputs become values, and values the output.
+        written: buffers (first names) that the forward writes, batch norm's apart.
+        evaluation: was all of the model in evaluation mode.
+        commits: the user's ``commit=`` functions, by first names of buffers.
+    """
+
+    module: fx.GraphModule
+    sources: Mapping[str, tuple[str, str]]
+    consts: Mapping[str, Tensor]
+    outputs: tuple[tuple[str, Any], ...]
+    signature: Signature
+    written: frozenset[str]
+    evaluation: bool
+    commits: Mapping[str, CommitBuffer]
+
+    def sample_output(self) -> Any:
+        """The model's output on the example, its tensors without numbers."""
+        nodes = {node.name: node for node in self.module.graph.nodes}
+        leaves = [nodes[result].meta.get("val") if kind == "value" else result for kind, result in self.outputs]
+        return self.signature.output(leaves)
+
+    @property
+    def body(self) -> list[fx.Node]:
+        """The nodes that compute, in order."""
+        return [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
+
+
+def split_point() -> None:
+    """Mark a place in a model's forward where `split` cuts it; does nothing anywhere else.
+
+    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where to cut, and win.
+
+    >>> class Net(nn.Module):
+    ...     def forward(self, x):
+    ...         x = x + 1
+    ...         fp.models.split_point()
+    ...         return x * 2
+    >>> Net()(1)
+    4
+    """
+    if _capturing.on:
+        _marker()()
+
+
+class _Capturing(threading.local):
+    on = False
+
+
+_capturing = _Capturing()
+
+
+@cache
+def _marker() -> Any:
+    """The operation that stands for a `split_point` in a graph; registered when it is first needed."""
+    torch.library.define("funcpipe::split_point", "() -> ()")
+    torch.library.impl("funcpipe::split_point", "default", lambda: None)
+    return fx.has_side_effect(torch.ops.funcpipe.split_point.default)
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Is this node a `split_point`."""
+    return node.target is _marker()
+
+
+def callers(model: nn.Module) -> list[str]:
+    """The classes of a model whose forward names `split_point`."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    codes = {kind.__name__: getattr(kind.forward, "__code__", None) for kind in kinds}
+    return [name for name, code in codes.items() if code is not None and split_point.__name__ in code.co_names]
+
+
+def shell(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
+
+    It keeps no cache of keys and values, whatever its configuration says: a cache is for generating, cannot leave a
+    stage, and would be filled anew by every microbatch.
+    """
+    copy = copied(model)
+    without_cache(copy, model)
+    return copy
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    axes: Sequence[int | None] | None = None,
+    commit: Mapping[str, CommitBuffer] | None = None,
+) -> Captured:
+    """Trace a model on an example.
+
+    Args:
+        model: in the mode in which it shall run; untouched.
+        args, kwargs: of its forward.
+        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
+            None: trace for just the rows of the example.
+        commit: functions ``(old, written, rows) -> new`` by names of buffers, as in `split`.
+
+    Raises:
+        PlanError: with the reason and the way out.
+    """
+    from torch.export.graph_signature import InputKind
+
+    canonical = first_names(all_tensors(model))
+    commits = _commits(model, commit or {}, canonical)
+    copy = shell(model)
+    opened = _open_norms(copy)
+    flat = _Flat(copy, args, kwargs, axes)
+    flat.check_rows()
+    program = _export(copy, flat)
+    sources: dict[str, tuple[str, str]] = {}
+    consts: dict[str, Tensor] = {}
+    inputs: list[str] = []
+    faults: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name, target = spec.arg.name, spec.target
+        match spec.kind:
+            case InputKind.PARAMETER:
+                sources[name] = "param", canonical[target]
+            case InputKind.BUFFER:
+                sources[name] = "buffer", canonical[target]
+            case InputKind.CONSTANT_TENSOR:
+                sources[name], consts[name] = ("const", name), program.constants[target]
+            case InputKind.USER_INPUT:
+                inputs.append(name)
+            case _:
+                faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
+    raise_all("the traced model uses what stages cannot hold:", faults)
+    nodes = {node.name: node for node in program.graph.nodes}
+    placeholders = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
+    for number, node in placeholders.items():
+        rename(node, flat.names[number])
+    guards = tuple(
+        Guard.of(placeholders[number], program.range_constraints)
+        if number in placeholders
+        else Guard(flat.names[number], leaf, None, ())
+        for number, leaf in enumerate(flat.leaves)
+    )
+    assert flat.out_spec is not None
+    signature = Signature(guards, tuple(kwargs), flat.spec, flat.out_spec)
+    module = program.graph_module
+    norms = _norms(module, sources, opened)
+    written = _written(
+        module, {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}}, norms
+    )
+    _refuse_views(model, written)
+    dependent = {sources.get(node.name) for node in dependents_of(module, placeholders.values(), norms)}
+    commits = {**dict.fromkeys(_of_instance_norms(module, sources), mean_by_rows), **commits}
+    unknown = sorted(name for name in written if ("buffer", name) in dependent and name not in commits)
+    raise_all(
+        "the forward writes what depends on the inputs into buffers, and what a whole batch leaves there is not known, for "
+        "a counter adds up and an average does not; say it, split(..., commit={name: fn}), with fp.models.mean_by_rows, "
+        "fp.models.sum_of_changes, or a function (old, written, rows) -> new of what each microbatch wrote, and its rows:",
+        [f"{name!r}" for name in unknown],
+    )
+    refit(module, norms)
+    results: Any = module.graph.output_node().args[0]
+    outputs = tuple(
+        ("value", result.name) if isinstance(result, fx.Node) else ("constant", result) for result in results
+    )
+    evaluation = not any(layer.training for layer in model.modules())
+    return Captured(module, sources, consts, outputs, signature, written, evaluation, commits)
+
+
+def _commits(
+    model: nn.Module, commit: Mapping[str, CommitBuffer], canonical: Mapping[str, str]
+) -> dict[str, CommitBuffer]:
+    """Return the user's ``commit=`` functions by first names of buffers. Raises PlanError for unknown names."""
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    faults = [f"{name!r} is no buffer of it{similar(name, buffers)}" for name in commit if name not in buffers]
+    faults += [
+        f"{name!r}: got a {type(fn).__name__}, not a function" for name, fn in commit.items() if not callable(fn)
+    ]
+    raise_all(f"commit has functions (old, written, rows) -> new for buffers of {type(model).__name__}:", faults)
+    return {canonical[name]: fn for name, fn in commit.items()}
+
+
+def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
+    """Have torch's batch norm layers trace as one operation: at every path the buffers they would update, and momentum.
+
+    Of layers with a forward of their own only those that average over all batches.
+    """
+    opened: dict[str, tuple[Running, float | None]] = {}
+    layers: dict[int, tuple[Running, float | None]] = {}
+    for path, layer in model.named_modules(remove_duplicate=False):
+        plain = not DeferredBatchNorm.has_own_forward(type(layer))
+        if DeferredBatchNorm.converts(layer) and id(layer) not in layers and (plain or layer.momentum is None):
+            layers[id(layer)] = Running.of(layer, path), layer.momentum
+            layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
+            layer.num_batches_tracked = None  # the commit counts
+            if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
+                refuse_processes(layer)
+                vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
+        if id(layer) in layers:
+            opened[path] = layers[id(layer)]
+    return opened
+
+
+def _norms(
+    module: fx.GraphModule,
+    sources: Mapping[str, tuple[str, str]],
+    opened: Mapping[str, tuple[Running, float | None]],
+) -> dict[fx.Node, Norm]:
+    """The `Norm` for the place of each batch norm that updates buffers. Raises PlanError."""
+    norms: dict[fx.Node, Norm] = {}
+    known: dict[str, tuple[Running, float | None]] = {}
+    faults: list[str] = []
+    for node, statistics in norms_of(module).items():
+        kinds = [sources.get(getattr(source, "name", ""), ("", "")) for source in statistics]
+        if any(kind != "buffer" for kind, _ in kinds):
+            continue
+        mean, var = (name for _, name in kinds)
+        call: Any = Running(mean, var, None), node.args[6]
+        layer = opened.get(layer_of(node).partition("@")[0])
+        running, momentum = layer if layer is not None and layer[0].mean == mean else call
+        if known.setdefault(mean, (running, momentum)) != (running, momentum):
+            faults.append(f"{mean!r} is updated in several ways, in {node.name}")
+        norms[node] = Norm(running, momentum, float(node.args[7]))  # pyright: ignore[reportArgumentType]
+    raise_all("the running statistics of the model cannot be deferred:", faults)
+    return norms
+
+
+def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the buffers that only instance norms write: they are averages over rows."""
+    writers: dict[str, set[bool]] = {}
+    for node, root in writes_of(module):
+        kind, name = sources.get(root.name, ("", ""))
+        if kind == "buffer":
+            writers.setdefault(name, set()).add(node.target is torch.ops.aten.instance_norm.default)
+    return [name for name, kinds in writers.items() if kinds == {True}]
+
+
+def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
+    """Refuse written buffers that share memory: each stage has its own. Raises PlanError."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    where: dict[int, list[str]] = {}
+    for name, buffer in buffers.items():
+        where.setdefault(buffer.untyped_storage().data_ptr(), []).append(name)
+    for names in where.values():
+        if len(names) > 1 and written & set(names):
+            raise PlanError(f"the buffers {names} share memory and the forward writes into it; make them one buffer")
+
+
+class _Flat:
+    """A forward from the tensors of its inputs to its output's leaves: export sees no container of the user's.
+
+    Our trees know more containers than export's, and leaves that are no tensors are constants of a trace in any case.
+
+    Attributes:
+        leaves, spec: of the example, (args, kwargs).
+        axes: for each leaf the dimension of its rows, None for none.
+        names: of the leaves.
+        out_spec: of the output, after the trace.
+        functions: Python autograd.Functions between the inputs and the output, after the trace.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
+    ) -> None:
+        self.forward = model.forward
+        try:
+            bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise PlanError(f"the example does not fit the forward of {type(model).__name__}: {error}") from None
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.axes = [None] * len(self.leaves) if axes is None else list(axes)
+        parameters = list(bound)
+        self.names = [_leaf_name(path, parameters) for path in paths((args, kwargs))]
+        for number, name in enumerate(self.names):
+            while name in self.names[:number]:
+                name += "_"
+            self.names[number] = name
+        self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.out_spec: Spec | None = None
+        self.functions: set[str] = set()
+
+    def check_rows(self) -> None:
+        """Refuse an example for any number of rows that has fewer than two. Raises PlanError."""
+        for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
+            if axis is not None and leaf.shape[axis] < 2:
+                raise PlanError(
+                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so "
+                    "that the number of rows stays open, or any_rows=False"
+                )
+
+    def rows(self) -> list[str]:
+        """The leaves that have rows, with the dimension where that is not the first."""
+        pairs = zip(self.names, self.axes, strict=True)
+        return [f"dimension {axis} of {name}" if axis else name for name, axis in pairs if axis is not None]
+
+    def open_rows(self) -> Any:
+        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none has rows."""
+        batch = torch.export.Dim("batch")
+        opened = [None if self.axes[number] is None else {self.axes[number]: batch} for number in self.tensors]
+        return tuple(opened) if any(opened) else None
+
+    def call(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The forward with these tensors in the places of the example's."""
+        inputs = list(self.leaves)
+        for number, tensor in zip(self.tensors, tensors, strict=True):
+            inputs[number] = tensor
+        args, kwargs = unflatten(self.spec, inputs)
+        leaves, self.out_spec = flatten(self.forward(*args, **kwargs))
+        self.functions = custom_functions.on_the_way_to(leaves)
+        return tuple(leaves)
+
+
+def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
+    """The name of a leaf of (args, kwargs): its parameter's, then its keys."""
+    side, first, *rest = path
+    if side == 0:
+        first = parameters[first] if first < len(parameters) else f"argument{first}"
+    return re.sub(r"\W", "_", "_".join(map(str, (first, *rest))))
+
+
+def _export(model: nn.Module, flat: _Flat) -> Any:
+    """The program of the forward. Its inputs require gradients, so that custom functions on them are seen too."""
+    example = tuple(flat.leaves[number] for number in flat.tensors)
+    opened = flat.open_rows()
+    shapes = None if opened is None else {"tensors": opened}
+    model.forward = lambda *tensors: flat.call(*tensors)  # noqa: PLW0108  export wants a plain function
+    _marker()
+    _capturing.on = True
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                tracked = tuple(
+                    tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in example
+                )
+                program = torch.export.export(model, tracked, dynamic_shapes=shapes, strict=False)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                # It writes into an input: the graph names it, and `_written` refuses it.
+                program = torch.export.export(model, example, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise PlanError(_reason(error, flat.rows())) from error
+    finally:
+        _capturing.on = False
+    custom_functions.refuse(flat.functions, program.graph_module)
+    return program
+
+
+def _reason(error: Exception, rows: Sequence[str]) -> str:
+    """The message of a failed trace: the cause, what to do, and the first line of torch's error."""
+    text = str(error).strip()
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    otherwise = (
+        "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+    )
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
+        why = (
+            "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
+            "or torch.cond"
+        )
+    elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
+        why = (
+            "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it "
+            f"independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with "
+            "the rows of one microbatch and any_rows=False"
+        )
+    else:
+        why = "torch.export does not take it"
+    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {otherwise}"
+
+
+def _written(
+    module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
+) -> frozenset[str]:
+    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants or inputs."""
+    written: set[str] = set()
+    faults: list[str] = []
+    statistics = {name for norm in norms.values() for name in norm.running[:2]}
+    for node, root in writes_of(module, norms):
+        kind, name = sources.get(root.name, ("", ""))
+        fault = {
+            "param": f"it writes into its parameter {name!r}",
+            "const": f"it writes into the tensor {name!r}, which no register_buffer made its state",
+            "input": f"it writes into its input {name!r}; clone it first",
+        }.get(kind, "")  # none for a value of the forward
+        if kind == "buffer":
+            written.add(name)
+            if name in statistics:
+                fault = f"it writes into {name!r}, which a batch norm updates"
+            elif node in norms_of(module):
+                fault = f"batch norm updates a part of {name!r}, or after another write"
+        faults += [f"{fault}, in {node.name}"] if fault else []
+    raise_all("the model's forward is not pure:", faults)
+    return frozenset(written)

@@ -1,0 +1,332 @@
+"""One traced stage: a graph over flat values as a stage function; its draws, its statistics, its devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.torch_names import OpOverload, schema
+from funcpipe._src.core.tree import Tree, flatten
+from funcpipe._src.data.stage import Out
+from funcpipe._src.models.attributes import ModuleAttributes
+from funcpipe._src.models.module import PartFn
+from funcpipe._src.models.norms.batchnorm import batch_norm_at, wide
+from funcpipe._src.models.norms.norm_commit import CommitLayers, NormStats, Running
+from funcpipe._src.models.norms.written_buffers import NormCall
+from funcpipe._src.models.traced.nodes import layer_of, regions_of
+from funcpipe._src.models.traced.signature import Signature
+
+
+class _Mode(threading.local):
+    """The call that runs a graph on this thread: its mode, and where its norms collect statistics."""
+
+    train = True
+    norms: dict[str, NormStats] | None = None
+
+
+_mode = _Mode()
+
+
+class Draw(nn.Module):
+    """An operation that draws random numbers, or behaves otherwise in training: it follows the run's ``train``.
+
+    A module, so that keyed randomness finds it on the stack: draws are keyed by the path of the layer that drew in the
+    model.
+    """
+
+    def __init__(self, op: Any, path: str, flag: int | None, rate: int | None) -> None:
+        super().__init__()
+        self.op, self.path, self.flag, self.rate = op, path, flag, rate
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "op": str(self.op)}  # torch's operations do not pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        op: Any = torch.ops
+        for name in state["op"].split("."):
+            op = getattr(op, name)
+        super().__setstate__({**state, "op": op})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operation; in evaluation with its training switched off."""
+        if _mode.train:
+            return self.op(*args, **kwargs)
+        arguments = list(args)
+        if self.flag is not None:
+            arguments[self.flag] = False
+        if self.rate is not None:
+            arguments[self.rate] = 0.0
+        return self.op(*arguments, **kwargs)
+
+
+class Norm(nn.Module):
+    """Batch norm in training whose statistics are handed back: deferred state.
+
+    Attributes:
+        path: of its layer; of the buffer with its running mean, if that has a name of its own.
+        running: the buffers that it would update.
+        momentum: of that update; None: the plain average of all batches.
+        eps: added to the variance.
+    """
+
+    def __init__(self, running: Running, momentum: float | None, eps: float) -> None:
+        super().__init__()
+        self.path = running.mean.removesuffix(".running_mean")
+        self.running, self.momentum, self.eps = running, momentum, eps
+
+    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
+        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        y, stats = batch_norm_at(self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps))
+        if _mode.norms is not None:
+            before = _mode.norms.get(self.path, NormStats((), self.momentum))
+            _mode.norms[self.path] = before._replace(moments=before.moments + stats)
+        return y
+
+
+def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the assertions of export."""
+    drawn: dict[str, int] = {}
+
+    def visit(graph_module: fx.GraphModule) -> None:
+        for node in list(graph_module.graph.nodes):
+            for body, _ in regions_of(graph_module, node):
+                visit(body)
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
+                continue
+            layer = norms.get(node) or _draw(node, layer_of(node), drawn)
+            if layer is not None:
+                name = (
+                    f"{node.name}_of_{layer.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
+                )
+                graph_module.add_module(name, layer)
+                with graph_module.graph.inserting_before(node):
+                    call = graph_module.graph.call_module(name, node.args, node.kwargs)
+                call.meta = dict(node.meta)
+                node.replace_all_uses_with(call)
+                graph_module.graph.erase_node(node)
+        graph_module.recompile()
+
+    visit(module)
+
+
+def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
+    op = node.target
+    if not isinstance(op, OpOverload) or op is torch.ops.aten.batch_norm.default:
+        return None
+    names = [argument.name for argument in schema(op).arguments]
+    flag = next((names.index(n) for n in ("train", "training") if n in names), None)
+    trains = flag is not None and flag < len(node.args) and node.args[flag] is True
+    rate = names.index("dropout_p") if "dropout_p" in names else None
+    rate = rate if rate is not None and rate < len(node.args) and node.args[rate] else None
+    if not (trains or torch.Tag.nondeterministic_seeded in op.tags):
+        return None
+    path = path or "forward"  # of the model itself: a draw without a path would be keyed by its stage
+    nth = drawn[path] = drawn.get(path, -1) + 1
+    return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
+
+
+@dataclass(eq=False, repr=False)
+class GraphFn(PartFn):
+    """A part of a traced model as a function of its parameters.
+
+    It names no layers: each draw has its own path in the model, wherever the cuts are.
+
+    Attributes:
+        takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
+        x: names of the values that come from the stage before; one alone comes bare, several as a dict.
+        y: names of the values that only the next stage reads.
+        stash: names of the values that later stages read.
+        writes: buffers that it writes.
+        norms: the batch norms in it whose statistics are deferred.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
+            many.
+        results: names of what the graph returns.
+        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
+        evaluates: traced in training, does it compute in evaluation mode what the model does; that is compared first.
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    takes: tuple[tuple[str, str], ...]
+    x: tuple[str, ...]
+    y: tuple[str, ...]
+    stash: tuple[str, ...]
+    writes: tuple[str, ...]
+    norms: Mapping[str, Running]
+    rows: tuple[str, int] | None
+    results: tuple[str, ...]
+    ends: tuple[tuple[str, Any], ...]
+    first: bool
+    last: bool
+    param_shapes: Mapping[str, tuple[int, ...]]
+    buffer_shapes: Mapping[str, tuple[int, ...]]
+    consts: Mapping[str, Tensor]
+    evaluation: bool
+    device: torch.device
+    origin: ModuleAttributes | None
+    evaluates: bool = False
+    _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+
+    who = "this stage"
+
+    def __repr__(self) -> str:
+        return "traced graph"
+
+    def bind(self, params: Any, state: Any) -> BoundGraph:
+        """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
+        self.check(params, state)
+        return BoundGraph(self, params)
+
+    def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
+        """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
+        train = bool(extras.get("train", False))
+        if not (train or self.evaluation or self.evaluates):
+            raise PlanError(
+                "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
+                "else there; split it again after model.eval()"
+            )
+        state = extras.get("state") or {}
+        fresh = {name: state[name].clone() for name in self.writes}
+        module, consts = self._on(params, state, x)
+        inputs = self.signature.values(x) if self.first else {self.x[0]: x} if len(self.x) == 1 else x
+        inputs = {**inputs, **extras.get("skips", {})}
+        sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
+        collected: dict[str, NormStats] | None = {} if train and self.norms else None
+        before = _mode.train, _mode.norms
+        _mode.train, _mode.norms = train or self.evaluation, collected
+        try:
+            results = module(*[sources.get(source, inputs)[name] for source, name in self.takes])
+        finally:
+            _mode.train, _mode.norms = before
+        flat = {**inputs, **dict(zip(self.results, results, strict=True))}
+        if self.last:
+            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in self.ends])
+        else:
+            y = flat[self.y[0]] if len(self.y) == 1 else {name: flat[name] for name in self.y}
+        stash = {name: flat[name] for name in self.stash}
+        stats: Tree = ()
+        if collected is not None or fresh:
+            rows = inputs[self.rows[0]].shape[self.rows[1]] if self.rows else 1
+            written = {name: value.detach() for name, value in fresh.items()}
+            stats = {"norms": collected or {}, "written": written, "rows": rows}
+        return Out(y, stash, stats) if stash or stats else y
+
+    def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
+        """The graph and its constants on the stage's device; the trace names the device of the example."""
+        held = [*params.values(), *state.values()] or flatten(x)[0]
+        device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
+        if device == self.device:
+            return self.module, self.consts
+        moved = self._moved.get(device)
+        if moved is None:
+            consts = {name: tensor.to(device) for name, tensor in self.consts.items()}
+            moved = self._moved[device] = (retarget(self.module, self.device, device), consts)
+        return moved
+
+
+class BoundGraph:
+    """A traced stage with its parameters."""
+
+    def __init__(self, owner: GraphFn, params: Mapping[str, Tensor]) -> None:
+        self.owner, self.params = owner, params
+        self.places = {id(draw): draw.path for draw in owner.module.modules() if isinstance(draw, Draw)}
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        """Run this part of the model on one microbatch."""
+        return self.owner.run(self.params, x, extras)
+
+    def release(self) -> None:
+        """Forget the parameters."""
+        self.params = {}
+
+
+CommitBuffer = Callable[[Tensor, tuple[Tensor, ...], tuple[int, ...]], Tensor]
+"""``(old, written, rows) -> new`` of a buffer: what it was, what each microbatch wrote, and how many rows that had."""
+
+
+def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Commit an average over rows: the mean of the microbatches' values, weighted by their rows.
+
+    Use it in ``split(commit={name: fn})``.
+
+    >>> fp.models.mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
+    tensor([2.])
+    """
+    parts = [value.to(wide(value)) * (count / sum(rows)) for value, count in zip(written, rows, strict=True)]
+    return torch.stack(parts).sum(0).to(old.dtype)
+
+
+def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Commit a counter: the old number plus the change that each microbatch made.
+
+    Use it in ``split(commit={name: fn})``.
+
+    >>> fp.models.sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
+    tensor([8])
+    """
+    return old + torch.stack([value - old for value in written]).sum(0).to(old.dtype)
+
+
+class CommitGraph:
+    """The commit of a traced stage: batch norm layers, and the other buffers that its forward writes.
+
+    Every microbatch wrote these buffers from the same old state. If a value does not depend on the inputs, all
+    microbatches wrote the same one. For the others ``commits`` has a function each.
+    """
+
+    def __init__(
+        self, norms: Mapping[str, Running], written: Sequence[str], commits: Mapping[str, CommitBuffer]
+    ) -> None:
+        self.norms, self.written = CommitLayers(norms), tuple(written)
+        self.commits = {name: commits[name] for name in written if name in commits}
+
+    def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
+        """Return the buffers after one batch. Raises PlanError where a function returns another kind of tensor."""
+        collected = [entry for entry in stats if entry]
+        if not collected:
+            return state
+        new = self.norms(state, tuple(entry["norms"] for entry in collected))
+        rows = tuple(entry["rows"] for entry in collected)
+        for name in self.written:
+            values = tuple(entry["written"][name] for entry in collected)
+            commit, old = self.commits.get(name), state[name]
+            new[name] = values[0] if commit is None else commit(old, values, rows)
+            made: Any = new[name]
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
+                raise PlanError(
+                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer is a tensor"
+                    f"{_form(old)}; let it return such a tensor"
+                )
+        return new
+
+
+def _form(value: Any) -> str:
+    return f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
+
+
+def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
+    """A copy of a graph, its regions too, that makes its tensors on another device."""
+
+    def swap(value: Any) -> Any:
+        return new if isinstance(value, torch.device) and value.type == old.type else value
+
+    moved = deepcopy(module)
+    for part in moved.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                node.args = map_aggregate(node.args, swap)
+                node.kwargs = map_aggregate(node.kwargs, swap)
+                if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == old.type:
+                    node.args = (new.type, *node.args[1:])
+            part.recompile()
+    return moved

@@ -1,0 +1,95 @@
+"""A traced graph as a row of units: runs of operations of one block, for policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from torch import Tensor, fx, nn
+
+from funcpipe._src.models.policy import Units
+from funcpipe._src.models.traced.bonds import free, moved
+from funcpipe._src.models.traced.export import Captured
+from funcpipe._src.models.traced.graph import row_bytes
+from funcpipe._src.models.traced.nodes import layer_of
+
+
+def units_of_graph(
+    captured: Captured,
+    model: nn.Module,
+    num_stages: int | None,
+    measure: Callable[[list[int]], Sequence[float]],
+    *,
+    movable: bool,
+) -> tuple[Units, list[int]]:
+    """The units, and the number of the node at which each begins.
+
+    ``movable``: a unit that no stage can begin with begins at the nearest operation that one can (`free`), and is one
+    with its neighbour where that is all of it; then any cut between units is legal.
+
+    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists
+    in lists the outermost counts, unless that gives fewer units with parameters than stages.
+    """
+    lists = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+    ]
+    allowed = free(captured) if movable else None
+    for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
+        units, starts = _units(captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed)
+        if sum(map(bool, units.parameters)) >= (num_stages or 1):
+            return units, starts
+    return _units(captured, model, [], measure, allowed)
+
+
+def _units(
+    captured: Captured,
+    model: nn.Module,
+    lists: Sequence[str],
+    measure: Callable[[list[int]], Sequence[float]],
+    allowed: Sequence[bool] | None,
+) -> tuple[Units, list[int]]:
+    body = captured.body
+    blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
+    containers = {path[:i] for path in blocks for i, letter in enumerate(path) if letter == "."} | {""}
+    starts: list[int] = []
+    names: list[str] = []
+    for number, name in enumerate(blocks):  # what a container does between its layers belongs to the layer before
+        if name not in containers and (not names or name != names[-1]):
+            names.append(name)
+            starts.append(number if starts else 0)
+    if not names:
+        names, starts = ["model"], [0]
+    if allowed is not None:
+        first = {place: name for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))}
+        names, starts = list(first.values())[::-1], list(first)[::-1]
+    bounds = [*starts, len(body)]
+    counted: set[str] = set()
+    weights = dict(model.named_parameters())
+    parameters: list[int] = []
+    borders: list[int] = []
+    for start, stop in pairwise(bounds):
+        read = {value.name for node in body[start:stop] for value in node.all_input_nodes}
+        sources = [captured.sources[name] for name in read & captured.sources.keys()]
+        used = {name for kind, name in sources if kind == "param"}
+        parameters.append(sum(weights[name].nbytes for name in used - counted))
+        counted |= used
+        borders.append(_alive(captured, body, stop))
+    return Units(tuple(names), tuple(parameters), tuple(borders), lambda: measure(bounds)), starts
+
+
+def _block(path: str, lists: Sequence[str]) -> str:
+    """The entry of the outermost list that a layer belongs to, or the layer itself."""
+    for container in lists:
+        prefix = f"{container}." if container else ""
+        if path.startswith(prefix) and path != container:
+            return prefix + path[len(prefix) :].partition(".")[0]
+    return path
+
+
+def _alive(captured: Captured, body: Sequence[fx.Node], stop: int) -> int:
+    """Bytes of a row of what is made before a position and read after it."""
+    before = set(body[:stop])
+    alive = {value for node in body[stop:] for value in node.all_input_nodes if value in before}
+    return sum(row_bytes(value.meta.get("val")) for value in alive if isinstance(value.meta.get("val"), Tensor))

@@ -1,0 +1,148 @@
+"""The leaves of parameters with their gradients, each once, whatever ties them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.sparse_gradients import added
+from funcpipe._src.core.tree import Tree, at, flatten, leaves, locations
+from funcpipe._src.stages.explain import described
+
+Ties = Sequence[Sequence[tuple[int, Any]]]
+
+
+@dataclass
+class LeafGradient:
+    """A leaf of the parameters with its gradient.
+
+    Attributes:
+        leaf: the tensor that the optimizer may hold.
+        gradient: the sum over all its places.
+        stage: the first that has the leaf.
+        sums: which gradients are in it already, see `sums_of`.
+        counts: does it count in the norm; replicas of a tied parameter do not.
+    """
+
+    leaf: Tensor
+    gradient: Tensor
+    stage: int
+    sums: set[int]
+    counts: bool
+
+
+def apart(params: Tree, grads: Tree) -> list[str]:
+    """List the differences between params and grads, a line for each leaf."""
+    paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
+    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
+    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
+    kinds = [type(tree).__name__ for tree in (params, grads)]
+    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
+
+
+def misfits(params: Tree, grads: Tree) -> list[str]:
+    """List the gradients that torch would refuse in ``.grad`` of their leaves, a line for each."""
+    pairs = zip(flatten(params)[0], flatten(grads)[0], strict=True)
+    wrong = {number: pair for number, pair in enumerate(pairs) if not _fits(*pair)}
+    places = locations(params, "") if wrong else []
+    return [
+        f"grads{places[number]} is {described(gradient)}, params{places[number]} is {described(leaf)}"
+        for number, (leaf, gradient) in wrong.items()
+    ]
+
+
+def _fits(leaf: Any, gradient: Any) -> bool:
+    """Return whether a gradient can be the ``.grad`` of a leaf. None fits; a leaf that is no tensor has none."""
+    if gradient is None or not isinstance(leaf, Tensor):
+        return True
+    if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape or gradient.device != leaf.device:
+        return False
+    return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (gradient.dtype, None)
+
+
+def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> Sequence[LeafGradient]:
+    """Return the entries that an optimizer can take. Raises PlanError for dense gradients in SparseAdam."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return entries
+    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: unused
+    wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
+    if wrong:
+        raise PlanError(
+            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: only tables of "
+            "nn.Embedding(sparse=True) that nothing else uses have sparse ones, in stages that are not compiled, and "
+            "without replicas; give the other leaves to another optimizer"
+        )
+    return taken
+
+
+def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
+    """The leaves that have a gradient, each once.
+
+    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
+    and every place was given the whole sum already.
+    """
+    sums = sums_of(grads, ties)
+    counted = counted_elsewhere(grads, ties)
+    entries: dict[int, LeafGradient] = {}
+    per_stage = isinstance(params, (tuple, list))
+    for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
+        for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
+            if not isinstance(leaf, Tensor) or gradient is None:
+                continue
+            key = sums.get(id(gradient), id(gradient))
+            entry = entries.get(id(leaf))
+            if entry is None:
+                entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
+            elif entry.stage == stage and key not in entry.sums:
+                entry.gradient = added(entry.gradient, gradient)
+                entry.sums.add(key)
+            counted.add(key)
+    return list(entries.values())
+
+
+def sums_of(grads: Tree, ties: Ties) -> dict[int, int]:
+    """For each tied gradient (by id) one number of its tie: tied gradients are the same sum."""
+    out: dict[int, int] = {}
+    for group in ties:
+        members: list[Any] = []
+        for stage, path in group:
+            try:
+                if grads[stage] is not None:  # else it is at another process
+                    members.append(at(grads[stage], path))
+            except (KeyError, IndexError, TypeError, AttributeError):
+                raise PlanError(
+                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
+                ) from None
+        out.update((id(member), id(members[0])) for member in members)
+    return out
+
+
+def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
+    """The ties (by the numbers of `sums_of`) that count in the norm of another process: that of their first stage."""
+    sums = sums_of(grads, ties)
+    out: set[int] = set()
+    for group in ties:
+        here = sorted(((s, path) for s, path in group if grads[s] is not None), key=itemgetter(0))
+        if here and here[0][0] > min(stage for stage, _ in group):
+            gradient = at(grads[here[0][0]], here[0][1])
+            out |= {sums[id(gradient)]} if id(gradient) in sums else set()
+    return out
+
+
+def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
+    """List this process's gradients with their stages, one for each tie, none for ties that another process counts."""
+    sums = sums_of(grads, ties)
+    elsewhere = counted_elsewhere(grads, ties)
+    distinct: dict[int, tuple[int, Tensor]] = {}
+    for stage, tree in enumerate(grads if isinstance(grads, (tuple, list)) else [grads]):
+        for gradient in leaves(tree):
+            key = sums.get(id(gradient), id(gradient))
+            if key not in elsewhere:
+                distinct.setdefault(key, (stage, gradient))
+    return [*distinct.values()]

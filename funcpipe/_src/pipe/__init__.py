@@ -1,0 +1,1 @@
+"""`funcpipe.Pipe`: a plan with the interface of an nn.Module."""

@@ -1,0 +1,182 @@
+"""The stages of a `Pipe`, made from its layers once, checked before every call, and made again when layers changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from funcpipe._src.core.errors import PlacementError, raise_all
+from funcpipe._src.core.torch_names import buffers_of, parameters_of
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.devices.devices import same_device
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.models.attributes import ModuleAttributes
+from funcpipe._src.models.norms.norm_commit import CommitLayers
+from funcpipe._src.models.sequential import cut_sequential
+from funcpipe._src.models.ties import groups
+from funcpipe._src.pipe.layout import Layout
+from funcpipe._src.schedules.families import fill_drain
+from funcpipe._src.schedules.transforms import remat
+
+TensorHome: TypeAlias = tuple[nn.Module, str]
+"""Where a tensor lives: its layer, and its name there."""
+
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+class Stages:
+    """Layers cut into stages, as the layers were when this was made.
+
+    Attributes:
+        train: whether any layer is in training mode.
+        stages: one for each entry of the layout.
+        params: for each stage, where its parameters live, by their names in the model.
+        buffers: likewise its state.
+        home: each parameter's first place, (stage, name).
+    """
+
+    def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
+        self.layout, self.merge = layout, merge
+        self.train = any(module.training for layer in model for module in layer.modules())
+        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)  # Pipe itself compares them
+        homes: dict[str, TensorHome] = {
+            f"{path}.{name}" if path else name: (layer, name)
+            for path, layer in model.named_modules(remove_duplicate=False)
+            for name in (*parameters_of(layer), *buffers_of(layer))
+        }
+        self.stages = [stage for stage, _, _ in parts]
+        self.params = [{name: homes[name] for name in params} for _, params, _ in parts]
+        self.buffers = [{name: homes[name] for name in state} for _, _, state in parts]
+        self.ties = groups([params for _, params, _ in parts])
+        first: dict[int, tuple[int, str]] = {}
+        for stage, (_, params, _) in enumerate(parts):
+            for name, tensor in params.items():
+                first.setdefault(id(tensor), (stage, name))
+        self.home = list(first.values())
+        self.plans: dict[tuple[int, str | None], Plan] = {}
+
+    def draw(self) -> bool:
+        """Whether any stage drew random numbers so far."""
+        return any(self.train in stage.seen.draws for stage in self.stages)
+
+    def plan(self, num_microbatches: int, checkpoint: str | None) -> Plan:
+        """The plan for a real number of microbatches; ``checkpoint`` None: forwards alone."""
+        key = (num_microbatches, checkpoint)
+        plan = self.plans.get(key)
+        if plan is None:
+            count, last = len(self.stages), num_microbatches - 1
+            schedule = fill_drain(count, num_microbatches, backward=checkpoint is not None)
+            if checkpoint == "always" or (checkpoint == "except_last" and last):
+                kept = last if checkpoint == "except_last" else -1
+                schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
+            options: dict[str, Any] = {"devices": self.layout.devices, "ties": self.ties, "train": self.train}
+            options["merge"] = self.merge
+            plan = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
+        return plan
+
+    def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
+        """The parameters and the state of every stage, as they are in the layers now.
+
+        A tensor that stages on several devices hold is copied to those where it does not live.
+
+        Raises:
+            PlacementError: layers were moved.
+        """
+        faults: list[str] = []
+        trees: list[tuple[dict[str, Tensor], ...]] = []
+        for tables in (self.params, self.buffers):
+            earlier: set[int] = set()
+            by_stage: list[dict[str, Tensor]] = []
+            for stage, (table, device) in enumerate(zip(tables, self.layout.devices, strict=True)):
+                tensors = {name: _read(home) for name, home in table.items()}
+                held = [id(tensor) for tensor in tensors.values()]
+                for name, tensor in tensors.items():
+                    if same_device(tensor.device, device):
+                        continue
+                    if id(tensor) in earlier:
+                        tensors[name] = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+                    else:
+                        faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
+                earlier.update(held)
+                by_stage.append(tensors)
+            trees.append(tuple(by_stage))
+        raise_all(
+            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: "
+            "fp.Pipe(nn.Sequential(*pipe), ...):",
+            faults,
+            PlacementError,
+        )
+        return trees[0], tuple(state or () for state in trees[1])
+
+    def write(self, states: Sequence[Tree]) -> None:
+        """Put the running statistics of a batch into the buffers of the layers, which stay the same tensors."""
+        if not self.train:
+            return
+        with torch.no_grad():
+            for stage, homes, state in zip(self.stages, self.buffers, states, strict=True):
+                if isinstance(stage.commit, CommitLayers):
+                    for name in stage.commit.written():
+                        if name in homes:
+                            _read(homes[name]).copy_(state[name])
+
+
+def _read(home: TensorHome) -> Tensor:
+    layer, name = home
+    params = parameters_of(layer)
+    tensor = params[name] if name in params else buffers_of(layer)[name]
+    assert tensor is not None
+    return tensor
+
+
+# -- have the layers changed ----------------------------------------------------------------------------------------
+
+
+class ModuleSnapshot:
+    """The structure that stages depend on: layers, their attributes and hooks, shared tensors.
+
+    Numbers in tensors are left out. Training flags are separate, because they change often and back: `Pipe` keeps
+    stages for several of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.attributes = ModuleAttributes(model, all_names=True)
+        self.paths, self.modules = _named_layers(model)
+        self.tensors = _pattern(self.modules)
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Return the present training flags of all modules."""
+        return tuple([module.training for module in self.modules])
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Return whether a model differs from this snapshot in training flags only, or not at all."""
+        paths, modules = _named_layers(model)
+        if paths != self.paths or not all(map(is_, modules, self.modules)):
+            return False
+        return not self.attributes.has_changed() and self.tensors == _pattern(modules)
+
+
+def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """Return the paths of all modules inside a model, and the modules."""
+    named = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module is not model]
+    return [path for path, _ in named], [module for _, module in named]
+
+
+def _pattern(modules: Iterable[nn.Module]) -> list[Any]:
+    """Names and shapes of all tensors of some modules, and which of them are the same."""
+    numbers: dict[int, int] = {}
+    out: list[Any] = []
+    for module in modules:
+        for table in (parameters_of(module), buffers_of(module)):
+            for name, tensor in table.items():
+                if tensor is None or is_lazy(tensor):
+                    out.append((name, None))
+                else:
+                    out.append((name, (numbers.setdefault(id(tensor), len(numbers)), tensor.shape)))
+    return out

@@ -1,0 +1,46 @@
+"""Bytes between the processes of a plan, apart from the values of a run: of exchanges, sums and gathered parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from funcpipe._src.engine.mail import Inbox
+from funcpipe._src.processes.peer import FrameKind, Head
+
+if TYPE_CHECKING:
+    from funcpipe._src.processes.team import Team
+
+
+class ByteChannel:
+    """Bytes that processes send each other apart from values, in order from each; one thread here waits for them."""
+
+    def __init__(self, team: Team, number: int) -> None:
+        self.box, self._team, self._number = Inbox(team.lead), team, number
+        self._came, self._taken = Counter[int](), Counter[int]()
+
+    def post(self, rank: int, tensor: Tensor) -> None:
+        """Send the memory of a dense tensor. It must not change before `drain`."""
+        self._team.send(rank, Head(FrameKind.DATA, lane=self._number), tensors=(tensor,) if tensor.numel() else ())
+
+    def take(self, rank: int) -> Tensor:
+        """Wait for the next bytes of another process: [length], uint8. Raises Stop: the team is at its end."""
+        key = rank, self._taken[rank]
+        self.box.wait(key)
+        self._taken[rank] += 1
+        body = self.box.came.pop(key)
+        if body is None:
+            self._team.miss(rank)
+        return body
+
+    def put(self, rank: int, body: Tensor | None) -> None:
+        """Deliver the next bytes of another process; None: it has left."""
+        key = rank, self._came[rank]
+        self._came[rank] += 1
+        self.box.put(key, body)
+
+    def drain(self) -> None:
+        """Wait until all that was sent is written. Raises Stop."""
+        self._team.drain()

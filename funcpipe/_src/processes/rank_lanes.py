@@ -1,0 +1,460 @@
+"""Runs a plan in several processes: each has some lanes, and a lane of another process is a mailbox to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from time import sleep
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.errors import FuncpipeError, PeerError, PlanError, RunTimeout
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.exchange import Exchange
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.program import LaneProgram
+from funcpipe._src.data.result import Result, Timeline
+from funcpipe._src.devices.devices import plan_devices
+from funcpipe._src.devices.stream import Place
+from funcpipe._src.engine.agreement import END, alike, other_places, refuse_others
+from funcpipe._src.engine.execute import Execution
+from funcpipe._src.engine.lane import Lane
+from funcpipe._src.engine.lanes import Lanes, refuse_uncarried
+from funcpipe._src.engine.mail import Inbox, Mailbox, Stop
+from funcpipe._src.engine.options import RunOptions
+from funcpipe._src.engine.part import PlanPart, lane_program, stages_of
+from funcpipe._src.engine.refusals import refuse_options
+from funcpipe._src.engine.watchdog import begun, lane_states
+from funcpipe._src.engine.worker import Worker, end_all
+from funcpipe._src.processes.address import machine
+from funcpipe._src.processes.alarms import Alarm, Failure, Telling, names_of
+from funcpipe._src.processes.device_ways import DeviceWays, Identities, identities_of, settle, ways_of
+from funcpipe._src.processes.peer import LostError
+from funcpipe._src.processes.peer_errors import OUTSIDE, failure_of, peer_error, table_of
+from funcpipe._src.processes.plan_classes import permit_classes_of
+from funcpipe._src.processes.rank_schedule import RankSchedule
+from funcpipe._src.processes.rank_timeline import joined_timeline
+from funcpipe._src.processes.remote import RemoteLane, remote_lanes
+from funcpipe._src.processes.rendezvous import LIMIT, STALL, Rendezvous, answered, below, team_name
+from funcpipe._src.processes.surroundings import is_under_torchrun, refuse_devices, refuse_other_devices
+from funcpipe._src.processes.team import Team
+from funcpipe._src.processes.wire_format import pack, unpack
+from funcpipe._src.replicas.replicas import GiveSums, Replicas, Sharding, Told
+from funcpipe._src.replicas.same_numbers import ComparedLeaves
+from funcpipe._src.replicas.spread import cuts_of, whole_of
+from funcpipe._src.stages.context import pin
+
+
+class Ranks(Lanes):
+    """The processes of a plan, seen from one of them. Made by `ranks`.
+
+    Attributes:
+        plan: the plan they were made for.
+        rank: the number of this process among those of its replica.
+        size: how many these are.
+        replica: the number of the replica.
+        replicas: how many there are.
+        mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
+        members: the processes of all of them, as torch.distributed numbers them.
+        processes: the same numbers in order: replica by replica and by rank.
+        names: the name of each process in errors.
+        compared: the parameter leaves that runs have found equal over replicas and ties.
+        copies: of these, those with the same stages as this one, by replica.
+        rank_of: the rank of each lane.
+        lanes: the lanes of this process.
+        device: that of the first of them.
+        stages: the stages of these lanes.
+        beside: how many lanes all processes of this machine have.
+    """
+
+    halves = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Any,
+        mesh: Any,
+        replicas: Sequence[Sequence[int]],
+        place: tuple[int, int],
+        rank_of: Sequence[int],
+        timeout: float | None,
+    ) -> None:
+        self.mesh, (self.replica, rank) = mesh, place
+        self.replicas, size = len(replicas), len(replicas[0])
+        self.copies = tuple(members[rank] for members in replicas)
+        self._copies = range(rank, len(replicas) * size, size)
+        self.processes = tuple(member for members in replicas for member in members)
+        self.members, self.names = frozenset(self.processes), names_of(self.processes)
+        self.compared = ComparedLeaves()
+        lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
+        super().__init__(len(lanes))
+        self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
+        self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
+        self.device = self._own_devices[lanes[0]]
+        self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
+        self._store, self._limit, self._teams = store, timeout or LIMIT, 0
+        self._is_limit_given = timeout is not None
+        self._team: Team | None = None
+        self._identities: Identities = {}
+        self._ways = DeviceWays(store, self._limit)
+        self._replicas: dict[int, Replicas] = {}
+        self._summing: dict[int, Worker] = {}
+        """By lane, the thread that works with its replicas."""
+        self._turn = threading.Lock()
+        self._over = False
+        """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
+        self._executions: Sequence[Execution] = ()
+        self._at = OUTSIDE
+        self._did: tuple[bool, str] | None = None
+        """What the lanes did when they were ended."""
+
+    def __enter__(self) -> Self:
+        with Telling(self._failed):
+            self._open()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(error[1], BaseException):
+            with suppress(PeerError):
+                self._failed(error[1])
+        self.close()
+
+    def close(self) -> None:
+        """End all threads and connections; the other ranks are told that this one runs nothing more."""
+        self._end_team(told=True)
+        super().close()
+
+    def _end_team(self, *, told: bool = False) -> None:
+        """End the team: the next run makes a new one."""
+        team, self._team = self._team, None
+        if team is not None:
+            self._ways.abort()
+            team.close(told=told)
+            end_all([*self._summing.values()], 1.0)
+            self._replicas, self._summing = {}, {}
+
+    # -- as an executor ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, options: RunOptions) -> Generator[RunOptions]:
+        """Inside is a run, or several, which every rank begins; see `ranks`."""
+        if self.closed:
+            raise FuncpipeError("these ranks are closed; run inside of their with block")
+        if not self._turn.acquire(blocking=False):
+            raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
+        try:
+            self.runs, self._over, self._did = self.runs + 1, False, None
+            self.compared.begin()
+            with Telling(self._failed):
+                team = self._open()
+                refuse_options(options)
+                team.run = self.runs
+                team.refuse_gone()
+                if options.timeout is None:
+                    options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
+                team.monitor.limit(options.timeout or self._limit)
+                yield options
+        finally:
+            self._at, self._over = f"{OUTSIDE}, after one ({self.runs})", False
+            if self._team is not None:
+                self._team.end_run()
+                self._team.monitor.limit(self._limit)
+            self._turn.release()
+
+    def check(self, plan: Plan) -> None:
+        """Raises PlanError where these ranks cannot run the plan."""
+        if plan.num_devices != len(self.rank_of):
+            raise PlanError(
+                f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; make them with "
+                "fp.ranks(plan)"
+            )
+        if plan.schedule.device_of != self.plan.schedule.device_of:
+            raise PlanError(
+                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
+                f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
+            )
+        refuse_other_devices(self.lanes, self._own_devices, self.devices(plan))
+        refuse_devices(plan)
+        refuse_uncarried(plan)
+
+    def devices(self, plan: Plan) -> Sequence[torch.device]:
+        """The device of each lane; those that have no number are, where they are here, this process's current one."""
+        return self._own_devices if plan.devices == self.plan.devices else plan_devices(plan, self.lanes)
+
+    def part(self, plan: Plan) -> PlanPart:
+        """What is here of a plan with as many lanes."""
+        self.check(plan)
+        permit_classes_of(plan)
+        return self
+
+    def programs(self, program: Lowered) -> Sequence[LaneProgram]:
+        """The programs of the lanes that are here."""
+        return [lane_program(program, lane) for lane in self.lanes]
+
+    def seat(self, lane: int) -> tuple[int, int]:
+        """The number of a lane among those of this machine, and how many these are."""
+        return self._seats[lane], self.beside
+
+    def beats(self) -> int:
+        """Changes whenever a rank gets on."""
+        return 0 if self._team is None else self._team.monitor.beats
+
+    def mailbox(self) -> Mailbox:
+        """The mailbox of a lane, whose thread reads what other processes send while it waits."""
+        return Inbox(self._open().lead)
+
+    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+        team = self._open()
+        ways = ways_of(self, execution.ready.plan, self._identities) if place.asynchronous else {}
+        if missing := self._ways.missing(ways):
+            team.wait(partial(self._ways.make, missing))
+        first = self.replica * self.size
+        ranks = {other: first + owner for other, owner in enumerate(self.rank_of) if other not in self.lanes}
+        box, levels = execution.boxes[program.lane], execution.level_of
+        return remote_lanes(team, ranks, program, box, place, levels, self._ways.get, execution.number or 0)
+
+    def walk(self, executions: Sequence[Execution]) -> None:
+        """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
+        team = self._open()
+        self._executions = executions
+        try:
+            super().walk(executions)
+            settle(executions, team.wait, partial(self.ending, None))
+        finally:
+            self._executions = ()
+
+    def begin(self, execution: Execution, lane: Lane) -> None:
+        """Let a lane have what comes for it in the execution that it begins."""
+        super().begin(execution, lane)
+        if self._team is None:
+            raise Stop
+        number = lane.program.lane
+        boxes = [box for (here, _), box in execution.outboxes.items() if here == number and isinstance(box, RemoteLane)]
+        if boxes:
+            self._team.begin((self.runs, execution.number or 0, number), boxes[0].arrivals)
+
+    def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
+        """Inside, the lanes run; whatever ends the team ends them."""
+        return self._open().alarming(alarm)
+
+    def ending(self, error: BaseException | None) -> None:
+        """Tell the others first: to end the lanes may take as long as what they are in."""
+        self._did = self._doing()
+        if self._team is not None and error is not None:
+            self._tell(self._team, error)
+        self._ways.abort()  # a lane may stand in a device that waits for another process
+
+    def raise_alarm(self) -> None:
+        """Raise what an alarm was about."""
+        raise Alarm
+
+    # -- with the others -----------------------------------------------------------------------------------------------
+
+    def exchange(self, about: str, mine: Any) -> list[Any]:
+        """What every rank gives, by rank; all of them call this about the same thing. Nobody goes on before all came.
+
+        Raises:
+            RanksError: another rank exchanges something else now.
+            PeerError: a rank failed, or is lost.
+        """
+        with Telling(self._failed):
+            self._at = f"at {about} ({self.runs})"
+            known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
+            self._over = about == END
+            self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
+        if len({(run, what) for run, what, _ in known}) > 1:
+            self.runs = max(run for run, *_ in known)
+            raise other_places(known, self.names)
+        return [given for *_, given in known]
+
+    @property
+    def others(self) -> Exchange:
+        """The exchange for what comes out of a run."""
+        return Exchange(self.exchange, self.copies, self.telling)
+
+    def exchange_here(self, about: str, mine: Any) -> list[Any]:
+        """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""
+        first = self.replica * self.size
+        return self.exchange(about, mine)[first : first + self.size]
+
+    def timeline(self, result: Result) -> Timeline:
+        """The timeline of a recorded run with the lanes of all ranks, by one clock; every rank calls it.
+
+        Raises:
+            PlanError: the run was not recorded.
+        """
+        return joined_timeline(result, machine(), self.exchange_here)
+
+    def schedule(
+        self,
+        params: Sequence[Tree],
+        *,
+        state: Sequence[Tree] | None = None,
+        seed: int | None = None,
+        scale_grads: bool = True,
+    ) -> RankSchedule:
+        """An object with ``step`` and ``eval`` of torch's pipeline schedules, for loops such as torchtitan's.
+
+        Args:
+            params: as for `run`, one tree per stage, None for stages of other ranks.
+            state: likewise; the schedule keeps what each step makes of it.
+            seed: each step draws by a key made of it and the number of the step.
+            scale_grads: divide gradients by the number of microbatches, which is also the default of torch's schedules.
+                Give False for a loss that returns a sum, such as torchtitan's.
+
+        Raises:
+            PlanError: the plan has no loss, no backwards, or slices.
+        """
+        return RankSchedule(self.plan, self, params, state, seed, scale_grads=scale_grads)
+
+    def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
+        """The leaves of a stage's parameters that are DTensors over its replicas."""
+        return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
+
+    def gather_params(
+        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
+    ) -> None:
+        """Begin to fetch the parts of parameters that other replicas have."""
+        if self.replicas == 1:
+            done(None)
+        else:
+            self._replicas_of(stage).gather(parts, done)
+
+    def whole(self, tensor: Any) -> Tensor:
+        """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
+        with Telling(self._failed):
+            return whole_of(
+                tensor, self.copies, lambda part, like: self._open().gather({self.replica: part}, self._copies, like)
+            )
+
+    def reduce(
+        self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> Callable[[], GiveSums]:
+        """Begin to sum the gradients of a stage over the replicas."""
+        key = self._replicas_of(stage).begin(gradients, cuts, told)
+
+        def wait() -> GiveSums:
+            with Telling(self._failed):
+                self._at = f"at the sums of stage {stage} ({self.runs})"
+                return self._open().answer(key)
+
+        return wait
+
+    def _replicas_of(self, stage: int) -> Replicas:
+        """The replicas of a stage that is here. Raises Stop in a lane whose team is at its end."""
+        if self._team is None:
+            raise Stop
+        if stage not in self._replicas:
+            lane = self.plan.schedule.device_of[stage]
+            if lane not in self._summing:
+                self._summing[lane] = Worker(f"funcpipe replicas {lane}", self._ways.abort, patience=1.0)
+                self._summing[lane].start()
+            ways = self._ways.get(stage)
+            self._replicas[stage] = Replicas(self._team, stage, self._copies, self._summing[lane], ways)
+        return self._replicas[stage]
+
+    def telling(self, about: str = "") -> AbstractContextManager[object]:
+        """Return a context that sends an error inside to the other ranks, which raise PeerError.
+
+        ``about`` names the step.
+        """
+        return Telling(self._failed, about)
+
+    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+        """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
+        holders = [self.replica * self.size + holder for holder in holders]
+        dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
+        with Telling(self._failed):
+            return self._open().gather(dense, holders, like)
+
+    def _open(self) -> Team:
+        """The team; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""
+        if self.closed:
+            raise FuncpipeError(
+                "these ranks are closed; run, step and ask for result.finite inside of their with block"
+            )
+        if self._team is None:
+            self._teams += 1
+            limit, number = self._limit + (STALL if self._teams == 1 else 0.0), self.replica * self.size + self.rank
+            streams = any(Place.backend.asynchronous(self._own_devices[lane]) for lane in self.lanes)
+            team = Team(number, self.processes, self._limit, self._doing, self._marks, has_devices=streams)
+            team.run = self.runs
+            try:
+                self._join(team, below(team_name(self._teams), self._store), limit)
+            except BaseException:
+                team.close(told=False)
+                raise
+            self._team = team
+        return self._team
+
+    def _join(self, team: Team, store: Any, seconds: float) -> None:
+        """Find the other processes, and connect to them. Raises RanksError, PeerError."""
+        meeting = Rendezvous(store, team.rank, team.names, seconds, lambda: team.failure is None)
+        try:
+            said = answered(partial(meeting.hear, self._hello()), seconds + 1.0)
+            refuse_others(said, self.names)
+            names = [each["machine"] for each in said]
+            self._identities = {(q, lane): each for one in said for q, lane, each in one["devices"]}
+            everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
+            here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[team.rank]]
+            self.beside = len(here)
+            self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
+            team.start(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
+            answered(partial(meeting.connect, team.add), seconds + 1.0)
+            self._ways = DeviceWays(store, self._limit)
+        except LostError as error:
+            team.lost(error)
+            raise peer_error(team, {}) from None
+
+    def _hello(self) -> dict[str, Any]:
+        """What the others must know of this process."""
+        same, devices = alike(self.plan, self.rank_of), identities_of(self, self.plan)
+        return {"same": same, "machine": machine(), "devices": devices}
+
+    def _doing(self) -> tuple[bool, str]:
+        """Is a lane in an action, and what all of them do; for the tables of others."""
+        if self._did is not None:
+            return self._did
+        if not self._executions:
+            return False, self._at
+        states = lane_states(self._executions)
+        return any(busy for busy, _ in states), "; ".join(words for _, words in states)
+
+    def _marks(self) -> tuple[Any, ...]:
+        """Changes whenever this rank gets on."""
+        return (self.runs, self._at, self._ways.moved(), *begun(self._executions))
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------------
+
+    def _tell(self, team: Team, error: BaseException, about: str = "") -> Failure:
+        """End the team by an error and tell all others. Returns the first failure, which may be another one."""
+        if not isinstance(error, Alarm):
+            team.fail(failure_of(error, team.rank, self.runs, about))
+        team.tell()
+        assert team.failure is not None
+        return team.failure
+
+    def _failed(self, error: BaseException, about: str = "") -> None:
+        """After an error: tell it to the others and end the team, or raise what one of theirs is here."""
+        team = self._team
+        if team is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
+            return
+        self.compared.forget()
+        failure = self._tell(team, error, about)
+        table = team.all_states() if failure.timed else {}
+        self._end_team()
+        if not (isinstance(error, Alarm) or failure.timed):
+            return
+        if table.get(team.rank, (False, ""))[0]:  # the others wait for this one
+            text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
+            raise RunTimeout(f"{text}\n{table_of(table, team.names)}") from None
+        if is_under_torchrun():
+            sleep(1.1)  # it blames who ends first, and counts in whole seconds
+        raise peer_error(team, table) from None

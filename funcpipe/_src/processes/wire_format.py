@@ -1,0 +1,362 @@
+"""Encode trees as bytes for other processes, and decode them: checked JSON, then memory. No pickle, no imports.
+
+A container travels as its kind and its children, a class as its module and name. Bytes make values of a class only if
+this process has sent the class, has had it in its trees, or has permitted it (`permit`). Tensors travel as size,
+strides and dtype, and their memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.border import LEAF, fills
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.plain_tensors import is_plain
+from funcpipe._src.core.tensor_layout import TensorLayout
+from funcpipe._src.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
+from funcpipe._src.processes.wire_classes import class_named, looked_up, name_of, permit
+
+
+@dataclass(frozen=True)
+class TreeForm:
+    """What some leaves and their structure are, without the numbers of tensors.
+
+    Attributes:
+        spec: the structure; `LEAF` for a row of gradients, which have none.
+        leaves: a `TensorLayout` in place of each tensor.
+        flags: one for each leaf, or none.
+        shared: the numbers of the leaves that shared memory where they come from; see `Border`.
+    """
+
+    spec: Spec
+    leaves: tuple[Any, ...]
+    flags: tuple[bool, ...]
+    shared: tuple[int, ...] = ()
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor in the order in which they lie."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
+    flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(-1).view(torch.uint8)
+
+
+def sendable(leaf: Any) -> Any:
+    """A leaf as it travels: tensors plain, detached, dense. Raises PlanError for what cannot travel."""
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach().resolve_conj().resolve_neg()
+        if not is_plain(leaf):
+            raise PlanError(
+                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
+                "tensors on"
+            )
+        if leaf.storage_offset() == 0 and (leaf.is_contiguous() or fills(leaf)):
+            return leaf
+        return leaf.clone(memory_format=torch.contiguous_format)
+    _coded(leaf)
+    return leaf
+
+
+def form_of(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> TreeForm:
+    """The form of leaves that are `sendable`."""
+    return TreeForm(spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared))
+
+
+def form_key(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> Any:
+    """What equal forms have in common, and only these: to look them up by."""
+    return (
+        spec,
+        tuple(shared),
+        *flags,
+        *[
+            (type(leaf), repr(leaf)) if not isinstance(leaf, Tensor) else (leaf.shape, leaf.stride(), leaf.dtype)
+            for leaf in leaves
+        ],
+    )
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def pack_form(form: TreeForm) -> bytes:
+    """A form as bytes. Raises PlanError for containers and leaves that cannot travel."""
+    row = form.spec == LEAF and len(form.leaves) != 1
+    skeleton = None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
+    return json.dumps([skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared]).encode()
+
+
+def unpack_form(data: bytes) -> TreeForm:
+    """The form that was packed. Raises PlanError for what was not."""
+    return _unpacked_form(data, class_named, _DECODERS)
+
+
+def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
+    try:
+        structure, leaves, flags, shared = json.loads(data)
+        values = [_decoded(leaf, decoders) for leaf in leaves]
+        numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
+        if [*map(int, numbers)] != [*range(len(values))] or not all(isinstance(flag, bool) for flag in flags):
+            raise ValueError("its leaves are out of order")
+        if any(type(number) is not int or not 0 <= number < len(values) for number in shared):
+            raise ValueError("it has no such leaves")
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"what came from another process is damaged, {type(error).__name__}: {error}") from error
+    return TreeForm(spec, tuple(values), tuple(flags), tuple(shared))
+
+
+_KNOWN = 64
+"""So many forms of whole trees are remembered, each way: processes say the same to each other, with other numbers."""
+
+
+class NumberLayout(NamedTuple):
+    """What stands in the form of a whole tree for a number, which goes with the memory of tensors.
+
+    Attributes:
+        code: how `struct` writes it: "q" an int, "d" a float.
+    """
+
+    code: str
+
+
+_heads: dict[Any, bytes] = {}
+"""By `form_key`, forms of whole trees as bytes."""
+
+_BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
+
+
+def pack(tree: Tree) -> bytes:
+    """A whole tree as bytes: the length of its form, the form, its numbers and the memory of its tensors."""
+    leaves, spec = flatten(tree)
+    layouts, parts = list[Any](), list[bytes]()
+    for leaf in map(sendable, leaves):
+        code = "d" if type(leaf) is float else "q" if type(leaf) is int and -(2**63) <= leaf < 2**63 else ""
+        if code:
+            parts.append(struct.pack(f"<{code}", leaf))
+        elif isinstance(leaf, Tensor):
+            parts.append(memory(leaf.cpu()).numpy().tobytes())
+        layouts.append(_BY_CODE[code] if code else leaf)
+    key = form_key(layouts, spec, ())
+    head = _heads.get(key)
+    if head is None:
+        head = pack_form(form_of(layouts, spec, ()))
+        if len(_heads) >= _KNOWN:
+            _heads.clear()
+        _heads[key] = head
+    return b"".join([struct.pack("<q", len(head)), head, *parts])
+
+
+def unpack(data: bytes) -> Tree:
+    """The tree that was packed; its tensors have memory of their own. Raises PlanError for what was not."""
+    end = 8 + struct.unpack("<q", data[:8])[0] if len(data) >= 8 else -1
+    if not 8 <= end <= len(data):
+        raise PlanError(f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}")
+    form = _form_of(data[8:end])
+    leaves: list[Any] = []
+    for leaf in form.leaves:
+        if isinstance(leaf, (TensorLayout, NumberLayout)):
+            start, end = end, end + (leaf.nbytes if isinstance(leaf, TensorLayout) else 8)
+            if end > len(data):
+                raise PlanError("what came from another process is damaged: numbers are missing at its end")
+            leaf = _read(leaf, data[start:end])
+        leaves.append(leaf)
+    return unflatten(form.spec, leaves)
+
+
+def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:
+    """The number, or the tensor, that these bytes are."""
+    if isinstance(layout, NumberLayout):
+        return struct.unpack(f"<{layout.code}", data)[0]
+    tensor = layout.room()
+    if data:
+        memory(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return tensor
+
+
+@lru_cache(_KNOWN)
+def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
+    """The form of a whole tree, and the classes in it by name."""
+    classes: dict[str, type] = {}
+
+    def find(name: str) -> type:
+        classes[name] = found = class_named(name)
+        return found
+
+    return _unpacked_form(data, find, {**_DECODERS, "number": _BY_CODE.__getitem__}), classes
+
+
+def _form_of(data: bytes) -> TreeForm:
+    """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
+    form, classes = _known(data)
+    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a notebook cell redefined a class
+        _known.cache_clear()
+        form, _ = _known(data)
+    return form
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""Not getattr of torch: it imports some of its modules when they are asked for."""
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"{name} is no dtype")
+    return _DTYPES[name]
+
+
+_AS_THEY_ARE = (type(None), bool, int, str)
+_CODES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),
+    "complex": (
+        complex,
+        lambda value: [value.real.hex(), value.imag.hex()],
+        lambda pair: complex(*map(float.fromhex, pair)),
+    ),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "dtype": (torch.dtype, str, _dtype),
+    "device": (torch.device, str, torch.device),
+    "size": (torch.Size, list, torch.Size),
+}
+"""Leaves besides those that JSON has: how each is written and read."""
+
+
+def _coded(leaf: Any) -> Any:
+    """A leaf for JSON."""
+    if type(leaf) in _AS_THEY_ARE:
+        return leaf
+    if isinstance(leaf, TensorLayout):
+        return {"tensor": [list(leaf.size), list(leaf.strides), str(leaf.dtype)]}
+    if isinstance(leaf, NumberLayout):
+        return {"number": leaf.code}
+    for name, (kind, write, _) in _CODES.items():
+        if type(leaf) is kind:
+            return {name: write(leaf)}
+    raise PlanError(
+        f"a {type(leaf).__name__} cannot go to another process: between stages that lie in different ones, in losses' "
+        "aux and in ties there are tensors, numbers, strings and None, in containers"
+    )
+
+
+def _layout(value: Any) -> TensorLayout:
+    size, strides = (tuple(map(int, numbers)) for numbers in value[:2])
+    if len(size) != len(strides) or min((*size, *strides), default=0) < 0:
+        raise ValueError(f"no tensor has size {size} and strides {strides}")
+    layout = TensorLayout(size, strides, _dtype(value[2]))
+    if not fills(torch.empty_strided(size, strides, dtype=layout.dtype, device="meta")):
+        raise ValueError(f"a tensor of size {size} and strides {strides} has gaps")
+    return layout
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tensor": _layout,
+    **{name: read for name, (_, _, read) in _CODES.items()},
+}
+
+
+def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS) -> Any:
+    """The leaf that was coded."""
+    if type(leaf) in _AS_THEY_ARE:
+        return leaf
+    ((name, value),) = leaf.items()
+    return decoders[name](value)
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+class _Number(int):
+    """The number of a leaf, in its place in a tree."""
+
+
+def _structure(node: Any) -> Any:
+    """A container for JSON, leaves by their numbers."""
+    kind = type(node)
+    if kind is _Number:
+        return int(node)
+    if kind in (list, tuple):
+        return [kind.__name__, [_structure(child) for child in node]]
+    if kind is deque:
+        return ["deque", [_structure(child) for child in node], node.maxlen]
+    if kind in (dict, OrderedDict):
+        return [kind.__name__, [[_coded(key), _structure(child)] for key, child in node.items()]]
+    if kind is defaultdict:
+        raise PlanError("a defaultdict cannot go to another process, since its factory cannot; hand a dict on")
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return ["named", name_of(kind), [_structure(child) for child in node]]
+    children, kept = take_apart(node)
+    return ["class", name_of(kind), [_structure(child) for child in children], _plain(kept)]
+
+
+def _built(code: Any, find: Callable[[str], Any]) -> Any:
+    """The container of a code."""
+    if isinstance(code, int):
+        return _Number(code)
+    kind, *rest = code
+    match kind:
+        case "list":
+            return [_built(child, find) for child in rest[0]]
+        case "tuple":
+            return tuple([_built(child, find) for child in rest[0]])
+        case "deque":
+            return deque([_built(child, find) for child in rest[0]], rest[1])
+        case "dict" | "OrderedDict":
+            pairs = [(_decoded(key), _built(child, find)) for key, child in rest[0]]
+            return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+        case "named":
+            made = find(rest[0])
+            if not (issubclass(made, tuple) and hasattr(made, "_fields")):
+                raise ValueError(f"{rest[0]} is no named tuple here")
+            return made(*[_built(child, find) for child in rest[1]])
+        case "class":
+            put_together = put_together_by(find(rest[0]))
+            if put_together is None:
+                raise ValueError(f"{rest[0]} is no container here")
+            return put_together(_unplain(rest[2], find), [_built(child, find) for child in rest[1]])
+        case _:
+            raise ValueError(f"{kind!r} is no container")
+
+
+def _plain(kept: Any) -> Any:
+    """What a class keeps besides its children, for JSON."""
+    if type(kept) in (list, tuple):
+        return [type(kept).__name__, [_plain(part) for part in kept]]
+    if type(kept) is dict:
+        return ["dict", [[_plain(key), _plain(part)] for key, part in kept.items()]]
+    if isinstance(kept, type):
+        return ["type", name_of(kept)]
+    return ["leaf", _coded(str(kept) if isinstance(kept, str) else kept)]
+
+
+def _unplain(code: Any, find: Callable[[str], Any]) -> Any:
+    kind, value = code
+    match kind:
+        case "list":
+            return [_unplain(part, find) for part in value]
+        case "tuple":
+            return tuple([_unplain(part, find) for part in value])
+        case "dict":
+            return {_unplain(key, find): _unplain(part, find) for key, part in value}
+        case "type":
+            return find(value)
+        case "leaf":
+            return _decoded(value)
+        case _:
+            raise ValueError(f"{kind!r} is nothing that a class keeps")
+
+
+permit(TensorLayout)

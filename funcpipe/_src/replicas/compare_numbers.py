@@ -1,0 +1,105 @@
+"""Compare the initial numbers of replicas and of tied leaves between processes.
+
+Every process makes its own model. If one process has another seed, or alone has read a checkpoint, it trains another
+model. Gradients are summed all the same, so no error would show. funcpipe sends no numbers: it cannot know which
+process is right, and parameters belong to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from funcpipe._src.core.errors import RanksError, bullets, raise_all
+from funcpipe._src.core.tree import Tree, flatten, locations
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.engine.part import PlanPart
+from funcpipe._src.replicas.same_numbers import ComparedLeaves, Digests, digest_of, digests_of
+from funcpipe._src.replicas.sharded import ShardedParams
+from funcpipe._src.stages.trainable import resolve_ties
+
+_MOST_FAULTS = 8
+
+
+def compare_numbers(
+    part: PlanPart, plan: Plan, trees: Sequence[Tree], states: Sequence[Tree], spread: Mapping[int, ShardedParams]
+) -> None:
+    """Compare the numbers of parameters and state with other processes. Raises RanksError."""
+    groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
+    places = {stage: locations(trees[stage], f"params[{stage}]") for stage in part.stages}
+    tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
+    digests: dict[str, str] = {}
+    for stage in sorted(part.stages):
+        cuts = spread[stage].cuts if stage in spread else {}
+        wanted = None if part.replicas > 1 else {place for row in tied for place in row}
+        digests |= {**digests_of(trees[stage], f"params[{stage}]", cuts, wanted)}
+        digests |= {**digests_of(states[stage], f"state[{stage}]", {}, wanted)}
+    everyone = part.exchange("the numbers of parameters and state", (digests, tied))
+    refuse_different(everyone, part.replicas, part.names)
+    part.compared.settle()
+
+
+def compare_tied(
+    compared: ComparedLeaves,
+    trees: Sequence[Tree],
+    leaves: Sequence[Sequence[Any]],
+    ties: Sequence[Sequence[tuple[int, int]]],
+) -> None:
+    """Compare the numbers of tied leaves of one process that are separate tensors. Raises PlanError."""
+    apart = [group for group in ties if len({id(leaves[stage][leaf]) for stage, leaf in group}) > 1]
+    compared.begin()
+    if not apart or not compared.has_new(leaves[stage][leaf] for group in apart for stage, leaf in group):
+        return
+    faults: list[str] = []
+    for group in apart:
+        places = [locations(trees[stage], f"params[{stage}]")[leaf] for stage, leaf in group]
+        numbers = [digest_of(leaves[stage][leaf]) for stage, leaf in group]
+        faults += [
+            f"{place} has other numbers than {places[0]}"
+            for place, each in zip(places, numbers, strict=True)
+            if each != numbers[0]
+        ]
+    raise_all("leaves that are tied are one parameter, so give all of them the same numbers:", faults)
+    compared.settle()
+
+
+def refuse_different(
+    everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], replicas: int, names: Sequence[str]
+) -> None:
+    """Raise RanksError where replicas, or tied leaves, have different numbers.
+
+    Args:
+        everyone: for every process, replica by replica and by rank, its digests, and the places of its leaves of each
+            tie.
+        replicas: the number of replicas.
+        names: the name of each process in errors.
+    """
+    told, size = [digests for digests, _ in everyone], len(everyone) // replicas
+    ties = [[*dict.fromkeys(place for row in rows for place in row)] for rows in zip(*[ties for _, ties in everyone])]
+    faults: list[str] = []
+    for number, mine in enumerate(told[size:], size):
+        first = told[number % size]
+        faults += [
+            f"{place}: {names[number]} has other numbers than {names[number % size]}"
+            for place, digest in mine.items()
+            if first.get(place, digest) != digest
+        ]
+    for places in ties:
+        # The first replica is enough: differences of other replicas are listed above.
+        members = [
+            (place, each[place], names[rank])
+            for place in places
+            for rank, each in enumerate(told[:size])
+            if place in each
+        ]
+        faults += [
+            f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, and they are tied"
+            for place, digest, name in members[1:]
+            if digest != members[0][1]
+        ]
+    if faults:
+        title = (
+            "the processes do not begin with the same numbers; call torch.manual_seed(0) in all of them before the model "
+            "is made, or fp.load the same checkpoint in all of them before the first run:"
+        )
+        raise RanksError(bullets(title, faults, _MOST_FAULTS))

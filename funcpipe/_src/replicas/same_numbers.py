@@ -1,0 +1,108 @@
+"""Hash the numbers of parameters and state, and record which parameters were compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeAlias
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from funcpipe._src.core.plain_tensors import is_plain
+from funcpipe._src.core.torch_names import version
+from funcpipe._src.core.tree import Tree, flatten, locations
+from funcpipe._src.processes.peer import memory_view
+from funcpipe._src.replicas.replicas import Sharding, here
+
+Digests: TypeAlias = Mapping[str, str]
+"""By the place of a tensor, as Python would write it, a hash of its numbers."""
+
+_TWICE = 2
+"""In so many runs that follow each other new leaves are compared. Who makes new ones in every step computes them of those."""
+
+
+class ComparedLeaves:
+    """Records which parameter leaves a run has compared. So each leaf is compared once, and later runs pay nothing."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, ReferenceType[Tensor]] = {}
+        self._new: list[Tensor] = []
+        self._in_a_row = 0
+
+    def begin(self) -> None:
+        """Begin a run, with no leaves to compare yet."""
+        self._new = []
+
+    def has_new(self, leaves: Iterable[Any]) -> bool:
+        """Return whether there are leaves to compare. Of runs that are prepared together, only the first compares."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        new = [leaf for leaf in tensors if (known := self._known.get(id(leaf))) is None or known() is not leaf]
+        if not new:
+            self._in_a_row = 0
+        if not new or self._new or self._in_a_row >= _TWICE:
+            return False
+        self._new = new
+        return True
+
+    def settle(self) -> None:
+        """Record that the new leaves were compared and are equal everywhere."""
+        self._known = {key: each for key, each in self._known.items() if each() is not None}
+        self._known |= {id(leaf): ref(leaf) for leaf in self._new}
+        self._in_a_row += bool(self._new)
+        self._new = []
+
+    def forget(self) -> None:
+        """Compare all leaves again in the next run: one process may have stepped while another one failed."""
+        self.__init__()
+
+
+class Whole:
+    """The hashes of whole tensors, by the part that `place` has kept."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
+
+    def keep(self, part: Tensor, whole: Tensor) -> None:
+        """Record the hash of the whole tensor."""
+        self._digests = {key: each for key, each in self._digests.items() if each[0]() is not None}
+        self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
+
+    def digest(self, part: Tensor) -> str:
+        """Return the hash of the whole; "" if unknown, or if the part was written to since (by a checkpoint, say)."""
+        kept, written, digest = self._digests.get(id(part), (None, 0, ""))
+        return digest if kept is not None and kept() is part and version(here(part.detach())) == written else ""
+
+
+whole = Whole()
+
+
+def digest_of(leaf: Any) -> str:
+    """Hash the numbers of a tensor; "" where they cannot be read."""
+    if not isinstance(leaf, Tensor):
+        return ""
+    own = here(leaf.detach())
+    if not is_plain(own) or own.is_meta:
+        return ""
+    own = own.resolve_conj().resolve_neg().contiguous().cpu()
+    digest = hashlib.blake2b(f"{tuple(own.shape)} {own.dtype}".encode(), digest_size=8)
+    if own.numel():
+        digest.update(memory_view(own))
+    return digest.hexdigest()
+
+
+def digests_of(
+    tree: Tree, root: str, cuts: Mapping[int, Sharding | None], wanted: Collection[str] | None = None
+) -> Digests:
+    """Hash the tensors of a tree at the ``wanted`` places (None: all).
+
+    For tensors that are cut over replicas, hash the whole.
+    """
+    digests: dict[str, str] = {}
+    for number, (place, leaf) in enumerate(zip(locations(tree, root), flatten(tree)[0], strict=True)):
+        if wanted is not None and place not in wanted:
+            continue
+        digest = whole.digest(leaf) if cuts.get(number) is not None else digest_of(leaf)
+        if digest:
+            digests[place] = digest
+    return digests

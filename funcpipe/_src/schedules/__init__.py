@@ -1,0 +1,1 @@
+"""Families of schedules, transformations, the check, formats. Numbers only: no torch."""

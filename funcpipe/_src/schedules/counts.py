@@ -1,0 +1,98 @@
+"""Counts that users give: positive whole numbers, checked together, and shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from operator import index
+from typing import Any, NamedTuple, cast
+
+from funcpipe._src.core.errors import ScheduleError, raise_all
+
+
+class ScheduleCounts(NamedTuple):
+    """The counts of a schedule."""
+
+    stages: int
+    microbatches: int
+    devices: int
+    slices: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """How many slices the batch has, or microbatches where these are whole."""
+        return self.microbatches * self.slices
+
+
+def counted(arguments: Mapping[str, Any], faults: list[str], *, optional: str = "") -> dict[str, int]:
+    """The counts as ints, by name; what is no positive whole number is added to the faults.
+
+    Args:
+        arguments: as users gave them.
+        faults: a list to add to.
+        optional: the name of the one that may be None, and is left out then.
+    """
+    counts: dict[str, int] = {}
+    for name, value in arguments.items():
+        if value is None and name == optional:
+            continue
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            counts[name] = index(cast("Any", value))
+        except TypeError:
+            faults.append(f"{name} is a whole number; got {value!r}")
+            continue
+        if counts[name] <= 0:
+            faults.append(f"{name} is positive; got {value}")
+    return counts
+
+
+def schedule_counts(
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int | None,
+    *,
+    num_slices: int = 1,
+    looped: bool = False,
+    folded: bool = False,
+    share: int = 1,
+) -> ScheduleCounts:
+    """The counts as ints; all faults of them in one message.
+
+    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
+    """
+    faults: list[str] = []
+    arguments = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_devices": num_devices,
+        "num_slices": num_slices,
+    }
+    counts = counted(arguments, faults, optional="num_devices")
+    stages, devices = counts.get("num_stages", 0), counts.get("num_devices", 0)
+    if stages > 0 and num_devices is None:
+        devices = stages // share if stages % share == 0 else stages
+    if 0 < stages < devices:
+        faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
+    elif looped and stages > 0 and devices > 0 and stages % devices:
+        divisors = [d for d in range(1, stages + 1) if stages % d == 0]
+        faults.append(
+            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} "
+            f"devices; take num_devices from {divisors}"
+        )
+    elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
+        remedy = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
+        faults.append(
+            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
+            f"devices; {remedy}"
+        )
+    raise_all("no such schedule:", faults, ScheduleError)
+    return ScheduleCounts(stages, counts["num_microbatches"], devices, counts["num_slices"])
+
+
+def blocks(count: int, parts: int) -> list[range]:
+    """Neighbours for each part, as equal as can be."""
+    size, larger = divmod(count, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]

@@ -1,0 +1,203 @@
+"""Squeeze repeated blocks: lay one microbatch out in slots, repeat it every six, fill in W, move up what can.
+
+How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two stages, one on the way
+down and one on the way up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, repeat, zip_longest
+from operator import sub
+
+from funcpipe._src.data.schedule import Action, Kind
+
+Lane = list[int]
+"""What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are many of them."""
+
+Block = tuple[int, int, int, int]
+"""The slots of microbatch 0 on a device, of its words 0 to 3."""
+
+BLOCK = 6
+"""Slots that one microbatch takes on a device: one each of the words below."""
+
+FREE = -1
+
+_KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
+"""Words: forward down, forward up, I up, I down, W up, W down. The W of an I is two words later."""
+
+_CHANGE = (1, 1, 0, 0, -1, -1)
+"""By word, its change in the number of residuals, where I frees nothing."""
+
+_FROM = (-1, 1, -1, 1)
+"""By word, the offset of the device whose same word it waits for; at an end of the V: its own device's word before."""
+
+_I, _W = 2, 4
+"""The first words of I and W."""
+
+_NEVER = 10**9
+
+
+def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
+    """One block a device, repeated every six slots; W in the first free slots after their I."""
+    lanes: list[Lane] = []
+    for block in blocks:
+        lane = [FREE] * (max(block) + BLOCK * (microbatches - 1) + 1)
+        for word, start in enumerate(block):
+            lane[start : start + BLOCK * microbatches : BLOCK] = range(word, word + BLOCK * microbatches, BLOCK)
+        lanes.append(_fill(lane))
+    return lanes
+
+
+def most_held(lanes: Sequence[Lane]) -> int:
+    """The most residuals of a stage that any device holds, from F to W."""
+    return max(max(accumulate(_changes(lane))) for lane in lanes)
+
+
+def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
+    """The orders of `repeated` blocks when all that can has moved up, twice; at most ``ceiling`` residuals a device.
+
+    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders repeat, as they must.
+    """
+    moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
+    last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
+    moved = _squeeze(moved, ceiling, drain=last)
+    orders = [_lengthened([code for code in lane if code != FREE], more) for lane in moved]
+    return tuple(tuple(_actions(codes, device, 2 * len(lanes) - 1 - device)) for device, codes in enumerate(orders))
+
+
+def steady(block: Callable[[int, int], Block], devices: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """`squeezed` blocks under the memory that they have by themselves, worked out for as few microbatches as will do.
+
+    With no memory to spare the orders of D devices repeat from one microbatch to the next by the time that ``2 D + 4``
+    are on their way, if not before.
+    """
+    sample = min(microbatches, 2 * devices + 4)
+    lanes = repeated(sample, [block(device, devices) for device in range(devices)])
+    return squeezed(lanes, most_held(lanes), more=microbatches - sample)
+
+
+def _lengthened(codes: list[int], more: int) -> list[int]:
+    """An order with so many microbatches more, put in where it repeats for longest."""
+    if not more:
+        return codes
+    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))  # is it the next microbatch's, six places on?
+    end = same.index(max(same.split(b"\0"), key=len)) + BLOCK
+    rounds = zip(*(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end]))
+    return [*codes[:end], *chain.from_iterable(rounds), *(code + BLOCK * more for code in codes[end:])]
+
+
+def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
+    words = [code % BLOCK for code in codes]
+    stages = (down, up, up, down, up, down)
+    numbers = [code // BLOCK for code in codes]
+    fields = zip(map(_KINDS.__getitem__, words), map(stages.__getitem__, words), numbers, repeat(None))
+    return map(tuple.__new__, repeat(Action), fields)  # two thirds of the time of Action(...)
+
+
+def _fill(lane: Lane) -> Lane:
+    """A lane with the same F and I, and W in the first free slots, in the order of their I."""
+    filled: Lane = []
+    owed: list[int] = []
+    done = 0
+    for code in lane:
+        word = code % BLOCK
+        if word < _W:  # FREE is not
+            filled.append(code)
+            if word >= _I:
+                owed.append(code + 2)
+        elif done < len(owed):
+            filled.append(owed[done])
+            done += 1
+        else:
+            filled.append(FREE)
+    return filled + owed[done:]
+
+
+def _changes(lane: Lane) -> list[int]:
+    """The change of each slot in the number of residuals held."""
+    return [0 if code == FREE else _CHANGE[code % BLOCK] for code in lane]
+
+
+def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
+    """Move every action up to the first slot that it can have: free, after what it reads, memory within the ceiling.
+
+    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come
+    later: no action waits for a W.
+    """
+    moved = [list(lane) for lane in lanes]
+    free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
+    changes = [_changes(lane) for lane in lanes]
+    residuals = [0] * len(lanes)  # of each device before the slot that it has come to
+    placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
+    for slot, column in enumerate(zip_longest(*lanes, fillvalue=FREE)):
+        late = slot > drain
+        for device, code in enumerate(column):
+            if code == FREE:
+                continue
+            word, slot_of = code % BLOCK, placed[device]
+            change = _CHANGE[word]
+            if word >= _W:
+                if late:  # its slot is for the taking; `_fill` finds it another
+                    residuals[device] += change
+                    continue
+                ready = slot_of[code - 2] + 1
+            elif 0 <= device + _FROM[word] < len(lanes):
+                ready = placed[device + _FROM[word]][code] + 1
+            else:
+                ready = slot_of[code - 1] + 1 if word else 0
+            if code >= BLOCK and slot_of[code - BLOCK] >= ready:
+                ready = slot_of[code - BLOCK] + 1
+            best = slot
+            if late:
+                best = _earliest(moved[device], residuals[device], ready, slot, room=ceiling - (change > 0))
+            elif ready < slot:
+                holes = free[device]
+                best = holes[bisect_left(holes, ready)]
+                if change > 0 and best < slot:
+                    full = _last_full(changes[device], residuals[device], best, slot, ceiling)
+                    best = holes[bisect_left(holes, full + 1)]
+            if best < slot:
+                lane = moved[device]
+                displaced = lane[best]
+                lane[slot], lane[best] = displaced, code
+                if displaced == FREE:
+                    holes = free[device]
+                    del holes[bisect_left(holes, best)]
+                    insort(holes, slot)
+                changes[device][slot] = 0 if displaced == FREE else -1
+                changes[device][best] = change
+            slot_of[code] = best if best < slot else slot
+            residuals[device] += change
+    return [_fill([FREE if code % BLOCK >= _W else code for code in lane]) for lane in moved]
+
+
+def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
+    """The last slot from ``first`` to before another at whose end a device holds all it may; ``first - 1``: none."""
+    span = changes[first + 1 : slot]
+    if residuals + span.count(-1) < ceiling:
+        return first - 1
+    levels = list(accumulate(reversed(span), sub, initial=residuals))
+    return slot - 1 - levels.index(ceiling) if ceiling in levels else first - 1
+
+
+def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
+    """The first slot from ``ready`` up to ``slot``, its own, that an action could have; at most ``room`` are held.
+
+    A free one, or that of a W, where one residual more has room; ``residuals``: held just before ``slot``.
+    """
+    best, peak = slot, 0
+    for early in range(slot - 1, ready - 1, -1):
+        if residuals > room:
+            break
+        peak = max(peak, residuals)
+        occupant = lane[early]
+        if occupant == FREE:
+            best = early
+            continue
+        change = _CHANGE[occupant % BLOCK]
+        if change < 0 and peak < room:
+            best = early
+        residuals -= change
+    return best

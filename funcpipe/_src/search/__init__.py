@@ -1,0 +1,1 @@
+"""Search a schedule under limits of memory: moves, bounds, an exact solver."""

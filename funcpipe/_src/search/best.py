@@ -1,0 +1,252 @@
+"""The best schedule that a search has found so far, and how short any could be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from random import Random
+
+from funcpipe._src.core.errors import FuncpipeError, ScheduleError
+from funcpipe._src.data.cost import per_stage
+from funcpipe._src.data.result import Timeline
+from funcpipe._src.data.schedule import Schedule
+from funcpipe._src.schedules.clock import coded
+from funcpipe._src.schedules.memory import residual_peak
+from funcpipe._src.schedules.pairing import pair, unpair
+from funcpipe._src.search.bounds import LowerBound, lower_bound
+from funcpipe._src.search.exact import solve
+from funcpipe._src.search.found import Found
+from funcpipe._src.search.offload_to_fit import offload_to_fit
+from funcpipe._src.search.polish import Bench, OrderedLane, polish
+from funcpipe._src.search.problem import ROUNDING, Budget, Problem, as_schedule, gap_of
+from funcpipe._src.search.starting_points import fused, starting_points
+from funcpipe._src.search.windows import sharpened
+from funcpipe._src.view.simulate import simulate
+
+_WRONG = 1e-6
+_POLISHED = 20_000
+"""The most actions of a schedule whose single actions are moved; with more that takes too long."""
+_STEP = 100
+"""So many evaluations take about as long as one such step."""
+
+
+class Best:
+    """The best schedule so far, and by how much the others missed the memory limit.
+
+    Attributes:
+        problems: no schedule is shorter than the shortest of all of them; with their ``bounds``.
+    """
+
+    def __init__(self, problems: Sequence[Problem], budget: Budget) -> None:
+        self.problems, self.budget = problems, budget
+        self.bounds = [*map(lower_bound, problems)]
+        self.value = inf
+        self.problem: Problem | None = None
+        self.schedule: Schedule | None = None
+        self._timeline: Timeline | None = None
+        self._benches: dict[int, Bench] = {}
+        self.source = ""
+        self.cut = False
+        """Whether what to begin with, or the solver, ran out of time."""
+        self.least = inf
+        """The least memory above the limit that anything needed."""
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the best schedule; it costs much more than its times, so it is made when it is wanted."""
+        if self._timeline is None and self.problem is not None and self.schedule is not None:
+            self._timeline = simulate(self.schedule, self.problem.cost)
+        return self._timeline
+
+    @property
+    def bound(self) -> float:
+        """The lower bound of all placements together."""
+        return self.least_bound.value
+
+    @property
+    def least_bound(self) -> LowerBound:
+        """The bound of the placement that could be the shortest."""
+        return min(self.bounds, key=lambda bound: bound.value)
+
+    def look(self) -> tuple[float | None, float | None]:
+        """The best value and its gap, where there is one."""
+        return (None, None) if self.value == inf else (self.value, gap_of(self.value, self.bound))
+
+    @property
+    def done(self) -> bool:
+        """Is the best schedule as short as the lower bound."""
+        return self.value <= self.bound * (1 + ROUNDING)
+
+    def begin(self, problems: Sequence[Problem], budget: Budget | None = None) -> None:
+        """Offer what a search begins with: the published schedules."""
+        budget = budget or self.budget
+        self.budget.told.phase("published")
+        for problem in problems:
+            for source, schedule in starting_points(problem):
+                self.offer(problem, schedule, source)
+                self.cut |= budget.late
+                if self.done or budget.late:
+                    break
+
+    def offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
+        """Time a schedule, and the variants that the problem allows; keep the best that fits."""
+        bare = unpair(schedule)
+        self._offer(problem, bare, source)
+        whole = fused(problem, bare)
+        if whole is not None:
+            self._offer(problem, whole, source)
+        if problem.cost.hides:
+            for order in (bare, whole):
+                if order is not None and order.has_backward:
+                    self._offer(problem, pair(order), source)
+            if schedule.pairs:
+                self._offer(problem, schedule, source)
+
+    def _offer(self, problem: Problem, schedule: Schedule, source: str) -> None:
+        self.budget.spend()
+        bench = self._benches.get(id(problem))
+        if bench is None:
+            bench = self._benches[id(problem)] = Bench(problem)
+        joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
+        score = bench.score(coded(schedule.orders, problem.num_slices), joined)
+        if score is None or score.value >= self.value * (1 - ROUNDING):
+            return
+        value, timeline = score.value, None
+        peaks = self._peaks(problem, schedule)
+        if not problem.fits(peaks):
+            excess = max(peak - limit for peak, limit in zip(peaks, problem.limits, strict=True))
+            self.least = min(self.least, excess)
+            relieved = (
+                offload_to_fit(problem, schedule, lambda candidate: self._time(problem, candidate), self.budget)
+                if problem.offload
+                else None
+            )
+            if relieved is None:
+                return
+            schedule, timeline = relieved, self._time(problem, relieved)
+            value = problem.value(timeline)
+            if value >= self.value * (1 - ROUNDING) or not problem.fits(timeline.peak):
+                return
+        self.value, self.problem, self.source = value, problem, source
+        self.schedule, self._timeline = schedule, timeline
+
+    def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
+        """The most memory of each device. Of residuals that stay it hangs on the order alone, not on times."""
+        if _handed(problem) or problem.offload:
+            return simulate(schedule, problem.cost).peak
+        return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
+
+    def _time(self, problem: Problem, schedule: Schedule) -> Timeline:
+        self.budget.spend()
+        return simulate(schedule, problem.cost)
+
+    def tight(self, problem: Problem) -> Problem:
+        """The problem where only residuals count as memory: what else lies on the devices is taken off the limits."""
+        limits = problem.limits
+        if self.schedule is not None and self.problem is problem and not problem.offload and _handed(problem):
+            peaks = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
+            totals = self._peaks(problem, self.schedule)
+            others = [max(0.0, total - peak) for total, peak in zip(totals, peaks, strict=True)]
+            limits = tuple(limit - other for limit, other in zip(limits, others, strict=True))
+        return replace(problem, limits=limits, offload=False)
+
+    def variants(self, problem: Problem) -> list[Problem]:
+        """The problems that rules are searched for: without remat too, and without limits where offload is allowed."""
+        tight = self.tight(problem)
+        without_remat = [replace(tight, remat=False)] if problem.remat else []
+        without_limits = [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
+        return [*without_remat, tight, *without_limits]
+
+    def polish(self, rng: Random, share: float) -> None:
+        """Move single actions of the best schedule, for a share of the remaining budget; the bounds get the rest."""
+        problem, schedule = self.problem, self.schedule
+        if problem is None or schedule is None or too_many(problem) or self.done:
+            return
+        self.budget.told.phase("moves")
+        part = self.budget.part(share, of_seconds=0.9 * share)
+        lanes: list[OrderedLane] = []
+        for order, actions in zip(schedule.orders, coded(schedule.orders, problem.num_slices), strict=True):
+            joined = schedule.joined(order)
+            lanes.append(OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
+        bench = Bench(replace(self.tight(problem), offload=problem.offload))
+        for better in polish(bench, lanes, rng, part, good=self.bound):
+            actions = (lane.actions for lane in better)
+            moved = as_schedule(actions, schedule.name, problem.num_slices)
+            pairs = {(o[at], o[at + 1]) for o, lane in zip(moved.orders, better, strict=True) for at in lane.joined}
+            self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
+
+    def sharpen(self, *, steps: int) -> None:
+        """Raise bounds of placements that could have something shorter; a search of few evaluations does so less."""
+        steps = min(steps, self.budget.most // _STEP)
+        for number, problem in enumerate(self.problems):
+            bound = self.bounds[number]
+            self.budget.told.phase("bounds")
+            if bound.value < self.value < inf:
+                computing = problem.computing
+                value = sharpened(computing, bound.value, self.value, lambda: self.budget.late, steps=steps)
+                if value > bound.value * (1 + ROUNDING):
+                    self.bounds[number] = LowerBound(value, "the orders that memory and ways leave to the devices")
+
+    def prove(self, problems: Sequence[Problem], seed: int) -> None:
+        """Solve every placement that is small enough; a proof raises its bound."""
+        for number, problem in enumerate(problems):
+            if self.done:
+                return
+            self.budget.told.phase("proof")
+            hint = self.timeline if self.problem is problem else None
+            seconds = self.budget.left / (len(problems) - number)
+            for solved in solve(problem, hint, seconds=seconds, seed=seed):
+                self.cut = self.cut or solved.late
+                if solved.orders is not None:
+                    self.offer(problem, Schedule(solved.orders, "search"), "exact")
+                if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
+                    raise FuncpipeError(
+                        f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "
+                        "please report it with the cost"
+                    )
+                if solved.bound > self.bounds[number].value:
+                    self.bounds[number] = LowerBound(min(self.value, solved.bound), "a proof by the solver")
+                if self.done:
+                    return
+
+    def found(self) -> Found:
+        """The result of the search. Raises ScheduleError."""
+        if self.schedule is None or self.timeline is None:
+            raise _too_little(self.problems, self.least, cut=self.budget.late)
+        ended = (
+            "bound" if self.done else "seconds" if self.budget.cut or self.budget.late or self.cut else "evaluations"
+        )
+        return Found(
+            self.schedule,
+            self.timeline,
+            self.problems[0].objective,
+            *self.least_bound,
+            self.source,
+            self.budget.evaluations,
+            ended,
+        )
+
+
+def too_many(problem: Problem) -> bool:
+    """Are there too many actions to move single ones."""
+    return problem.num_actions > _POLISHED
+
+
+def _handed(problem: Problem) -> bool:
+    """Does what stages hand to each other count as memory."""
+    return bool(problem.cost.skips) or any(per_stage(problem.cost.output, problem.num_stages))
+
+
+def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:
+    limit = min(problems[0].limits)
+    ways = [word for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload)) if not on]
+    remedy = f", allow {' or '.join(ways)}" if ways else ""
+    shortage = f"the least that was found needs {least:.6g} more" if isfinite(least) else "rules came to a standstill"
+    if cut:
+        shortage = f"the time was over before everything was tried (so far {shortage})"
+        remedy = f", more seconds{remedy}"
+    return ScheduleError(
+        f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more devices, smaller "
+        f"microbatches{remedy}, or a higher limit"
+    )

@@ -1,0 +1,139 @@
+"""Times that no schedule can beat, whatever the order: work, chains of microbatches, memory.
+
+Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what
+waits for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its
+first start to its last end, then for the makespan by adding what must happen before that start. They are sums, for problems of
+any size; `windows` looks at all actions of smaller ones, and proves more.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from funcpipe._src.search.problem import ROUNDING, Problem
+from funcpipe._src.search.windows import windows_bound
+
+
+class LowerBound(NamedTuple):
+    """A time that no schedule can beat.
+
+    Attributes:
+        value: the time, in the unit of the cost.
+        binds: what there is too little of.
+    """
+
+    value: float
+    binds: str
+
+
+def lower_bound(problem: Problem) -> LowerBound:
+    """The largest of all bounds; of equal ones the first, so work goes before memory, and what is simple before the rest."""
+    there_and_back = LowerBound(_way(problem), "the way of a microbatch through all stages and back")
+    problem = problem.computing
+    heads = _heads(problem)
+    bounds: list[LowerBound] = []
+    for device in range(problem.num_devices):
+        if not problem.local[device]:
+            continue
+        spans = [
+            LowerBound(problem.work[device], f"the work of device {device}"),
+            LowerBound(*_chains(problem, device)),
+        ]
+        if not problem.remat and not problem.offload:
+            spans += [
+                LowerBound(_warm_up(problem, device), f"the memory of device {device}, until its first gradient comes"),
+                LowerBound(_area(problem, device), f"the memory of device {device}, while gradients are on their way"),
+            ]
+        head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
+        bounds += [LowerBound(value + head, binds) for value, binds in spans]
+    value, device = windows_bound(problem)
+    bounds.append(LowerBound(value, f"the orders that memory and ways leave to device {device}"))
+    if problem.objective == "makespan":
+        bounds.append(there_and_back)
+    return max(bounds, key=lambda bound: bound.value, default=LowerBound(0.0, "nothing"))
+
+
+def _way(problem: Problem) -> float:
+    """A single microbatch: no action is shorter beside another one than alone."""
+    waits = sum(problem.waits[0]) + sum(problem.waits[1])
+    return sum(problem.forward) + sum(_backward(problem)) + waits
+
+
+def _heads(problem: Problem) -> list[float]:
+    """The earliest start of each stage's first forward."""
+    hops = problem.waits[0]
+    steps = [forward + hop for forward, hop in zip(problem.forward, hops, strict=True)]
+    return [0.0, *accumulate(steps)][: problem.num_stages]
+
+
+def _tails(problem: Problem) -> list[float]:
+    """For each stage the least time from the end of its backward to that of stage 0, without W."""
+    hops, backward = problem.waits[1], _backward(problem)
+    return [0.0, *accumulate(hop + time for hop, time in zip(hops[1:], backward, strict=False))]
+
+
+def _backward(problem: Problem) -> list[float]:
+    """The least time from the start of a stage's backward to the gradient that it hands on."""
+    return list(map(min, problem.inward, problem.whole_backward))
+
+
+def _chains(problem: Problem, device: int) -> tuple[float, str]:
+    """All microbatches pass through each later device between this one's first forward and its last backward.
+
+    The first comes there after the stages in between, and the last goes back through them.
+    """
+    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    first = problem.local[device][0]
+    closing = min(problem.inward[first] + problem.weight[first], problem.whole_backward[first]) - backward[first]
+    best, binds = 0.0, ""
+    for other in range(problem.num_devices):
+        beyond = [stage for stage in problem.local[other] if stage >= first]
+        if not beyond:
+            continue
+        through = problem.num_microbatches * sum(problem.forward[stage] + backward[stage] for stage in beyond)
+        chain = heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
+        if chain > best:
+            best, binds = chain, f"the work of device {other}, and the way there and back from device {device}"
+    return best, binds
+
+
+def _warm_up(problem: Problem, device: int) -> float:
+    """Before its first gradient comes, a device can do no more than the forwards whose residuals fit."""
+    limit, stages = problem.limits[device], problem.local[device]
+    first, last = stages[0], stages[-1]
+    room = limit
+    forward_time = 0.0
+    # The most forward time for the memory: first the stages with the most time for each unit of it.
+    for stage in sorted(stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)):
+        size = problem.residual[stage]
+        fitting = problem.num_microbatches if size == 0 else min(problem.num_microbatches, room / size * (1 + ROUNDING))
+        if len(stages) == 1:
+            fitting = int(fitting)
+        forward_time += fitting * problem.forward[stage]
+        room -= fitting * size
+    return problem.work[device] + max(0.0, _round_trip(problem, first, last) - forward_time)
+
+
+def _area(problem: Problem, device: int) -> float:
+    """A residual lies for its round trip; a device's memory holds so many of them at a time."""
+    limit = problem.limits[device]
+    if limit in (0.0, float("inf")):
+        return 0.0
+    total = sum(_lying(problem, stage, _round_trip(problem, stage, stage)) for stage in problem.local[device])
+    return problem.num_microbatches * total / limit
+
+
+def _lying(problem: Problem, stage: int, trip: float) -> float:
+    """The least memory that a residual of a stage occupies, times for how long, if its round trip takes so long."""
+    residual, rest = problem.residual[stage], problem.rest[stage]
+    split = residual * (trip + problem.inward[stage]) + rest * problem.weight[stage]
+    return min(split, residual * (trip + problem.whole_backward[stage]))
+
+
+def _round_trip(problem: Problem, first: int, last: int) -> float:
+    """From the start of a microbatch's F in one stage to the start of its backward in another, later or the same."""
+    heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
+    end = problem.num_stages - 1
+    turn = heads[end] + problem.forward[end] - heads[first]
+    return turn if last == end else turn + backward[end] + tails[end] - tails[last] - backward[last]

@@ -1,0 +1,90 @@
+"""Bring a schedule within its memory by moving residuals to the host while they wait: the longest waits first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from funcpipe._src.data.result import Timeline
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.schedules.transforms import inserted
+from funcpipe._src.search.problem import ROUNDING, Budget, Problem
+
+Timed = Callable[[Schedule], Timeline]
+
+
+def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
+    """Offload residuals until every device stays within its limit; None where that does not succeed.
+
+    Each round looks at the highest level of every device that holds too much, and sends away the residual that lies
+    there and is not needed for the longest time. It leaves straight after its forward and is back when its backward
+    starts.
+
+    Args:
+        problem: limits and costs.
+        schedule: a legal one.
+        time: simulates a schedule.
+        budget: gives up when its time is over.
+    """
+    away: set[Action] = set()
+    bare = schedule
+    while not budget.late:
+        timeline = time(schedule)
+        over = [device for device, peak in enumerate(timeline.peak) if peak > problem.limits[device] * (1 + ROUNDING)]
+        if not over:
+            return schedule
+        chosen = {place for device in over if (place := _longest(problem, timeline, device, away)) is not None}
+        if len(chosen) < len(over):
+            return None
+        away |= chosen
+        schedule = _insert(problem, bare, time(bare), away)
+    return None
+
+
+def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action]) -> Action | None:
+    """The forward whose residual waits for longest of those on a device when its memory is highest."""
+    steps = timeline.memory[device]
+    peak = max(level for _, level in steps)
+    moment = next(time for time, level in steps if level >= peak)
+    begins: dict[Action, float] = {}
+    best, wait = None, 0.0
+    for span in timeline.spans:
+        if span.device != device:
+            continue
+        kind, stage = span.action.kind, span.action.stage
+        place = span.action._replace(kind=Kind.F)
+        if kind is Kind.F:
+            begins[place] = span.end
+        elif kind in (Kind.R, Kind.O):
+            begins.pop(place, None)  # it is computed again, or away: there is nothing to move
+        elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
+            move = problem.cost.of(Kind.O, stage) / problem.num_slices
+            # The residual is away from the end of O to the start of L; the moment must lie between them.
+            if (
+                begins[place] + move <= moment < span.start - move + ROUNDING
+                and span.start - begins[place] - 2 * move > wait
+            ):
+                best, wait = place, span.start - begins[place] - 2 * move
+    return best
+
+
+def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
+    """A schedule with O after each F of ``away``, and L as late as it can be to end before the backward."""
+    starts = {span.action: span.start for span in timeline.spans}
+    orders: list[tuple[Action, ...]] = []
+    for order in bare.orders:
+        loads: dict[int, list[Action]] = {}
+        forwards = {action: position for position, action in enumerate(order) if action.kind is Kind.F}
+        link = float("inf")  # loads queue: each must be done before the next one begins
+        for position in reversed(range(len(order))):
+            action = order[position]
+            place = action._replace(kind=Kind.F)
+            if place not in away or action.kind not in (Kind.B, Kind.I):
+                continue
+            begin = link = min(link, starts[action]) - problem.cost.of(Kind.L, action.stage) / problem.num_slices
+            target = position
+            while target - 1 > forwards[place] and starts[order[target]] > begin:
+                target -= 1
+            loads.setdefault(target, []).insert(0, action._replace(kind=Kind.L))
+        leaves = {forwards[place]: [place._replace(kind=Kind.O)] for place in away if place in forwards}
+        orders.append(inserted(order, loads, leaves))
+    return bare.reordered(orders, f"{bare.name}+offload")

@@ -1,0 +1,105 @@
+"""Where a search begins: the published schedules, and the least that memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import signature
+from math import isfinite
+
+from funcpipe._src.core.errors import ScheduleError
+from funcpipe._src.data.schedule import Action, Kind, Schedule, action_of
+from funcpipe._src.schedules import families, v_shape
+from funcpipe._src.schedules.transforms import remat as rematted
+from funcpipe._src.search.forms import forms
+from funcpipe._src.search.problem import ROUNDING, Problem
+
+PUBLISHED: tuple[Callable[..., Schedule], ...] = (
+    families.zb_h2,
+    families.zero_bubble,
+    families.one_f_one_b,
+    families.eager_one_f_one_b,
+    families.interleaved,
+    families.looped_bfs,
+    families.fill_drain,
+    v_shape.zbv,
+    v_shape.v_half,
+    v_shape.v_min,
+    v_shape.dualpipe_v,
+)
+"""The families, the best guesses first."""
+_SMALL = 16
+"""The most devices for which an adaptive V is built; for more that takes seconds."""
+
+
+def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    """The published schedules for the forms of a problem; the best guesses first."""
+    for form, lift in forms(problem):
+        for source, schedule in _published(form):
+            yield source, lift(schedule)
+
+
+def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+    stages, devices, slices = problem.num_stages, problem.num_devices, problem.num_slices
+    microbatches = problem.num_microbatches // slices
+    options = {"num_devices": devices, **({"num_slices": slices} if slices > 1 else {})}
+    if any(map(isfinite, problem.limits)):
+        yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
+    for make in PUBLISHED:
+        if slices > 1 and "num_slices" not in signature(make).parameters:
+            continue
+        try:
+            schedule = make(stages, microbatches, **options)
+        except ScheduleError:
+            continue
+        if schedule.device_of == problem.device_of:
+            yield schedule.name, schedule
+            if problem.remat:
+                yield f"{schedule.name}+remat", rematted(schedule)
+    if slices > 1:
+        return  # what follows is of whole microbatches
+    loops = stages > devices and stages % devices == 0
+    if loops and problem.device_of == tuple(stage % devices for stage in range(stages)):
+        for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
+            schedule = families.interleaved(stages, microbatches, num_devices=devices, group=group)
+            yield schedule.name, schedule
+    room = min(problem.limits) / max(*problem.residual, 1e-300)
+    if problem.is_v and isfinite(room) and devices <= _SMALL:
+        with suppress(ScheduleError):  # less than V-Min
+            schedule = v_shape.v_adaptive(stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages)))
+            yield schedule.name, schedule
+
+
+def _one_at_a_time(problem: Problem) -> Schedule:
+    """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
+    orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
+    slices = problem.num_slices
+    for first in range(0, problem.num_microbatches, slices):
+        pieces = range(first, first + slices)
+        for piece in pieces:
+            for stage, device in enumerate(problem.device_of):
+                orders[device].append(action_of(Kind.F, stage, piece, slices))
+        for piece in reversed(pieces):
+            for stage, device in reversed(list(enumerate(problem.device_of))):
+                orders[device] += [action_of(kind, stage, piece, slices) for kind in (Kind.I, Kind.W)]
+    return Schedule(tuple(map(tuple, orders)), "one-at-a-time")
+
+
+def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
+    """A schedule with I and the W after it as one B where that takes less time or memory; None where there is none."""
+    cheaper = {stage for stage, saves in enumerate(problem.cheaper) if saves}
+    if not cheaper:
+        return None
+    changed = False
+    orders: list[tuple[Action, ...]] = []
+    for order in schedule.orders:
+        row: list[Action] = []
+        for action in order:
+            kind, stage = action.kind, action.stage
+            if kind is Kind.W and stage in cheaper and row and row[-1] == action._replace(kind=Kind.I):
+                row[-1] = action._replace(kind=Kind.B)
+                changed = True
+            else:
+                row.append(action)
+        orders.append(tuple(row))
+    return Schedule(tuple(orders), schedule.name) if changed else None

@@ -1,0 +1,406 @@
+"""One stage for one run by plain autograd: forward on detached leaves, backward into sums of its own.
+
+Aliases of the parameters have a ``.grad`` of their own: the first gradient, to which others are added in place where that
+is safe; nothing of the caller's is touched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.border import (
+    LEAF,
+    Border,
+    close_border,
+    mark_memory_handed_on_twice,
+    open_border,
+    refuse_shared_writes,
+)
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.gradient_graph import has_foreign_leaf, has_reentrant_checkpoint, leaves_behind, walk_back
+from funcpipe._src.core.torch_names import lazy_clone
+from funcpipe._src.core.tree import (
+    Tree,
+    cow_clone_unchecked,
+    flatten,
+    locations,
+    refuse_hidden,
+    unflatten,
+)
+from funcpipe._src.data.losses import read_loss
+from funcpipe._src.data.result import Loss
+from funcpipe._src.data.stage import CARRY, Out, Stage, carried, side_loss
+from funcpipe._src.stages.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
+from funcpipe._src.stages.context import autocasting, no_autocast
+from funcpipe._src.stages.divisors import WatchDivisors, refuse_left_out
+from funcpipe._src.stages.drawing import CatchDraws
+from funcpipe._src.stages.explain import explain
+from funcpipe._src.stages.foreign import refuse_backward, refuse_foreign, refuse_in_loss
+from funcpipe._src.stages.global_draws import Recomputations
+from funcpipe._src.stages.params import StageParams, versions
+from funcpipe._src.stages.reported import detached_side, is_empty, kept_statistics
+from funcpipe._src.stages.residual import EagerResidual, GradientLeaves, add_root
+from funcpipe._src.stages.rng import KeyedDraws, Keys
+from funcpipe._src.stages.split_backward import EagerWeights, walk_to_inputs
+
+T = TypeVar("T")
+
+_EMPTY: Tree = ()
+_NOTHING = ForwardReport(_EMPTY, None, None)
+"""What most forwards have to report."""
+
+
+class EagerBound:
+    """A stage run by plain autograd."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: int,
+        params: Tree,
+        state: Tree,
+        *,
+        trainable: Sequence[bool],
+        train: bool,
+        backwards: bool,
+        keys: Keys,
+        loss: Callable[..., Any] | None = None,
+        shares: Shares | None = None,
+        guard: bool = False,
+    ) -> None:
+        self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
+        self.loss, self.shares, self._phase = loss, shares, ""
+        self.guessed = loss is not None and shares is not None and shares.guessed
+        self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
+        self.is_first_run = train not in stage.seen.kept  # whether this is the stage's first run in the mode
+        # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
+        self.graphs_to_check = 2 if self.is_first_run else 1
+        self.graphs_to_skip = int(not self.is_first_run and shares is not None and len(shares.parts) > 1)
+        self.reentrant = train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
+        # All microbatches and slices leave the same weights to W: otherwise sums would be added in another order.
+        self.whole = stage.carry  # I is the whole backward
+        self.autocast = bool(autocasting())  # of the caller; it travels to the lane
+        self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
+        self.params = StageParams(params, trainable, guard=guard or self.is_first_run)
+        self.recomputations = Recomputations(index)
+        self._last_loss_gradient: tuple[float, Tensor] = 0.0, torch.empty(0)
+        faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
+        raise_all("these are no trees of tensors:", faults + self._take(state))
+        self._bind()
+
+    def _take(self, state: Tree) -> list[str]:
+        """Take copies of a state; what is wrong with it."""
+        leaves, self.state_spec = flatten(state)
+        self.params.take_state(leaves)
+        self.state = unflatten(self.state_spec, self.params.state_leaves)
+        return refuse_hidden(state, f"state[{self.index}]", leaves, self.state_spec)
+
+    def _bind(self) -> None:
+        """Give the stage the aliases, and the state."""
+        self.fn = self.stage.bind(self.params.tree, self.state)
+        self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
+        if self.guessed:
+            self.drawing.means = []
+
+    @property
+    def phase(self) -> str:
+        """Return the part of a forward that runs, if it is not the stage's function."""
+        return self._phase
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """Run the stage; with ``keep`` the residual is what its backward needs.
+
+        In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
+        round differently, and the computation that is repeated would not be the one that was made.
+        """
+        # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
+        if torch.is_grad_enabled() is not self.backwards:
+            with torch.set_grad_enabled(self.backwards):
+                return EagerBound.forward(self, args, keep=keep)
+        drawing = self.drawing
+        drawing.microbatch = args.microbatch
+        again = self.backwards and not keep
+        before = self.recomputations.positions() if again else ()
+        with drawing:
+            out = self.evaluate(args, keep=keep)
+        if drawing.means:
+            self._refuse_means(out)
+        if again:
+            self.recomputations.note(args.microbatch, before, out)
+        elif self.recomputations.moved:
+            self.recomputations.compare(args.microbatch, out)
+        if drawing.counts:
+            self.stage.seen.draws.add(self.train)
+            if keep:
+                out.residual.replay = drawing.replay()
+            drawing.forget()
+        if keep and self.graphs_to_check:
+            self._check_graph(out.residual)
+        return out
+
+    def _check_graph(self, residual: EagerResidual) -> None:
+        """Check that each leaf of a graph is a parameter or an input. A run gives other leaves no gradient.
+
+        The first run of a stage checks the first two graphs, and later runs check the second one.
+        """
+        if self.graphs_to_skip:
+            self.graphs_to_skip -= 1
+            return
+        roots, inputs = residual.roots(), residual.inputs()
+        input_ids = {id(leaf) for leaf in inputs}
+        if self.is_first_run:
+            self._check_first_graphs(roots)
+        if has_foreign_leaf(roots, self.params.input_ids, input_ids):
+            self._refuse_foreign(residual, self.params.input_ids | input_ids)
+        else:  # a forward may create leaves itself; then the next graph is checked too
+            self.graphs_to_check -= 1
+        if self.is_first_run:
+            self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
+
+    def _check_first_graphs(self, roots: Sequence[Tensor]) -> None:
+        """Check what the end of a run also checks, so that the error names the microbatch.
+
+        Also record whether the stage uses a reentrant checkpoint.
+        """
+        self.params.refuse_rebinding()
+        refuse_backward(self.params.sums.unexpected_gradients())
+        if has_reentrant_checkpoint(roots):
+            self.stage.seen.reentrant.add(self.train)
+            self.reentrant = True
+
+    def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
+        """Refuse foreign leaves of the stage and of the loss. Leaves that only the loss reaches belong to the loss.
+
+        Raises:
+            PlanError: names the leaves.
+        """
+        of_stage = {id(leaf): leaf for leaf in leaves_behind(residual.roots(loss=False)) if id(leaf) not in known}
+        if of_stage:
+            refuse_foreign(self.stage, self.fn, [*of_stage.values()])
+        of_loss = [leaf for leaf in leaves_behind(residual.roots()) if id(leaf) not in {*known, *of_stage}]
+        if of_loss:
+            refuse_in_loss(of_loss, self.params.leaves)
+
+    def _refuse_means(self, out: StageOut) -> None:
+        """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises BatchError."""
+        means, self.drawing.means = self.drawing.means, []
+        if out.report.loss is not None and out.report.loss.weight is None:
+            refuse_left_out(means or ())
+
+    def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
+        """A forward by itself, in the grad mode that it finds; `compile` traces it."""
+        x, x_leaves = open_border(args.x, grad=self.backwards)
+        shared = flatten(x)[0] if args.x.shared else ()
+        skip_leaves: list[tuple[int, GradientLeaves]] = []
+        try:
+            returned = self._call(x, args, skip_leaves) if self.declares else self.fn(x)
+        except Exception as error:
+            names = [*(f"skips[{name!r}]" for name in self.stage.pop), "carry"]
+            skips = {name: skip.tree() for name, skip in zip(names, args.skips, strict=False)}
+            explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.params.spec, self.params.leaves)})
+            raise
+        if shared:
+            refuse_shared_writes(args.x, shared)
+        if returned is None:
+            raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
+        side = None
+        stats: Tree = _EMPTY
+        stash: dict[str, Border] = {}
+        graphs: dict[str, list[Any]] = {}
+        if isinstance(returned, Out) or self.stage.carry:
+            returned = carried(self.stage, returned)
+            side = side_loss(returned)
+            returned, stashed, stats, _, carry = returned
+            if stashed or self.stage.stash:
+                self._check_stash(stashed)
+            for name in stashed:
+                stash[name], graphs[name] = close_border(stashed[name], f"stash[{name!r}]")
+            if self.stage.carry:
+                stash[CARRY], graphs[CARRY] = close_border(carry, "carry")
+        elif self.stage.stash:
+            self._check_stash({})
+        y, graph = close_border(returned, "y", stays=self.loss is not None)
+        if self.loss is None and len(y.leaves) > 1:
+            mark_memory_handed_on_twice(y)
+        total, loss = (None, None) if self.loss is None else self._loss(self.loss, args.target, y, graph)
+        report = _NOTHING
+        if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
+            kept = stats if stats is _EMPTY else kept_statistics(stats)
+            report = ForwardReport(kept, loss, side and detached_side(side))
+        if not keep:
+            return StageOut(y, report, None, stash)
+        given = len(args.x.leaves), x_leaves, skip_leaves
+        residual = EagerResidual(args.microbatch, graph, graphs, total, loss, side, *given)
+        return StageOut(y, report, residual, stash)
+
+    def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
+        """Call a stage that declares skips, feeds, state or train."""
+        stage = self.stage
+        skips: dict[str, Tree] = {}
+        names = (*stage.pop, CARRY) if len(args.skips) > len(stage.pop) else stage.pop
+        for name, border in zip(names, args.skips, strict=True):
+            skips[name], leaves = open_border(border, grad=self.backwards)
+            skip_leaves.append((len(border.leaves), leaves))
+        carry = skips.pop(CARRY, None)
+        feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
+        state_leaves = self.params.state_leaves
+        looks = bool(state_leaves) and not getattr(self.fn, "guards_state", False)
+        before = versions(state_leaves) if looks else []
+        returned = self.fn(x, **stage.extras(skips, feeds, self.state, self.train, carry))
+        if looks:
+            self._refuse_state_writes(before)
+        return returned
+
+    def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> tuple[Tensor, Loss]:
+        """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
+        assert target is not None
+        self._phase = "loss"
+        # The output may be handed out as well, so an in-place loss gets its own.
+        if y.spec is LEAF and isinstance(graph[0], Tensor):
+            tree = cow_clone_unchecked(graph[0])
+        else:
+            leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
+            tree = unflatten(y.spec, leaves)
+        try:
+            if self.watched is None:
+                total, loss = read_loss(fn(tree, open_border(target, grad=False)[0]))
+            else:
+                with self.watched:
+                    value = fn(tree, open_border(target, grad=False)[0])
+                total, loss = read_loss(value)
+                self.watched.check(fn, loss)
+                self.watched = None
+        except Exception as error:
+            explain(error, {"y": y.tree(), "target": target.tree()})
+            raise
+        self._phase = ""
+        return total, loss
+
+    def _check_stash(self, stash: Any) -> None:
+        allowed = {*self.stage.stash, *self.stage.offers}
+        missing = [name for name in self.stage.stash if name not in stash]
+        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing]
+        extra = [name for name in stash if name not in allowed]
+        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra]
+        raise_all("what the stage returned is not what it declares: it", faults)
+
+    def _refuse_state_writes(self, before: list[int]) -> None:
+        now = flatten(self.state)[0]
+        if len(now) == len(before) and all(map(is_, now, self.params.state_leaves)) and before == versions(now):
+            return
+        rows = zip(locations(self.state, "state"), now, self.params.state_leaves, before, strict=False)
+        where = [name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]] or ["state"]
+        raise PlanError(
+            f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold "
+            "them in commit="
+        )
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        residual: EagerResidual,
+        y: Gradients | None,
+        stash: dict[str, list[Gradients]],
+        *,
+        split: bool = False,
+    ) -> tuple[Cotangents, EagerWeights | None]:
+        """Plain autograd from the outputs into the leaves and the sums.
+
+        With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the
+        way.
+        """
+        roots, gradients = residual.outset(y, stash)
+        if residual.loss is not None:
+            add_root(residual.total, self.loss_gradient(residual.loss, residual.microbatch), roots, gradients)
+        if residual.side is not None:
+            add_root(residual.side[0], self.side_gradient(residual.side, residual.microbatch), roots, gradients)
+        inputs, parameters = residual.inputs(), self.params.inputs
+        if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
+            waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters) if roots else []
+            weights = EagerWeights(waiting, residual.replay) if waiting else None
+            return residual.cotangents(), weights
+        leaves = [*parameters, *inputs]
+        if roots and leaves:
+            # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
+            # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
+            self._walk(residual, walk_back, roots, gradients, () if self.reentrant else leaves)
+        return residual.cotangents(), None
+
+    def backward_weight(self, residual: EagerWeights | None) -> None:
+        """To the parameters that wait."""
+        if residual is not None:
+            self._walk(residual, residual.walk)
+
+    def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[..., T], *args: Any) -> T:
+        """Walk back, and add what comes to the sums."""
+        sums = self.params.sums
+        if sums.lacking:
+            sums.prepare()
+        # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
+        catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
+        try:
+            if catcher or self.autocast:
+                with catcher or nullcontext(), no_autocast():
+                    found = walk(*args)
+            else:
+                found = walk(*args)
+        except RuntimeError:
+            self.params.refuse_rebinding()  # a computed value in params has a graph that an earlier backward has freed
+            raise
+        if sums.lacking or sums.sparse:
+            sums.adopt()
+        return found
+
+    def loss_gradient(self, loss: Loss, microbatch: int) -> Tensor | None:
+        """Return the gradient of the loss, from which a backward begins; None: the microbatch has weight 0.
+
+        A backward from weight 0 would turn a loss of nan into gradients of nan. Each backward gets a lazy copy of one
+        tensor: a backward or a hook that writes into its gradient, also by ``.data``, does not change the next one.
+        """
+        if self.shares is None:
+            return None
+        total, factor = loss.sum, self.shares.factor(loss, microbatch) * self.shares.loss_scale
+        if not factor:
+            return None
+        if not total.is_cpu:  # other devices have no lazy copies
+            return torch.full_like(total, factor)
+        before, gradient = self._last_loss_gradient
+        if before != factor or gradient.dtype is not total.dtype or not gradient.is_same_size(total):
+            gradient = torch.full_like(total, factor)
+            self._last_loss_gradient = factor, gradient
+        return lazy_clone(gradient)
+
+    def side_gradient(self, side: tuple[Any, Any], microbatch: int) -> Tensor | None:
+        """Return the gradient of a stage's auxiliary loss (sum, weight); None: the microbatch has weight 0."""
+        total, weight = side
+        if self.shares is None or not isinstance(total, Tensor) or not float(weight):
+            return None
+        factor = self.shares.part(microbatch) / float(weight)
+        return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def rebase(self, state: Tree | None) -> None:
+        """Begin the next batch: the parameters were stepped; the aliases have their memory."""
+        self.params.rebase()
+        if state is not None:
+            raise_all("this is no tree of tensors:", self._take(state))
+            self.fn.release()
+            self._bind()
+
+    def release(self) -> None:
+        """Drop every tensor; the copy of a module goes back to its stage."""
+        self.fn.release()
+        self.params.release()
+        self.state = None
+        self.stage.seen.kept.add(self.train)

@@ -1,0 +1,38 @@
+"""What a forward reports for the end of a batch: statistics, losses, weights, each cut off from its graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcpipe._src.core.errors import StageError, raise_all
+from funcpipe._src.core.tree import Tree, flatten, refuse_hidden, unflatten
+from funcpipe._src.data.losses import cut_off, detached
+
+
+def is_empty(tree: Tree) -> bool:
+    """None, or ()."""
+    return tree is None or (type(tree) is tuple and not tree)
+
+
+def kept_statistics(stats: Tree) -> Tree:
+    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
+    if is_empty(stats) or _is_apart(stats):
+        return stats
+    leaves, spec = flatten(stats)
+    raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
+    return unflatten(spec, [cut_off(leaf) for leaf in leaves])
+
+
+def _is_apart(stats: Tree) -> bool:
+    """Are these what deferred layers left, by their paths: no graph is behind any, and the containers are new."""
+    return type(stats) is dict and all(getattr(type(each), "IS_APART", False) for each in stats.values())  # pyright: ignore
+
+
+def detached_side(side: Any) -> tuple[Any, Any] | None:
+    """A stage's auxiliary loss (sum, weight), if it has one. Raises StageError where it is something else."""
+    if side is None:
+        return None
+    if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise StageError(f"Out.loss is (sum, weight); got {type(side).__name__}")
+    total, weight = side  # pyright: ignore[reportUnknownVariableType]
+    return (detached(total), detached(weight))

@@ -1,0 +1,284 @@
+"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch alone.
+
+CPU operations share one generator per process and ``F.dropout`` takes none, so every random operation of a forward is
+caught (`drawing`) and given a generator seeded by its key. Where the draw happens is read from the Python stack: the
+innermost layer of the stage whose method is running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.errors import DrawError, PlanError
+from funcpipe._src.core.frames import REGIONS, frames, own_dict
+from funcpipe._src.core.torch_names import schema
+from funcpipe._src.data.stage import SCOPE, Stage
+from funcpipe._src.stages.drawing import CatchDraws, MeanOverTargets
+
+_global_draw = threading.Lock()
+
+
+def fold_in(seed: int, data: int | str) -> int:
+    """A new seed from a seed and a number (or a name): the step of training, the rank, the epoch.
+
+    >>> fp.fold_in(0, 1) == fp.fold_in(0, 1), fp.fold_in(0, 1) == fp.fold_in(1, 0)
+    (True, False)
+
+    Args:
+        seed: any int.
+        data: what to fold in.
+
+    Returns:
+        63 bits, by a hash (BLAKE2b).
+
+    Raises:
+        PlanError: the seed is no int, or the data is neither an int nor a name.
+    """
+    try:
+        return _mix(operator.index(seed), data if isinstance(data, str) else operator.index(data))
+    except TypeError:
+        raise PlanError(
+            f"fold_in takes a seed and an int or a name: fold_in(seed, step); got {seed!r} and {data!r}"
+        ) from None
+
+
+def _mix(*parts: int | str) -> int:
+    text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Keys:
+    """The keys of one run: the seed, and the stage that draws at each path.
+
+    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's first.
+    """
+
+    def __init__(self, seed: int | None, stages: Sequence[Stage], first: int = 0) -> None:
+        self.seed, self.first = seed, first
+        self.stages = stages
+        self.owners: dict[str, tuple[int, int]] = {}
+
+    def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
+        """The path of a drawing layer; unique in the model, so the place of the cuts does not matter.
+
+        Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
+        before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
+        """
+        part = self._part(stage, part)
+        return f"{part.name}.{layer}" if layer and id(part) in self._clashing else layer or part.name
+
+    def number(self, path: str, nth: int, microbatch: int) -> int:
+        """The seed of the generator of a draw."""
+        return _mix(self.seed or 0, path, nth, self.first + microbatch)
+
+    def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
+        """Refuse a draw without a seed, without a path of its own, or at a path that another stage draws at.
+
+        Raises:
+            DrawError: for such a draw; ``what`` is the operation.
+        """
+        if self.seed is None:
+            raise DrawError(
+                f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed "
+                "for each step, e.g. fp.fold_in(seed, step)"
+            )
+        part = self._part(stage, part)
+        path = self.path(stage, layer, part)
+        if layer and not part.name and id(part) in self._clashing:
+            raise DrawError(
+                f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has "
+                "layers at the same paths; give the stages names (name=), so that they draw different numbers"
+            )
+        if not path:
+            raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
+        owner = self.owners.setdefault(path, (stage, id(part)))
+        if owner != (stage, id(part)):
+            raise DrawError(
+                f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give "
+                "each stage its own name (name=)"
+            )
+
+    def _part(self, stage: int, part: Stage | None) -> Stage:
+        """Return the simple stage that draws: ``part`` if given, else the running one."""
+        return part or SCOPE.get() or self.stages[stage]
+
+    @cached_property
+    def _clashing(self) -> set[int]:
+        """The simple stages that share the path of a layer with another."""
+        parts = [part for stage in self.stages for part in stage.simple()]
+        counts = Counter(path for part in parts for path in part.layers())
+        return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
+
+
+class KeyedDraws(CatchDraws):
+    """Inside of it, random operations of one task draw from generators seeded by their keys.
+
+    Attributes:
+        counts: draws so far by path.
+        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region, with how many draws
+            each made.
+    """
+
+    __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
+
+    def __init__(
+        self,
+        keys: Keys,
+        stage: int,
+        places: Mapping[int, str],
+        microbatch: int,
+        replays: Mapping[str, int] | None = None,
+    ) -> None:
+        self.keys, self.stage, self.places, self.microbatch = keys, stage, places, microbatch
+        self.replays = replays
+        self.counts: dict[str, int] = {}
+        self.regions: dict[str, Any] = {}
+        self.means: list[MeanOverTargets] | None = None
+
+    def forget(self) -> None:
+        """Begin the next task: forget the draws of the last one."""
+        self.counts, self.regions = {}, {}
+
+    def replay(self) -> KeyedDraws | None:
+        """What draws the same again in a backward; None: no checkpoint region drew."""
+        replays = {path: self.counts[path] for path, region in self.regions.items() if region is not None}
+        return KeyedDraws(self.keys, self.stage, self.places, self.microbatch, replays) if replays else None
+
+    def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that may draw, with its key."""
+        device = _device(args, kwargs)
+        twin = twin_of(func, device.type)
+        if kwargs.get("generator") is not None:
+            raise DrawError(
+                f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the "
+                "generator out: run(..., seed=) keys every draw"
+            )
+        if twin is not None:
+            generator = torch.Generator(device)
+            return self._draw(generator, func, lambda: twin(*args, **kwargs | {"generator": generator}))
+        with borrowed(device) as generator:
+            return self._draw(generator, func, lambda: func(*args, **kwargs))
+
+    def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
+        """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
+        layer, region, depth = locate(self.places)
+        path = self._path(layer)
+        nth = self.counts.get(path, 0)
+        if self.replays is not None:  # a recomputation inside a backward
+            nth %= self.replays.get(path, 1)
+        generator.manual_seed(self.keys.number(path, nth, self.microbatch))
+        start = generator.get_state()
+        try:
+            return call()
+        finally:  # a region that is computed again leaves by an error as soon as it has what it wants
+            if not torch.equal(generator.get_state(), start):
+                self._check(func, layer, path, region, depth)
+                self.counts[path] = self.counts.get(path, 0) + 1
+
+    def _path(self, layer: str) -> str:
+        """The path of a draw. A recomputation is outside of the part of a composition that asked for it: of all that may be
+        repeated it is the one that it can be."""
+        path = self.keys.path(self.stage, layer)
+        if self.replays is None or path in self.replays:
+            return path
+        names = {part.name for part in self.keys.stages[self.stage].simple()}
+        like = [known for known in self.replays if (known.endswith(f".{layer}") if layer else known in names)]
+        return like[0] if len(like) == 1 else path
+
+    def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
+        """Refuse a draw that has no key, or that a backward could not repeat."""
+        if self.replays is not None:
+            if path not in self.replays:
+                raise DrawError(
+                    f"{path!r} draws random numbers in the backward of stage {self.stage}; only what "
+                    "torch.utils.checkpoint computes again may draw there"
+                )
+            return
+        self.keys.claim(self.stage, layer, func)
+        if depth > 1 or self.regions.setdefault(path, region) is not region:
+            raise DrawError(
+                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in "
+                "several; the recomputation could not draw the same. Use fp.schedules.remat instead of checkpoint "
+                "for stage "
+                f"{self.stage}"
+            )
+
+
+def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
+    """The layer that draws, the innermost checkpoint region around it, and the number of regions around it."""
+    layer: str | None = None
+    regions: list[Any] = []
+    for frame in frames():
+        code = frame.f_code
+        if code in REGIONS:
+            regions.append(own_dict(frame))
+        elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
+            layer = places.get(id(frame.f_locals.get("self")))
+    return layer or "", regions[0] if regions else None, len(regions)
+
+
+@contextmanager
+def borrowed(device: torch.device) -> Generator[torch.Generator]:
+    """The device's own generator, for operations that take none; its state is put back afterwards."""
+    with _global_draw:
+        generator = default_generator(device)
+        state = generator.get_state()
+        try:
+            yield generator
+        finally:
+            generator.set_state(state)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The process-wide generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    return module.default_generators[device.index if ":" in str(device) else module.current_device()]
+
+
+@cache
+def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
+    """Return the overload of a random operation that takes a generator, or an equal function for a device, or None."""
+    if func is torch.ops.aten.native_dropout.default and device == "cpu":
+        return _dropout_of_cpu
+
+    def takes(overload: Any) -> bool:
+        return any(argument.name == "generator" for argument in schema(overload).arguments)
+
+    if takes(func):
+        return func
+    signature = [(a.name, str(a.type)) for a in schema(func).arguments]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        other_signature = [(a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"]
+        if takes(other) and other_signature == signature:
+            return other
+    return None
+
+
+def _dropout_of_cpu(input: Tensor, p: float, train: bool | None, *, generator: Any) -> tuple[Tensor, Tensor]:
+    """Compute `torch.native_dropout` as torch does on the CPU, where it takes no generator."""
+    mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator)
+    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask.bool()
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):  # pyright: ignore
+            if isinstance(item, Tensor):
+                return item.device
+    return torch.get_default_device()

@@ -1,0 +1,169 @@
+"""Finds the leaves of the parameters that get gradients, and those that are one parameter in several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from funcpipe._src.core.errors import PlanError, Where, fail, raise_all
+from funcpipe._src.core.tensor_layout import TensorLayout
+from funcpipe._src.core.tree import Path, Tree, flatten, is_differentiable, paths
+from funcpipe._src.core.words import similar
+from funcpipe._src.data.plan import Plan
+
+Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
+"""Which leaves get gradients; see `run`."""
+
+
+def is_marked(leaves: Iterable[Iterable[Any]]) -> bool:
+    """Does any leaf of any stage require a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for row in leaves for leaf in row)
+
+
+def trainable_leaves(
+    trees: Sequence[Tree],
+    trainable: Trainable,
+    *,
+    marked: bool | None = None,
+    leaves: Sequence[Sequence[Any]] | None = None,
+) -> list[list[bool]]:
+    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know. Raises PlanError.
+
+    ``leaves`` are those of the trees, where they are at hand.
+    """
+    flat = leaves or [flatten(tree)[0] for tree in trees]
+    if trainable is None:
+        marked = is_marked(flat) if marked is None else marked
+        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in row] for row in flat]
+    if isinstance(trainable, bool):
+        return [[trainable and is_differentiable(leaf) for leaf in row] for row in flat]
+    if callable(trainable):
+        chosen: list[list[bool]] = []
+        for stage, tree in enumerate(trees):
+            names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
+            pairs = zip(names, flat[stage], strict=True)
+            try:
+                chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+            except BaseException as error:
+                fail(error, Where(None, "", None, "trainable", ""))
+        return chosen
+    if isinstance(trainable, str) or not isinstance(trainable, Sequence):
+        raise PlanError(
+            "trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each "
+            f"stage; got {trainable!r}"
+        )
+    if len(trainable) != len(trees):
+        raise PlanError(
+            f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for "
+            "each"
+        )
+    return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
+
+
+def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
+    if tree is None:  # it has no leaves, or is not here
+        return [False]
+    leaves, spec = flatten(tree)
+    if isinstance(choice, bool):
+        return [choice and is_differentiable(leaf) for leaf in leaves]
+    flags, choice_spec = flatten(choice)
+    if choice_spec != spec or not all(isinstance(flag, bool) for flag in flags):
+        raise PlanError(
+            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {choice_spec}"
+        )
+    pairs = zip(paths(tree), leaves, flags, strict=True)
+    if wrong := [str(path) for path, leaf, flag in pairs if flag and not is_differentiable(leaf)]:
+        raise PlanError(
+            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(wrong)}"
+        )
+    return flags
+
+
+def resolve_ties(
+    plan: Plan, trees: Sequence[Tree], trained: list[list[bool]], here: Collection[int] | None = None
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The plan's ties as groups of (stage, leaf number), -1 in stages that are not here.
+
+    Raises:
+        PlanError: they do not fit.
+    """
+    faults: list[str] = []
+    groups: list[tuple[tuple[int, int], ...]] = []
+    for group in plan.ties:
+        members: list[tuple[int, int]] = []
+        for stage, key in group:
+            if here is not None and stage not in here:
+                members.append((stage, -1))
+                continue
+            leaf_paths = paths(trees[stage])
+            path: Path = key if isinstance(key, tuple) else (key,)
+            if path in leaf_paths:
+                members.append((stage, leaf_paths.index(path)))
+            else:
+                faults.append(f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}")
+        known = [(stage, number) for stage, number in members if number >= 0]
+        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in known}
+        if len(shapes) > 1:
+            faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
+        if len({trained[s][n] for s, n in known}) > 1:
+            faults.append(f"some leaves of {group} are trainable and some are not")
+        groups.append(tuple(members))
+    raise_all("the plan's ties do not fit params:", faults)
+    return tuple(groups)
+
+
+def tied_members(
+    plan: Plan, trees: Sequence[Tree], leaves: Sequence[Sequence[Any]], trainable: Trainable, here: Collection[int]
+) -> tuple[tuple[tuple[int, TensorLayout, bool, bool], ...], ...]:
+    """For each tie, for each member that is here: its place, its layout, whether it is trained where some leaf of any
+    stage requires a gradient, and where none does.
+
+    Raises:
+        PlanError: a tie names no leaf, or what is no tensor.
+    """
+    if not plan.ties:
+        return ()
+    either = [trainable_leaves(trees, trainable, marked=marked) for marked in (True, False)]
+    out: list[tuple[tuple[int, TensorLayout, bool, bool], ...]] = []
+    for group in resolve_ties(plan, trees, either[0], here):
+        members: list[tuple[int, TensorLayout, bool, bool]] = []
+        for place, (stage, number) in enumerate(group):
+            if number >= 0:
+                leaf = leaves[stage][number]
+                some, none = (flags[stage][number] for flags in either)
+                members.append((place, TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype), some, none))
+        out.append(tuple(members))
+    return tuple(out)
+
+
+def refuse_undeclared_ties(
+    trees: Sequence[Tree],
+    leaves: Sequence[Sequence[Any]],
+    trained: list[list[bool]],
+    ties: Sequence[Sequence[tuple[int, int]]],
+) -> None:
+    """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be summed."""
+    declared = {member: number for number, group in enumerate(ties) for member in group}
+    first: dict[int, tuple[int, int]] = {}
+    for stage, row in enumerate(leaves):
+        for number, leaf in enumerate(row):
+            if not trained[stage][number]:
+                continue
+            other = first.setdefault(id(leaf), (stage, number))
+            if other[0] == stage:
+                continue
+            group = declared.get((stage, number))
+            if group is None or group != declared.get(other):
+                here, there = paths(trees[stage])[number], paths(trees[other[0]])[other[1]]
+                raise PlanError(
+                    f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor "
+                    f"in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, "
+                    f"{key_of(there)!r}), ({stage}, {key_of(here)!r}))])"
+                )
+
+
+def key_of(path: Path) -> Any:
+    """A path as users write it: the one key of a flat dict, else the tuple of keys."""
+    return path[0] if len(path) == 1 else path

@@ -1,0 +1,1 @@
+"""Check stages and plans of a user's tests. Face: `funcpipe.testing`."""

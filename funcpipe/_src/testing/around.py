@@ -1,0 +1,68 @@
+"""A stage with a hook around every call of its function, in a run and outside of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from funcpipe._src.core.tree import Tree
+from funcpipe._src.data.stage import Bindable, BoundFn, Stage
+
+StageCall: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
+"""(params, input, extras) -> what the stage returns; a stage that is bound has its own params."""
+
+Hook: TypeAlias = Callable[[StageCall, Tree, Tree, dict[str, Any]], Any]
+"""(call, params, input, extras) -> what the stage returns."""
+
+
+class HookedFn(Bindable):
+    """The function of a stage with a hook around it; what it declares, draws and is made of stays the same."""
+
+    def __init__(self, stage: Stage, hook: Hook) -> None:
+        self.stage, self.hook = stage, hook
+
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook."""
+        return self.stage.fn(params, x, **extras)
+
+    def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
+        """Call outside of a run."""
+        return self.hook(self.call, params, x, extras)
+
+    def bind(self, params: Tree, state: Tree) -> BoundFn:
+        """The stage's function bound to parameters and state, with the hook around it."""
+        return _BoundAround(self, params, state)
+
+    def layers(self) -> Iterable[str]:
+        """The layers of the stage."""
+        return self.stage.layers()
+
+    def parts(self) -> Iterable[Stage]:
+        """The parts of the stage."""
+        return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
+
+
+def hooked(stage: Stage, hook: Hook) -> Stage:
+    """Return the stage with a hook around it."""
+    return replace(stage, fn=HookedFn(stage, hook))
+
+
+class _BoundAround:
+    def __init__(self, around: HookedFn, params: Tree, state: Tree) -> None:
+        self.around, self.params = around, params
+        self.fn = around.stage.bind(params, state)
+        self.places = self.fn.places
+
+    def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
+        """Call without the hook; a function that is no module gets new params from it."""
+        if isinstance(self.around.stage.fn, Bindable):
+            return self.fn(x, **extras)
+        return self.around.call(params, x, extras)
+
+    def __call__(self, x: Tree, **extras: Any) -> Any:
+        return self.around.hook(self.call, self.params, x, extras)
+
+    def release(self) -> None:
+        self.fn.release()
+        self.params = None

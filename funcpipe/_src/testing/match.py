@@ -1,0 +1,201 @@
+"""assert_matches_sequential: what a plan computes is what a plain loop computes, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.batch.marks import Microbatches
+from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.tree import Tree, flatten, locations
+from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.result import Result
+from funcpipe._src.data.schedule import Action, Kind, Schedule
+from funcpipe._src.engine.options import ExecutorLike
+from funcpipe._src.engine.run import run
+from funcpipe._src.engine.sequential import run_sequential
+from funcpipe._src.lower.plan import make_plan
+from funcpipe._src.stages.trainable import Trainable
+
+_FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
+"""The fields of a result in the order of their computation: the first that differs is nearest to the cause."""
+
+_SHOWN = 10
+"""How many differing leaves a message lists."""
+
+
+def assert_matches_sequential(
+    plan: Plan,
+    params: Sequence[Tree],
+    batch: Any,
+    *,
+    state: Sequence[Tree] | None = None,
+    feeds: Mapping[str, Tree] | None = None,
+    seed: int | None = None,
+    trainable: Trainable = None,
+    loss_scale: float = 1.0,
+    threads_per_lane: int | None = None,
+    executors: Sequence[ExecutorLike] = ("serial", "threads"),
+    whole_batch: float | None = None,
+) -> Result:
+    """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
+
+    >>> import torch, funcpipe as fp
+    >>> stages = [fp.stage(lambda p, x: x * p["w"])] * 2
+    >>> plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
+    >>> params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    >>> x = torch.ones(4, 1)
+    >>> funcpipe.testing.assert_matches_sequential(plan, params, (x, x), whole_batch=1e-6).loss
+    tensor(25.)
+
+    Args:
+        plan: with or without a loss.
+        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as for ``fp.run``.
+        executors: which to compare, as for ``fp.run``.
+        whole_batch: also compare loss, outputs and gradients with one microbatch of all rows, to this part of the
+            largest number in each tensor (1e-10 suits float64). It holds for stages that treat rows one by one, draw
+            nothing, and losses that are means, or sums with weights. None: do not compare.
+
+    Returns:
+        The result of the last executor.
+
+    Raises:
+        AssertionError: something differs: which leaves, how many of their numbers, by how much.
+    """
+    if not executors or isinstance(executors, str):
+        raise PlanError(
+            "executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got "
+            f"{executors!r}"
+        )
+    options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
+    options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
+    expected = run_sequential(plan, params, batch, **options)
+    result = expected
+    for executor in executors:
+        result = run(plan, params, batch, executor=executor, **options)
+        name = (
+            repr(executor)
+            if executor is None or isinstance(executor, str)
+            else f"fp.{type(executor).__name__.lower()}(plan)"
+        )
+        _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
+    if whole_batch is not None:
+        shared: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
+        whole = make_plan(plan.stages, _in_one_piece(plan.schedule), train=plan.train, outputs=plan.outputs, **shared)
+        fields = ("loss", "outputs", "grads")
+        title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
+        _compare(result, run_sequential(whole, params, batch, **options), fields, *title, part=whole_batch)
+    return result
+
+
+def _in_one_piece(schedule: Schedule) -> Schedule:
+    """One microbatch, in one piece, on the same devices."""
+    if schedule.num_slices == 1:
+        return schedule.first(1)
+    backward = [Action(Kind.B, stage) for stage in reversed(range(schedule.num_stages)) if schedule.has_backward]
+    actions = [*(Action(Kind.F, stage) for stage in range(schedule.num_stages)), *backward]
+    rows = [
+        [action for action in actions if schedule.device_of[action.stage] == d] for d in range(schedule.num_devices)
+    ]
+    return Schedule(tuple(map(tuple, rows)), "in one piece")
+
+
+def _compare(
+    result: Result, expected: Result, fields: Sequence[str], name: str, reference: str, *, part: float | None = None
+) -> None:
+    faults: list[str] = []
+    count = 0
+    for field in fields:
+        a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
+        differing, leaf_count = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+        faults += differing
+        count += leaf_count
+    first = faults[0].split(":")[0] if faults else ""
+    title = f"{name} differs from {reference} in {len(faults)} of {count} leaves, first in {first}:"
+    raise_all(title, faults, AssertionError, most=_SHOWN)
+
+
+def _plain(tree: Tree) -> Tree:
+    return tuple(tree) if isinstance(tree, Microbatches) else tree
+
+
+def differences(actual: Tree, expected: Tree, root: str, *, allowed: float | None = None) -> tuple[list[str], int]:
+    """A line for each leaf that differs, and how many leaves there are.
+
+    Args:
+        actual, expected: the trees.
+        root: what to call them.
+        allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this part of the largest.
+    """
+    left, spec = flatten(actual)
+    right, expected_spec = flatten(expected)
+    if spec != expected_spec:
+        return [f"{root}: the structure is {spec} and should be {expected_spec}"], max(len(left), len(right))
+    texts = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
+    if not any(texts):
+        return [], len(left)
+    return [f"{name}: {text}" for name, text in zip(locations(expected, root), texts, strict=True) if text], len(left)
+
+
+def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
+    """How a leaf differs; "" if it does not."""
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        return "" if _same(actual, expected) else f"{_short(actual)} came, {_short(expected)} expected"
+    if (actual.shape, actual.dtype, actual.device) != (expected.shape, expected.dtype, expected.device):
+        return f"{_short(actual)} came, {_short(expected)} expected"
+    # One row of bytes per number, which every type has.
+    a, b = _bytes(actual), _bytes(expected)
+    differs = (a != b).any(1)
+    if not differs.any():
+        return ""
+    x, y = _wide(actual), _wide(expected)
+    distance = (x - y).abs()
+    differs &= ~(x.isnan() & y.isnan())
+    if allowed is not None:
+        largest = y.abs()[y.isfinite()]
+        differs &= (x != y) & ~(distance <= allowed * float(largest.max() if largest.numel() else 0.0))
+    return _say(x, y, differs, distance, actual.shape) if differs.any() else ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Are two leaves that are no tensors equal; those that cannot be compared count as equal."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if hasattr(a, "__dict__"):
+        return not differences(vars(a), vars(b), "")[0]
+    if type(a).__eq__ is object.__eq__:
+        return True  # an iterator, a lock: nothing to compare
+    equal: Any = a == b
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal) or (a != a and b != b)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().to_dense().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1, 1).view(torch.uint8)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to_dense().cpu().to(dtype).reshape(-1)
+
+
+def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.Size) -> str:
+    first = int(differs.nonzero()[0])
+    index = [int(axis) for axis in torch.unravel_index(torch.tensor(first), shape)] if shape else []
+    errors = distance[differs]
+    relative = errors / y[differs].abs()
+    where = f"at {index}: " if index else ""
+    return (
+        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(errors.max()):.3g} at most (relative "
+        f"{float(relative.max()):.3g}); first {where}{x[first].item()!r} came, {y[first].item()!r} expected"
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,172 @@
+"""Notes what one call of a stage does besides returning its output."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from funcpipe._src.core.gradient_graph import nodes_of
+from funcpipe._src.core.tree import (
+    Tree,
+    flatten,
+    is_differentiable,
+    leaves,
+    locations,
+    map_leaves,
+    map_tensors,
+    refuse_hidden,
+)
+from funcpipe._src.data.stage import Bindable, Out, Stage, normalise, side_loss
+from funcpipe._src.engine.switches import Switch, switches
+from funcpipe._src.stages.context import autocast_now, set_autocast
+from funcpipe._src.testing.around import StageCall, hooked
+from funcpipe._src.testing.snapshot import Snapshot, named
+
+Fault = tuple[str, str]
+"""A name from `FAULTS`, or "raises", and what is wrong."""
+
+
+def _write(switch: Switch, values: tuple[Any, ...]) -> None:
+    switch.write(*values)
+
+
+_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "autocast": (autocast_now, set_autocast),
+    **{
+        f"{each.name} ({each.setter})": (each.read, partial(_write, each))
+        for each in switches()
+        if each.read is not None and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
+    },
+}
+"""Of the process, which a stage must not change: how to read each, and to set it."""
+
+
+class Observer:
+    """A hook around the function of a stage that notes faults and lets the call go on.
+
+    Attributes:
+        faults: each once, as they were found.
+        in_place: what of its input the stage wrote into.
+        memory: of all inputs and outputs.
+        connected: did anything that the last call returned require a gradient.
+        parameters: ids of the leaves of autograd that its outputs come from.
+    """
+
+    def __init__(self, stage: Stage, *, finite: bool) -> None:
+        self.stage, self.finite = stage, finite
+        self.faults: dict[Fault, None] = {}
+        self.in_place: dict[str, None] = {}
+        self.memory: list[StorageWeakRef] = []
+        self.connected = False
+        self.parameters: set[int] = set()
+
+    def note(self, name: str, text: str) -> None:
+        """Note a fault."""
+        self.faults[name, text] = None
+
+    def watched(self) -> Stage:
+        """The stage with this hook around it; what runs learn of the stage must not change."""
+        return hooked(self.stage, self._observe)
+
+    def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
+        """Call the stage, and note its side effects."""
+        params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
+        if self.stage.state:
+            extras["state"] = map_tensors(torch.clone, extras["state"])
+        state = extras.get("state", ())
+        inputs = {
+            f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
+        }
+        inputs["x"] = x
+        snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
+        params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
+        settings, generators = {name: now() for name, (now, _) in _SETTINGS.items()}, _generators()
+        returned = call(params, x, extras)
+        for name, tree in inputs.items():
+            for where in snapshots[name].written(tree, name):
+                self.in_place[where] = None
+                if not isinstance(self.stage.fn, Bindable):  # a module or a composition: layers like that are common
+                    self.note(
+                        "in-place",
+                        f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute "
+                        "out of place",
+                    )
+        for where in params_before.written(params, "params"):
+            self.note("params", f"writes into {where}; compute with a copy")
+        for where in state_before.written(state, "state"):
+            self.note("state", f"writes into {where}; return statistics in Out(stats=...) and fold them in commit=")
+        for name, (now, put_back) in _SETTINGS.items():
+            if now() != settings[name]:
+                self.note("settings", f"changes {name} from {settings[name]} to {now()}")
+                put_back(settings[name])
+        for name, value in _generators().items():
+            if value != generators.get(name, value):
+                self.note(
+                    "random",
+                    f"draws from, or seeds, the global generator of {name}; torch's random functions are keyed by "
+                    "fp.run(seed=)",
+                )
+        params_before.restore()
+        out = self._returned(normalise(returned))
+        tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
+        self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
+        return out
+
+    def _returned(self, out: Out) -> Out:
+        """Note the faults of what the stage returned; return it in a form that a run accepts."""
+        if out.y is None:
+            self.note("output", "returns None; is a return statement missing?")
+        allowed = {*self.stage.stash, *self.stage.offers}
+        for name in self.stage.stash:
+            if name not in out.stash:
+                self.note("output", f"declares stash {name!r} but does not return it in Out(stash=...)")
+        for name in out.stash:
+            if name not in allowed:
+                self.note("output", f"returns stash {name!r} without declaring it; add stash=[{name!r}]")
+        stash = {name: out.stash.get(name, ()) for name in self.stage.stash}
+        stash |= {name: tree for name, tree in out.stash.items() if name in allowed}
+        for root, tree in (("y", out.y), *((f"stash[{name!r}]", tree) for name, tree in stash.items())):
+            values, spec = flatten(tree)
+            for fault in refuse_hidden(tree, root, values, spec):
+                self.note("output", fault)
+            for where, leaf in zip(locations(tree, root), values, strict=True):
+                if self.finite and is_differentiable(leaf) and not leaf.isfinite().all():
+                    self.note("finite", f"{where} is not finite, for finite inputs")
+        side = side_loss(out)
+        loss = () if side is None else side[0]
+        roots = [leaf for leaf in leaves((out.y, stash, loss)) if leaf.requires_grad]
+        self.connected = bool(roots)
+        self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
+        return out._replace(stash=stash)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global random generators."""
+    numpy: Any = sys.modules.get("numpy.random")
+    states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    if numpy is not None:
+        name, keys, *rest = numpy.get_state()
+        states["numpy"] = (name, keys.tolist(), *rest)
+    return states
+
+
+@contextmanager
+def generators_kept() -> Generator[None]:
+    """Give torch and random their states back at the end; inside, torch has one that no stage would choose."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0x5EED)
+        try:
+            yield
+        finally:
+            random.setstate(state)

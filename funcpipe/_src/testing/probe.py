@@ -1,0 +1,323 @@
+"""The calls that `check_stage` makes of a stage, and the comparison of their results."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpipe._src.core.border import Border, dense
+from funcpipe._src.core.errors import DrawError, PlanError
+from funcpipe._src.core.torch_names import storage_number
+from funcpipe._src.core.tree import Tree, flatten, is_differentiable, leaves, locations, map_leaves
+from funcpipe._src.data.stage import Stage
+from funcpipe._src.stages.bound import Gradients, Shares, StageArgs, StageOut
+from funcpipe._src.stages.drawing import CatchDraws
+from funcpipe._src.stages.eager import EagerBound
+from funcpipe._src.stages.reached import Reached
+from funcpipe._src.stages.rng import Keys
+from funcpipe._src.stages.trainable import Trainable, trainable_leaves
+from funcpipe._src.testing.match import differences
+from funcpipe._src.testing.observe import Observer
+from funcpipe._src.testing.snapshot import Snapshot, named
+
+
+class Arguments:
+    """The arguments of a stage: copies, laid out as values between stages are."""
+
+    def __init__(
+        self, params: Tree, x: Tree, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree
+    ) -> None:
+        copies: dict[int, Tensor] = {}
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in copies:  # what is one tensor stays one
+                copies[id(leaf)] = dense(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
+            return copies[id(leaf)]
+
+        self.params, self.state = map_leaves(copy, params), () if state is None else map_leaves(copy, state)
+        self.x, self.skips, self.feeds = (map_leaves(copy, tree) for tree in (x, dict(skips), dict(feeds)))
+        self.rows = next((leaf.shape[0] for leaf in leaves(self.x) if leaf.dim()), 0)
+        self.floating = any(is_differentiable(leaf) for leaf in leaves(self.x))
+        self.finite = all(bool(leaf.isfinite().all()) for leaf in copies.values())
+
+    def args(self, stage: Stage, microbatch: int, rows: int | None = None) -> StageArgs:
+        """The arguments of a forward: all rows, or the first few."""
+
+        def border(tree: Tree) -> Border:
+            values, spec = flatten(tree)
+            values = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in values]
+            values = values if rows is None else [self.first(leaf, rows) for leaf in values]
+            return Border(values, spec, [is_differentiable(leaf) for leaf in values])
+
+        skips = [border(self.skips[name]) for name in stage.pop]
+        return StageArgs(border(self.x), skips, [border(self.feeds[name]) for name in stage.feeds], None, microbatch)
+
+    def first(self, leaf: Any, rows: int) -> Any:
+        """The first rows of a leaf that has as many rows as the input; any other leaf whole."""
+        has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+        return leaf[:rows] if has_rows else leaf
+
+
+class Probe:
+    """One check of one stage.
+
+    Args:
+        stage: the stage to check.
+        arguments: of it.
+        train, seed, trainable: as in `check_stage`.
+
+    Attributes:
+        watch: notes faults, and what is written in place.
+        outputs: the leaves that the stage returns: where, and type and shape.
+        num_bytes: of the tensors among them.
+        draws, unused, rows: see `StageReport`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        arguments: Arguments,
+        *,
+        train: bool,
+        seed: int,
+        trainable: Any,
+    ) -> None:
+        self.stage, self.given, self.train, self.seed = stage, arguments, train, seed
+        self.wanted = trainable_leaves([arguments.params], _of_one(trainable))[0]
+        self.names = locations(arguments.params, "params")
+        self.watch = Observer(stage, finite=arguments.finite)
+        self.watched = self.watch.watched()
+        self.watched.seen.kept.update((True, False))  # the observer looks after the parameters
+        self.outputs: dict[str, str] = {}
+        self.num_bytes = 0
+        self.draws, self.rows = False, "not compared"
+        self.unused: list[str] = []
+
+    def run(self, *, independent_rows: bool) -> BaseException | None:
+        """Make all calls. Returns what the stage raised, or None; after it no more faults are looked for."""
+        try:
+            self._first_call()
+            before, captured = self._alive(), Snapshot(Reached(self.stage).found)
+            self._same_again()
+            self._fewer_rows(independent_rows)
+        except _Raised as raised:
+            return raised.__cause__
+        reached = Reached(self.stage).found
+        values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
+        strided = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+        storages = {storage_number(value.untyped_storage()) for value in strided}
+        if self._alive() - before - storages:
+            self.watch.note(
+                "kept",
+                "keeps its input, or what it returned, after the run; hand it on instead (stash, Out(stats=...))",
+            )
+        for name in captured.changes(reached):
+            self.watch.note(
+                "captured", f"changes {name}, which it closes over; return it in Out(stats=...), fold it in commit="
+            )
+        for name, value in captured.values.items():
+            if id(value) in self.watch.parameters:
+                self.watch.note(
+                    "captured",
+                    f"closes over {name}, which requires a gradient and will get none; take it from params",
+                )
+        return None
+
+    def _alive(self) -> set[int]:
+        """The storages of the calls so far that are still alive."""
+        if not all(ref.expired() for ref in self.watch.memory):
+            gc.collect()
+        return {ref.cdata for ref in self.watch.memory if not ref.expired()}
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> EagerBound:
+        options: dict[str, Any] = {"trainable": self.wanted, "train": self.train, "backwards": True}
+        options |= {
+            "keys": Keys(self.seed, [self.stage]),
+            "shares": Shares((1.0, 1.0), 2.0, False, 1.0, (0.5, 0.5)),
+        }
+        bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
+        bound.graphs_to_check = 0  # what a run would refuse is noted here, and the calls go on
+        return bound
+
+    def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:
+        return self._attempt(lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises")
+
+    def _attempt(self, call: Callable[[], Any], prefix: str) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            # Draws without a key, and buffers that a module writes, are refused by the runtime in its own words.
+            known = "random" if isinstance(error, DrawError) else "state" if isinstance(error, PlanError) else ""
+            self.watch.note(known or "raises", str(error) if known else f"{prefix} {type(error).__name__}: {error}")
+            raise _Raised from error
+
+    def _first_call(self) -> None:
+        """Call once unjudged, as a table that the first call of a shape fills is no fault; note outputs and draws."""
+        bound = self._bind()
+        out = self._forward(bound, 0)
+        self.draws = self.train in self.watched.seen.draws
+        if self.given.rows > 1:
+            with suppress(Exception):  # `_fewer_rows` reports it
+                bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
+        for name, tree in _parts(out):
+            self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
+            self.num_bytes += sum(leaf.nbytes for leaf in leaves(tree))
+        bound.release()
+
+    def _same_again(self) -> None:
+        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and gradients must agree."""
+        bound = self._bind()
+        first, other, again = [self._forward(bound, microbatch) for microbatch in (0, 1, 0)]
+        self._compare(other, first, "for another microbatch", values=False)
+        self._compare(again, first, "at the second call, as remat makes it")
+        self._gradients(bound, first, again)
+        bound.release()
+        bound = self._bind()
+        self._compare(self._forward(bound, 0), first, "in a second run")
+        bound.release()
+
+    def _compare(self, actual: StageOut, expected: StageOut, when: str, *, values: bool = True) -> None:
+        for (name, a), (_, b) in zip(_parts(actual), _parts(expected), strict=True):
+            if _kinds(a) != _kinds(b):
+                self.watch.note("structure", f"{name} {when} is {_show(a)}, before it was {_show(b)}")
+            elif values:
+                for line in differences(a, b, name)[0]:
+                    self.watch.note("deterministic", f"gives another {line.replace(':', f' {when}:', 1)}")
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _gradients(self, bound: EagerBound, first: StageOut, again: StageOut) -> None:
+        if not any(self.wanted) and not self.given.floating:
+            return
+        if not self.watch.connected:
+            self.watch.note(
+                "gradient",
+                "returns nothing that requires a gradient, though parameters or input could have one: it is "
+                "detached, or computed under no_grad",
+            )
+            return
+        inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
+        first_grads = [None if grad is None else grad.clone() for grad in bound.params.grads()]
+        self.unused = [self.names[number] for number in bound.params.unused()]
+        repeated = self._attempt(lambda: self._backward(bound, again), "in its second backward raises")
+        # The same added to itself is twice the same, exactly.
+        second_grads = [None if grad is None else grad / 2 for grad in bound.params.grads()]
+        gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
+        for name, gradient in {**dict(zip(self.names, second_grads, strict=True)), **repeated}.items():
+            for line in differences(gradient, gradients[name], name)[0]:
+                self.watch.note(
+                    "deterministic",
+                    f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}",
+                )
+        for name, gradient in gradients.items():
+            if self.given.finite and gradient is not None and not gradient.isfinite().all():
+                self.watch.note("gradient", f"the gradient of {name} is not finite, for finite inputs")
+        for name in self.unused:
+            self.watch.note(
+                "unused",
+                f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, or trainable=)",
+            )
+        if self.given.floating and all(inputs[name] is None for name in locations(self.given.x, "x")):
+            self.watch.note("gradient", "no gradient reaches x, so stages before this one would never learn")
+
+    def _backward(self, bound: EagerBound, out: StageOut) -> dict[str, Tensor | None]:
+        """The gradients of the inputs by name, for fixed gradients of the outputs."""
+        generator = torch.Generator().manual_seed(0)
+
+        def some(border: Border) -> Gradients:
+            pairs = zip(border.leaves, border.flags, strict=True)
+            return [torch.randn(leaf.shape, generator=generator).to(leaf) if flag else None for leaf, flag in pairs]
+
+        stash = {name: [some(stashed)] for name, stashed in out.stash.items()}
+        with CatchDraws():
+            grads, _ = bound.backward(out.residual, some(out.y), stash)
+        trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
+        roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
+        places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
+        return dict(zip(places, [gradient for group in (grads.x, *grads.skips) for gradient in group], strict=True))
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _fewer_rows(self, independent: bool) -> None:
+        """Compare a call with all rows to one without the last: microbatches differ by a row."""
+        fewer = self.given.rows - 1
+        if fewer < 1:
+            return
+        bound = self._bind()
+        whole = self._forward(bound, 0)
+        try:
+            part = bound.forward(self.given.args(self.stage, 0, fewer), keep=False)
+        except Exception as error:
+            self.watch.note("rows", f"with {fewer} of {fewer + 1} rows it raises {type(error).__name__}: {error}")
+            return
+        finally:
+            bound.release()
+        compared, depends = False, list[str]()
+        for (name, a), (_, b) in zip(_parts(part), _parts(whole), strict=True):
+            if _kinds(a, sizes=False) != _kinds(b, sizes=False):
+                self.watch.note(
+                    "structure", f"{name} for {fewer} rows is {_show(a)}, for {fewer + 1} rows it was {_show(b)}"
+                )
+            elif name not in ("stats", "loss"):  # those are sums over rows
+                cut = map_leaves(lambda leaf: self.given.first(leaf, fewer), b)
+                for where, x, y in zip(locations(a, name), flatten(a)[0], flatten(cut)[0], strict=True):
+                    if _shape(x) == _shape(y):  # else its rows are not along its first axis
+                        compared, depends = True, depends + differences(x, y, where, allowed=_rounding(y))[0]
+        if not compared or self.draws:  # what a row draws may depend on how many there are
+            return
+        self.rows = "dependent" if depends else "independent"
+        if independent and depends:
+            self.watch.note("rows", f"without the last row the others give another {depends[0]}")
+
+
+def _of_one(trainable: Any) -> Trainable:
+    """``trainable`` of one stage in the form that a run takes for all of its stages."""
+    if trainable is None or isinstance(trainable, (bool, str)):
+        return trainable
+    if callable(trainable):
+        return lambda name, leaf: bool(trainable(name.removeprefix("0.").removeprefix("0"), leaf))
+    return [trainable]
+
+
+class _Raised(Exception):
+    """The stage itself raised: the probe ends with this fault."""
+
+
+def _parts(out: StageOut) -> list[tuple[str, Tree]]:
+    """The trees that a stage returned, by the names of `Out`."""
+    stashed = {f"stash[{name!r}]" if name else "carry": border.tree() for name, border in out.stash.items()}
+    parts = [("y", out.y.tree()), *stashed.items()]
+    return [*parts, ("stats", out.report.stats), ("loss", () if out.report.side is None else out.report.side)]
+
+
+def _shape(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def _kinds(tree: Tree, *, sizes: bool = True) -> tuple[Any, list[Any]]:
+    """The structure, and what each leaf is; without sizes: its type and how many axes it has."""
+    values, spec = flatten(tree)
+    if sizes:
+        return spec, [_shape(leaf) for leaf in values]
+    return spec, [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in values]
+
+
+def _show(tree: Tree) -> str:
+    inside = ", ".join(_shape(leaf) for leaf in flatten(tree)[0])
+    return inside if isinstance(tree, Tensor) else f"a {type(tree).__name__} of ({inside})"
+
+
+def _rounding(leaf: Any) -> float:
+    """The part of the largest number by which a row may change with the number of rows: kernels sum in other orders."""
+    return torch.finfo(leaf.dtype).eps ** 0.7 if is_differentiable(leaf) else 0.0

@@ -1,0 +1,1 @@
+"""Simulate a schedule; draw, compare and explain timelines. No torch."""

@@ -1,0 +1,142 @@
+"""What a figure shows: panels below each other, and the axis that they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from funcpipe._src.data.result import Timeline
+from funcpipe._src.view import summary
+from funcpipe._src.view.align import aligned
+from funcpipe._src.view.memory_levels import Levels, highest, levels
+from funcpipe._src.view.palette import By
+
+MARGIN = 16.0
+"""Pixels around a figure."""
+
+
+class LaneSizes(NamedTuple):
+    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters beside it."""
+
+    height: float
+    pitch: float
+    letters: float
+
+
+class Panel(NamedTuple):
+    """What one panel shows.
+
+    Attributes:
+        timeline: in the unit of the axis.
+        name: of the timeline; first part of the title.
+        origin: simulated or measured, and the unit; second part of the title.
+        words: the caption below the title.
+        levels: what the devices hold, to be drawn in place of what they do.
+        most: the amount that fills a lane's height, where levels are drawn.
+    """
+
+    timeline: Timeline
+    name: str
+    origin: str
+    words: tuple[str, ...]
+    levels: Levels | None = None
+    most: float = 1.0
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self.timeline.spans) and self.levels != ()
+
+    @property
+    def lane(self) -> LaneSizes:
+        """The sizes of a lane: smaller where there are many."""
+        if self.timeline.num_devices <= 8:
+            return LaneSizes(30, 35, 12)
+        if self.timeline.num_devices <= 16:
+            return LaneSizes(22, 25, 12)
+        return LaneSizes(16, 18, 12) if self.levels is None else LaneSizes(11, 13, 10)
+
+
+class Frame(NamedTuple):
+    """What is the same for all panels of a figure.
+
+    Attributes:
+        axis: the timeline that gives the time axis.
+        by: what colours tell.
+        last: the last stage of all.
+        left: of the charts, in pixels.
+        chart: their width.
+        width: of the figure.
+    """
+
+    axis: Timeline
+    by: By
+    last: int
+    left: float
+    chart: float
+    width: float
+
+    @property
+    def scale(self) -> float:
+        """Pixels per unit of time."""
+        return self.chart / (self.axis.makespan or 1.0)
+
+
+def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
+    """A panel for each timeline, and one for its memory.
+
+    Raises:
+        ValueError: the timelines have no common axis.
+    """
+    drawn = aligned(timelines)
+    held = [levels(timeline) if memory else () for timeline in drawn.timelines]
+    peaks = [highest(devices) or 1.0 for devices in held]
+    if not any(drawn.notes):  # then all timelines count memory in one unit, as far as can be known
+        peaks = [max(peaks)] * len(peaks)
+    panels: list[Panel] = []
+    rows = zip(timelines, drawn.timelines, drawn.notes, held, peaks, strict=True)
+    for source, timeline, note, devices, peak in rows:
+        counts = _counts(timeline)
+        words = (*counts, *summary.numbers(timeline, drawn.axis), *([note] if note else []))
+        if not timeline.spans:
+            words = (counts[0], "no actions")
+        origin = summary.origin(source, drawn.axis)
+        panels.append(Panel(timeline, summary.title(source), origin, words))
+        if memory and timeline.spans:
+            scale = memory_scale(peak) if devices else "not known for this timeline"
+            panels.append(Panel(timeline, "memory", "", (scale,), devices, peak))
+    return panels
+
+
+def memory_scale(peak: float) -> str:
+    """The words that say how much memory fills a lane's height."""
+    return f"the height of a lane is {summary.amount_text(peak)}"
+
+
+def _counts(timeline: Timeline) -> tuple[str, ...]:
+    """How many devices, stages and microbatches there are."""
+    stages = {span.action.stage for span in timeline.spans}
+    microbatches = {span.action.microbatch for span in timeline.spans}
+    slices = {span.action.slice for span in timeline.spans if span.action.slice is not None}
+    counts = {"device": timeline.num_devices, "stage": len(stages), "microbatch": len(microbatches)}
+    counts |= {"slice": len(slices)} if slices else {}
+    return tuple([summary.count_text(count, word) for word, count in counts.items()])
+
+
+def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
+    """The frame that fits all of the timelines. Short actions get room for their numbers, if there is any."""
+    axis = max(timelines, key=lambda timeline: timeline.makespan)
+    end = axis.makespan or 1.0
+    drawn = [timeline for timeline in timelines if timeline.spans]
+    short = min((summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end)
+    chart = min(1240.0, max(640.0, 24 * end / short))
+    names = [
+        summary.device_name(timeline, device)
+        for timeline in timelines
+        for device in range(max(1, timeline.num_devices))
+    ]
+    left = MARGIN + 5 + 7 * max(map(len, names))
+    peaks = [text for timeline in timelines for text in summary.side_columns(timeline)[1]]
+    width = left + chart + MARGIN + 44 + (16 + 7 * max(4, *map(len, peaks)) if any(peaks) else 0)
+    last = max((span.action.stage for timeline in timelines for span in timeline.spans), default=0)
+    return Frame(axis, by, last, left, chart, width)

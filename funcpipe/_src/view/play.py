@@ -1,0 +1,278 @@
+"""Lane programs by the clock: one loop over the instructions in plan order, under given costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from funcpipe._src.core.errors import FuncpipeError
+from funcpipe._src.data.cost import Cost, per_stage
+from funcpipe._src.data.kinds import BY_SIZE, KINDS, MOVES, WITHOUT_BACKWARD, Kind, Resource, Scope
+from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.program import CALLER, Free, Instruction, LaneProgram, Receive, Role, Run, Send
+from funcpipe._src.data.result import Span
+from funcpipe._src.data.schedule import Action
+from funcpipe._src.schedules.memory import residual_table
+
+
+class Moment(NamedTuple):
+    """A time, and the action at whose end it begins; None: no action's."""
+
+    time: float
+    cause: Action | None
+
+
+BEGIN = Moment(0.0, None)
+_ALL = 1.0, 1.0
+"""The shares of time and memory of an action that is not about a slice."""
+
+
+def _latest(moments: Sequence[Moment]) -> Moment:
+    """The last moment, of equal ones the first in the sequence."""
+    return max(moments, key=lambda moment: moment.time)
+
+
+@dataclass
+class LaneTimes:
+    """The clock of one lane.
+
+    Attributes:
+        program: what the lane does.
+        now: until when it computes or sends.
+        links: until when each of its links is busy.
+        ready: by slot, when the value there can be read, if that may be later than ``now``.
+        gathered: by stage, when its parameters are gathered.
+        begun: how many of its actions the loop has passed.
+        spans: the spans of its actions, in order.
+        changes: of its memory, as (time, place among the changes of one time, amount).
+    """
+
+    program: LaneProgram
+    now: Moment = BEGIN
+    links: dict[Resource, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
+    ready: dict[int, Moment] = field(default_factory=dict[int, Moment])
+    gathered: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
+    begun: int = 0
+    spans: list[Span] = field(default_factory=list[Span])
+    changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+
+
+_LAST = float("inf")
+"""The place of values that arrive or are made: after all that actions take and free at that time."""
+
+
+class Play:
+    """A program under a cost.
+
+    Plan order satisfies every wait: what an action reads was sent before, and the slot into which it sends was freed
+    before. So one loop in this order knows each time when an instruction asks for it, and no lane has to be put to
+    sleep.
+
+    A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
+    other, and can be read the latency later. With ``bounded`` a lane that sends waits until the slot at the other end is
+    free and the news of it has come, the latency later. O, L, G and U occupy a link of the lane (G and U the same); the
+    lane goes on.
+
+    Args:
+        program: a program.
+        cost: times and memory.
+        bounded: are there only as many slots as the program has.
+
+    Attributes:
+        lanes: the clock of each lane.
+        causes: for each action the action that let it start when it did; None: it started at 0.
+    """
+
+    def __init__(self, program: Lowered, cost: Cost, *, bounded: bool) -> None:
+        self.program, self.cost, self.bounded = program, cost, bounded
+        self.lanes = [LaneTimes(lane) for lane in program.lanes]
+        self.causes: dict[Action, Action | None] = {}
+        self.backward = any(call.kind not in WITHOUT_BACKWARD for call in program.calls)
+        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls}
+        self.shares = cost.slice_shares(program.num_slices)
+        """Of each slice its share of a microbatch's time and memory."""
+        self.residuals = residual_table(cost, program.num_stages)
+        self.crossings = crossings(program, cost)
+        self.links: dict[tuple[int, int], float] = defaultdict(float)
+        """Until when the link from one lane to another is busy."""
+        self.free = {end: BEGIN for lane in program.lanes for end in lane.outgoing}
+        """The (lane, slot) that are free, and when their sender knows it."""
+
+    def run(self) -> None:
+        """Do all instructions. Linear.
+
+        Raises:
+            FuncpipeError: an instruction waits for what does not come before it; `make_plan` makes no such program.
+        """
+        for number, instruction, values in self.program.walk():
+            self.step(self.lanes[number], instruction, values)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of all actions, by start and device."""
+        spans = (span for lane in self.lanes for span in lane.spans)
+        return tuple(sorted(spans, key=lambda span: (span.start, span.device)))
+
+    @property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The chain of actions, each starting when the one before lets it, that ends with the last action."""
+        last = max(self.spans, key=lambda span: span.end, default=None)
+        action = None if last is None else last.action
+        path: list[Action] = []
+        while action is not None:
+            path.append(action)
+            action = self.causes[action]
+        return tuple(reversed(path))
+
+    def step(self, lane: LaneTimes, instruction: Instruction, values: Mapping[int, int]) -> None:
+        """Do one instruction of a lane, with the numbers of the values in its slots."""
+        if type(instruction) is Run:
+            self._run(lane, instruction, values)
+        elif type(instruction) is Receive:
+            if instruction.source != CALLER and instruction.slot not in lane.ready:
+                raise _endless(lane, f"{self.program.value(instruction.value)}, which is not sent before")
+        elif type(instruction) is Send:
+            self._send(lane, instruction, values[instruction.slot])
+        elif type(instruction) is Free:
+            self._free(lane, instruction, values)
+
+    def _run(self, lane: LaneTimes, run: Run, values: Mapping[int, int]) -> None:
+        """An action. The second of a pair has begun with the first."""
+        at, program = lane.begun, lane.program
+        lane.begun = at + 1
+        if at == len(lane.spans):
+            self._begin(lane, program.runs[at : at + 1 + (at in program.pairs)])
+        for slot in run.writes:
+            size, _ = self._crossing(values[slot], program.lane)
+            if size:
+                lane.changes.append((lane.spans[at].end, _LAST, size))
+
+    def _begin(self, lane: LaneTimes, runs: Sequence[Run]) -> None:
+        """Start and end an action, or the two of a pair together."""
+        actions = [lane.program.action(run) for run in runs]
+        shares = [_ALL if action.slice is None else self.shares[action.slice] for action in actions]
+        kind, stage = actions[0].kind, actions[0].stage
+        needs = [lane.now, *(lane.ready.pop(slot, lane.now) for run in runs for slot in run.reads)]
+        if kind in MOVES:
+            row, (time, size) = KINDS[kind], shares[0]
+            since = _latest([*needs, lane.links[row.resource]])
+            share = size if kind in BY_SIZE else time
+            done = Moment(since.time + self.durations[kind, stage] * share, actions[0])
+            lane.links[row.resource] = done
+            lane.ready |= dict.fromkeys(runs[0].writes, done)
+            if row.scope is Scope.RUN:
+                lane.gathered[stage] = done
+        else:
+            since = _latest([*needs, *(lane.gathered[action.stage] for action in actions)])
+            if len(actions) == 1:
+                duration = self.durations[kind, stage] * shares[0][0]
+            else:
+                one, other = ((*action[:2], time) for action, (time, _) in zip(actions, shares, strict=True))
+                duration = self.cost.both(one, other)
+            done = lane.now = Moment(since.time + duration, actions[-1])
+        for place, (run, action, (_, share)) in enumerate(zip(runs, actions, shares, strict=True)):
+            self.causes[action] = since.cause
+            ends = len(runs) - 1 - place
+            self._hold(lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends)
+
+    def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
+        """Note the span of an action, and the residuals that it takes and frees.
+
+        Args:
+            share: which part of a microbatch's memory it is about.
+            later: how many actions later it frees: the first of a pair with the second.
+        """
+        at, (kind, stage, _, _) = len(lane.spans), span.action
+        lane.spans.append(span)
+        takes, frees = self.residuals[kind]
+        taken = takes[stage] * share if self.backward and lane.program.calls[run.call].keeps else 0.0
+        if taken or not self.backward:
+            lane.changes.append((span.start, 2.0 * at, taken))
+        if self.backward and frees[stage]:
+            lane.changes.append((span.end, 2.0 * (at + later) + 1, -frees[stage] * share))
+
+    def _send(self, lane: LaneTimes, send: Send, value: int) -> None:
+        end = send.to, send.into
+        if end not in self.free:
+            raise _endless(lane, f"slot {send.into} of lane {send.to}, which is not freed before")
+        free = self.free.pop(end)
+        if self.bounded:
+            lane.now = _latest([lane.now, free])
+        size, latency = self._crossing(value, send.to)
+        crossed = lane.now.time
+        if size and self.cost.bandwidth:
+            way = lane.program.lane, send.to
+            crossed = self.links[way] = max(crossed, self.links[way]) + size / self.cost.bandwidth
+        receiver = self.lanes[send.to]
+        receiver.ready[send.into] = Moment(crossed + latency, lane.now.cause)
+        if size:
+            receiver.changes.append((crossed, _LAST, size))
+
+    def _free(self, lane: LaneTimes, free: Free, values: Mapping[int, int]) -> None:
+        """Empty slots. A value between stages goes into the residual, or when the action that read it ends."""
+        program = lane.program
+        for slot in free.slots:
+            size, latency = self._crossing(values[slot], program.lane)
+            if program.sources[slot] not in (None, CALLER):
+                self.free[program.lane, slot] = Moment(lane.now.time + latency, lane.now.cause)
+            if size:
+                # The two of a pair free together; one of them has read the value.
+                at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads)
+                kept = any(program.slots[written].role is Role.RESIDUAL for written in program.runs[at].writes)
+                time, place = (lane.spans[at].start, 2.0 * at) if kept else (lane.spans[at].end, 2.0 * at + 1)
+                lane.changes.append((time, place, -size))
+
+    def _crossing(self, value: int, lane: int) -> tuple[float, float]:
+        """The size of a value that a lane gets from another stage, and its latency."""
+        wire, piece = divmod(value, self.program.num_pieces)
+        size, latency = self.crossings[wire, lane]
+        return size * self.shares[piece % len(self.shares)][1], latency
+
+
+def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
+    return FuncpipeError(f"this program cannot come to its end: lane {lane.program.lane} waits for {what}")
+
+
+_HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
+"""What one stage hands to another."""
+
+
+def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
+    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
+    skips, outputs = _skip_sizes(program, cost), per_stage(cost.output, program.num_stages)
+    out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for call in program.calls:
+        for wire, _ in call.reads:
+            role, stage, name, peer = program.wires[wire]
+            if role not in _HANDED:
+                continue
+            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
+            stash, pop = sorted((source, call.stage))
+            size = outputs[stage] if role in (Role.ACT, Role.GRAD) else skips.get((stash, pop, name), 0.0)
+            most, slowest = out[wire, call.lane]
+            out[wire, call.lane] = max(most, size), max(slowest, cost.latency(source, call.stage))
+    return out
+
+
+def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
+    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names, in order.
+
+    Where there are not as many as the program has between these stages, each has its share of all.
+    """
+    names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
+    sizes: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for call in program.calls:
+        for wire, _ in call.reads if call.kind is Kind.F else ():
+            role, stash, name, _ = program.wires[wire]
+            if role is Role.SKIP:
+                names[stash, call.stage][name] = None
+    for stash, pop, size in cost.skips:
+        sizes[stash, pop].append(size)
+    out: dict[tuple[int, int, str], float] = {}
+    for pair, between in names.items():
+        of_cost = sizes[pair]
+        each = of_cost if len(of_cost) == len(between) else [sum(of_cost) / len(between)] * len(between)
+        out |= {(*pair, name): size for name, size in zip(between, each, strict=True)}
+    return out

@@ -1,1 +1,0 @@
-"""Checkpoints: parameters, state and optimizers in files, whole or not at all."""

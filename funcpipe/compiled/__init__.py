@@ -1,1 +1,0 @@
-"""Stages as programs: traced once, cut into forward, input backward and weight backward."""

@@ -1,1 +1,0 @@
-"""Plain data: trees, stages, schedules, plans, results, errors."""

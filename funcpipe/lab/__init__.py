@@ -1,1 +1,0 @@
-"""The schedule laboratory: schedules that are found rather than written down."""

@@ -1,1 +1,0 @@
-"""Stages and a schedule become a plan."""

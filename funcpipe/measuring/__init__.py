@@ -1,1 +1,0 @@
-"""What layers take: their memory without running them, their times by running them."""

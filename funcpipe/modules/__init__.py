@@ -1,1 +1,0 @@
-"""nn.Module becomes stages, parameters and state."""

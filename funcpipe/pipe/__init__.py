@@ -1,1 +1,0 @@
-"""Pipe: a Sequential as a pipeline inside of plain autograd."""

@@ -1,1 +1,0 @@
-"""A plan becomes numbers; autograd, threads and streams live only here."""

@@ -1,1 +1,0 @@
-"""Interpreters that need no device: simulation, drawings, reports."""

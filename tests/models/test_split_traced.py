@@ -1,0 +1,973 @@
+"""Traced cuts: what export can and cannot capture, each exact against the eager model or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import funcpipe as fp
+import funcpipe.testing
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def net(forward, **parts):
+    """A module of two Linear(8) layers ``a`` and ``b``, further parts, and this forward."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            for name, part in parts.items():
+                if isinstance(part, torch.Tensor):
+                    self.register_buffer(name, part)
+                else:
+                    setattr(self, name, part)
+
+    Net.forward = forward
+    return Net()
+
+
+def inputs(rows=ROWS):
+    return torch.randn(rows, 8)
+
+
+def reference(model, batch, count, loss):
+    """Loss, gradients and outputs of a copy of the model, microbatch by microbatch."""
+    own = copy.deepcopy(model)
+    pieces = [one for one in torch.tensor_split(batch, count) if len(one)]
+    total = 0.0
+    outputs = []
+    for piece in pieces:
+        y = own(piece)
+        part = loss(y, None) * (len(piece) / len(batch))
+        part.backward()
+        total += float(part.detach())
+        outputs.append(y)
+    return total, {name: p.grad for name, p in own.named_parameters()}, own, outputs
+
+
+def square(y, target=None):
+    y = y[0] if isinstance(y, tuple) else y
+    return (y.float() if y.dtype is torch.bfloat16 else y).pow(2).mean()
+
+
+def same_as_eager(model, at=("b",), *, example=None, rows=ROWS, count=3, tolerance=1e-10, **options):
+    """Split, run under 1F1B and zero-bubble, compare with the eager model."""
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    forward, rng = model.forward, torch.get_rng_state()
+    example = inputs(4) if example is None else example
+    torch.set_rng_state(rng)
+    made = fp.split(model, at=list(at), example=example, **options)
+    assert model.forward == forward
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    batch = inputs(rows)
+    loss, grads, _, _ = reference(model, batch, count, square)
+    for schedule in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
+        plan = fp.make_plan(made.stages, schedule(len(made), count), loss=square, ties=made.ties, devices="cpu")
+        result = fp.run(plan, made.params, (batch, None), state=made.state, seed=0)
+        assert float(result.loss) == pytest.approx(loss, abs=tolerance)
+        found = made.merge(result.grads)
+        for name, grad in grads.items():
+            ours = found.get(name)
+            if grad is None:
+                assert name in made.rest or not ours.any()
+            else:
+                torch.testing.assert_close(ours, grad, rtol=tolerance, atol=tolerance)
+    return made
+
+
+# -- captured exactly --------------------------------------------------------------------------------------------------
+
+
+def test_plain():
+    made = same_as_eager(net(lambda s, x: s.b(s.a(x).relu())))
+    assert [sorted(tree) for tree in made.params] == [["a.bias", "a.weight"], ["b.bias", "b.weight"]]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_other_numbers_of_rows(rows):
+    """Captured with four rows, run with others, also with one and with fewer than microbatches."""
+    same_as_eager(net(lambda s, x: s.b(s.a(x).relu())), rows=rows)
+
+
+def test_no_grad_region():
+    def forward(s, x):
+        h = s.a(x)
+        with torch.no_grad():
+            gate = h.norm(dim=1, keepdim=True)
+        return s.b(h / gate)
+
+    same_as_eager(net(forward))
+
+
+def test_autocast_region():
+    def forward(s, x):
+        h = s.a(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = s.c(h.float())
+        return s.b(h.double())
+
+    same_as_eager(net(forward, c=nn.Linear(8, 8, dtype=torch.float32)), tolerance=1e-6)
+
+
+def test_autocast_around_all_layers_cannot_be_cut():
+    def forward(s, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return s.b(s.a(x))
+
+    model = net(forward).float()
+    with pytest.raises(fp.PlanError, match="inside a no_grad or autocast region"):
+        fp.split(model, at=["b"], example=inputs().float())
+
+
+def test_autocast_around_the_run():
+    """It is not part of the trace: the stages run under the caller's."""
+    model = net(lambda s, x: s.b(s.a(x).relu())).float()
+    made = fp.split(model, at=["b"], example=inputs().float())
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    x = inputs().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fp.run(plan, made.params, x).outputs
+        wanted = torch.cat([model(piece) for piece in x.tensor_split(2)])
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, wanted)
+
+
+def test_checkpoint_inside_is_computed_plainly():
+    same_as_eager(net(lambda s, x: s.b(checkpoint(s.a, x, use_reentrant=False).relu())))
+
+
+def test_in_place_on_activations():
+    same_as_eager(net(lambda s, x: s.b((s.a(x) + 1.0).mul_(2.0).relu_())))
+
+
+def test_in_place_across_a_cut_is_refused():
+    def forward(s, x):
+        h = s.a(x)
+        y = s.b(x)
+        h.add_(1.0)
+        return h + y
+
+    with pytest.raises(fp.PlanError, match="writes in place into .* of stage 0"):
+        fp.split(net(forward), at=["b"], example=inputs())
+
+
+def test_in_place_on_the_inputs_is_refused():
+    with pytest.raises(fp.PlanError, match="writes into its input 'x'"):
+        fp.split(net(lambda s, x: s.b(s.a(x.mul_(2.0)))), at=["b"], example=inputs())
+
+
+def test_item_and_boolean_indexing():
+    """Numbers that depend on the data cross as numbers."""
+
+    def forward(s, x):
+        h = s.a(x)
+        picked = h[h > 0].sum()
+        return s.b(h) + picked
+
+    same_as_eager(net(forward))
+
+
+def test_data_dependent_branch_is_refused():
+    with pytest.raises(fp.PlanError, match=r"branches on the numbers in a tensor.*without example="):
+        fp.split(net(lambda s, x: s.b(s.a(x)) if x.sum() > 0 else s.a(x)), at=["b"], example=inputs())
+
+
+def test_loop_over_rows_is_refused():
+    with pytest.raises(fp.PlanError, match="fixes the number of rows"):
+        fp.split(net(lambda s, x: s.b(torch.stack([s.a(row) for row in x]))), at=["b"], example=inputs())
+
+
+def test_fixed_rows():
+    """With any_rows=False the same loop is one microbatch's, and other sizes are refused by name."""
+    model = net(lambda s, x: s.b(torch.stack([s.a(row) for row in x])))
+    made = same_as_eager(model, example=inputs(2), rows=6, count=3, any_rows=False)
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+    with pytest.raises(fp.BatchError, match=r"dimension 0 is fixed"):
+        fp.run(plan, made.params, (inputs(6), None))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_conditional_operator():
+    def forward(s, x):
+        h = s.a(x)
+        h = torch.cond(x.sum() > 0, lambda v: v * 2.0, lambda v: v - 1.0, (h,))
+        return s.b(h)
+
+    same_as_eager(net(forward))
+
+
+def test_python_counter_is_found_out():
+    """A counter is a constant of the trace: right once, wrong later."""
+
+    def forward(s, x):
+        s.calls = getattr(s, "calls", 0) + 1
+        return s.b(s.a(x) * s.calls)
+
+    model = net(forward)
+    with pytest.raises(fp.PlanError, match="inputs other than the example"):
+        fp.split(model, at=["b"], example=inputs())
+    assert not hasattr(model, "calls")
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+CUSTOM = {
+    "between": (r"Round", lambda s, x: s.b(Round.apply(s.a(x)))),
+    "on the input": (r"Round", lambda s, x: s.b(s.a(Round.apply(x)))),
+    "written into": (r"Round", lambda s, x: s.b(Round.apply(s.a(x)).mul_(2).view(-1, 8))),
+    "into a skip": (r"Round", lambda s, x: s.b(s.a(x)) + Round.apply(s.a(x))),
+    "in a branch": (
+        r"torch.cond",
+        lambda s, x: s.b(torch.cond(x.sum() > 0, lambda v: Round.apply(v) * 2, lambda v: v - 1.0, (s.a(x),))),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", CUSTOM)
+def test_custom_function_is_refused(where):
+    """Export would forget its backward, or, in a branch, leave no gradient at all."""
+    says, forward = CUSTOM[where]
+    model = net(forward)
+    with pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
+        fp.split(model, at=["b"], example=inputs())
+    with torch.no_grad(), pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
+        fp.split(model, at=["b"], example=inputs())
+    assert Round.apply(torch.tensor(0.6)) == 1
+
+
+def test_custom_function_whose_backward_is_never_called():
+    """Under no_grad, or beside the way to the output: nothing is forgotten."""
+
+    def forward(s, x):
+        with torch.no_grad():
+            scale = Round.apply(s.a(x).abs().amax()) + 1
+        Round.apply(s.a(x))
+        return s.b(s.a(x) / scale)
+
+    same_as_eager(net(forward), rows=4, count=1)
+
+
+def test_tracing_leaves_torch_and_the_example_alone():
+    apply, example = vars(torch.autograd.Function).get("apply"), inputs()
+    seen = []
+
+    def forward(s, x):
+        seen.append(vars(torch.autograd.Function).get("apply") is apply)
+        return s.b(s.a(x))
+
+    fp.split(net(forward), at=["b"], example=example)
+    assert all(seen)
+    assert not example.requires_grad
+
+
+def test_buffers_become_state():
+    """A counter and an average: one update by the whole batch; buffers that are not saved; constants."""
+
+    def forward(s, x):
+        s.steps.add_(1)
+        s.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return s.b(s.a(x) + s.average) + s.table
+
+    model = net(forward, steps=torch.zeros((), dtype=torch.long), average=torch.zeros(8))
+    model.register_buffer("table", torch.ones(8), persistent=False)
+    with pytest.raises(fp.PlanError, match=r"(?s)depends on the inputs.*mean_by_rows.*\* 'average'$"):
+        fp.split(model, at=["b"], example=inputs())
+    made = fp.split(model, at=["b"], example=inputs(), commit={"average": fp.models.mean_by_rows})
+    assert sorted(made.state[0]) == ["average", "steps"]
+    assert sorted(made.state[1]) == ["table"]
+    assert "table" not in made.state_dict()
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
+    batch = inputs()
+    result = fp.run(plan, made.params, (batch, None), state=made.state)
+    assert int(result.state[0]["steps"]) == 1
+    torch.testing.assert_close(result.state[0]["average"], 0.1 * batch.mean(0))
+    assert not made.state[0]["average"].any()
+
+
+def test_written_buffer_read_by_a_later_stage():
+    """What was written travels; the stage that writes holds the buffer."""
+
+    def forward(s, x):
+        s.average.add_(x.detach().mean(0))
+        return s.b(s.a(x)) + s.average
+
+    commit = {"average": fp.models.mean_by_rows}
+    made = same_as_eager(net(forward, average=torch.zeros(8)), rows=4, count=1, commit=commit)
+    assert [bool(tree) for tree in made.state] == [True, False]
+
+
+def test_buffer_written_in_two_stages_is_refused():
+    def forward(s, x):
+        s.average.add_(1.0)
+        h = s.b(s.a(x))
+        s.average.mul_(2.0)
+        return h
+
+    with pytest.raises(fp.PlanError, match=r"'average', which the forward writes, is used in stages \[0, 1\]"):
+        fp.split(net(forward, average=torch.zeros(8)), at=["b"], example=inputs())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_is_deferred(momentum):
+    """Law 5: one update by the concatenation of what the layer saw."""
+    model = net(lambda s, x: s.b(s.norm(s.a(x)).relu()), norm=nn.BatchNorm1d(8, momentum=momentum))
+    made = same_as_eager(model, at=["norm"])
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
+    batch = inputs()
+    state = fp.run(plan, made.params, (batch, None), state=made.state).state[1]
+    layer = nn.BatchNorm1d(8, momentum=momentum)
+    layer(model.a(batch))
+    torch.testing.assert_close(state["norm.running_mean"], layer.running_mean)
+    torch.testing.assert_close(state["norm.running_var"], layer.running_var)
+    assert int(state["norm.num_batches_tracked"]) == 1
+
+
+def test_frozen_batch_norm_stays_frozen():
+    model = net(lambda s, x: s.b(s.norm(s.a(x))), norm=nn.BatchNorm1d(8))
+    model.norm.eval()
+    made = same_as_eager(model)
+    assert made.stages[0].commit is None
+
+
+def test_lifted_constants_and_made_tensors():
+    def forward(s, x):
+        return s.b(s.a(x) + s.offsets) + torch.arange(8, device=x.device, dtype=x.dtype) + torch.tensor([2.0])
+
+    model = net(forward)
+    model.offsets = torch.linspace(0, 1, 8)
+    same_as_eager(model)
+
+
+def test_dropout_is_keyed_by_layer():
+    """Two, three and four stages draw the same; so does the model as one stage of its own modules."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(4)])
+    batch = (inputs(), None)
+    losses = set()
+    for count in (1, 2, 3, 4):
+        made = fp.split(model, count, example=inputs(3))
+        plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(count, 2), loss=square, devices="cpu")
+        losses.add(float(fp.run(plan, made.params, batch, seed=3).loss))
+    stage, params, _ = fp.from_module(model)
+    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=square, devices="cpu")
+    losses.add(float(fp.run(plan, (params,), batch, seed=3).loss))
+    assert len(losses) == 1
+
+
+def test_random_tensors_and_functional_dropout():
+    def forward(s, x):
+        h = s.a(x) + torch.randn_like(x)
+        return F.dropout(s.b(F.dropout(h, 0.5, s.training)), 0.5, s.training)
+
+    made = fp.split(net(forward), at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+    batch = (inputs(), None)
+    with pytest.raises(fp.DrawError, match="seed"):
+        fp.run(plan, made.params, batch)
+    first = fp.run(plan, made.params, batch, seed=1).loss
+    assert torch.equal(first, fp.run(plan, made.params, batch, seed=1, executor="serial").loss)
+    assert not torch.equal(first, fp.run(plan, made.params, batch, seed=2).loss)
+
+
+def test_evaluation_with_the_same_stages():
+    """Traced in training, the stages evaluate too: dropout off, running statistics."""
+    model = net(lambda s, x: s.b(s.drop(s.norm(s.a(x)))), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5))
+    made = fp.split(model, at=["norm"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 3, backward=False), devices="cpu")
+    x = inputs()
+    found = fp.run(plan, made.params, x, state=made.state).outputs
+    torch.testing.assert_close(found, copy.deepcopy(model).eval()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_other_mode_is_refused_where_it_differs():
+    model = net(lambda s, x: s.b(s.a(x) * (2.0 if s.training else 1.0)))
+    made = fp.split(model, at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu")
+    with pytest.raises(fp.PlanError, match=r"traced in training mode and cannot run in evaluation mode.*model.eval"):
+        fp.run(plan, made.params, inputs())
+
+
+@dataclass
+class Batch:
+    """Anything that is no tree for torch."""
+
+    x: torch.Tensor
+
+
+def test_keywords_trees_and_dataclass_outputs():
+    transformers = pytest.importorskip("transformers")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, *, extra=None, scale=1.0, **more):
+            h = self.a(x["left"] + x["right"][0]) * scale
+            return transformers.modeling_outputs.BaseModelOutput(
+                last_hidden_state=self.b(h), hidden_states=(h, more["bias"])
+            )
+
+    model = Net()
+
+    def batch(rows):
+        return {"x": {"left": inputs(rows), "right": [inputs(rows)]}, "bias": inputs(rows), "scale": 2.0}
+
+    made = fp.split(model, at=["b"], example=batch(3))
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    given = batch(5)
+    found = fp.run(plan, made.params, given).outputs
+    wanted = model(**given)
+    assert type(found) is type(wanted)
+    torch.testing.assert_close(found.last_hidden_state, wanted.last_hidden_state)
+    torch.testing.assert_close(found.hidden_states[1], given["bias"])
+    with pytest.raises(fp.BatchError, match=r"keywords .* got \['bias', 'x'\]"):
+        fp.run(plan, made.params, {"x": given["x"], "bias": given["bias"]})
+    with pytest.raises(fp.BatchError, match="scale was 2.0 when it was traced"):
+        fp.run(plan, made.params, {**given, "scale": 3.0})
+
+
+def test_skips_to_far_stages():
+    """A value with several readers crosses once to each, straight."""
+    model = net(lambda s, x: _unet(s, x), c=nn.Linear(8, 8), d=nn.Linear(8, 8))
+    made = same_as_eager(model, at=["b", "c", "d"])
+    far = [edge for edge in made.edges if edge.skip]
+    assert {edge.targets for edge in far} == {(1, 2), (3,)}
+    assert all(edge.row_bytes == 64 for edge in far)
+
+
+def _unet(s, x):
+    first = s.a(x)
+    second = s.b(first).relu()
+    third = s.c(second + first)
+    return s.d(third + first) * x
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------------
+
+
+def test_split_points():
+    def forward(s, x):
+        h = s.a(x)
+        fp.models.split_point()
+        return s.b(h.relu())
+
+    model = net(forward)
+    assert model(inputs()).shape == (ROWS, 8)
+    made = fp.split(model, example=inputs())
+    assert [sorted(tree) for tree in made.params] == [["a.bias", "a.weight"], ["b.bias", "b.weight"]]
+    assert len(fp.split(model, example=inputs())) == 2
+    with pytest.raises(fp.PlanError, match="no fp.models.split_point"):
+        fp.split(net(lambda s, x: s.b(s.a(x))), example=inputs())
+
+
+def test_the_end_of_one_and_the_beginning_of_the_next_are_one_cut():
+    model = net(lambda s, x: s.b(s.a(x)))
+    assert len(fp.split(model, at={"a": "after", "b": "before"}, example=inputs())) == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ({"a": "before"}, "nothing is computed before it"),
+        ({"b": "after"}, "nothing is computed after it"),
+        ({"b": "behind"}, "is 'before' or 'after'; got 'behind'"),
+        ({"bb": "before"}, "has no such module; did you mean 'b'"),
+        ({"unused": "before"}, "no operation of its forward was traced"),
+    ],
+)
+def test_wrong_cuts(at, message):
+    model = net(lambda s, x: s.b(s.a(x)), unused=nn.Linear(2, 2))
+    with pytest.raises(fp.PlanError, match=message):
+        fp.split(model, at=at, example=inputs())
+
+
+def test_second_call_of_a_module():
+    model = net(lambda s, x: s.b(s.a(s.a(x).relu())))
+    made = fp.split(model, at={"a@1": "before"}, example=inputs())
+    assert made.ties == (((0, "a.weight"), (1, "a.weight")), ((0, "a.bias"), (1, "a.bias")))
+    same_as_eager(model, at=["a@1"])
+
+
+def test_policies_and_sizes():
+    model = net(lambda s, x: s.d(s.c(s.b(s.a(x)))), c=nn.Linear(8, 32), d=nn.Linear(32, 2))
+    of = lambda **options: [
+        sorted({key[0] for key in tree}) for tree in fp.split(model, example=inputs(), **options).params
+    ]
+    assert of(num_stages=2, policy=fp.models.by_parameters) == of(num_stages=2) == [["a", "b"], ["c", "d"]]
+    assert of(balance=[1, 3]) == [["a"], ["b", "c", "d"]]
+    assert of(policy=fp.models.by_memory(288 * 8)) == [["a", "b"], ["c"], ["d"]]
+    assert len(of(num_stages=3, policy=fp.models.by_time)) == 3
+    assert of(policy=lambda units, count: [len(units) - 1, 1]) == [["a", "b", "c"], ["d"]]
+    with pytest.raises(fp.PlanError, match="positive numbers that sum to the 4 units"):
+        of(balance=[1, 1])
+    with pytest.raises(fp.PlanError, match="5 stages are more than the 4 units"):
+        of(num_stages=5)
+    with pytest.raises(fp.PlanError, match="at and balance each say where"):
+        of(balance=[1, 3], at=["b"])
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.mid = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens, labels=None):
+        logits = self.head(self.mid(self.table(tokens)).relu())
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("ties", ["replicate", "transmit", {"table.weight": "transmit"}])
+def test_tied_parameters(ties):
+    model = Tied()
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    made = fp.split(model, at=["mid", "head"], example=batch, ties=ties)
+    model(**batch)["loss"].backward()
+    for schedule in (fp.schedules.one_f_one_b(3, 3), fp.schedules.remat(fp.schedules.zero_bubble(3, 3))):
+        plan = fp.make_plan(made.stages, schedule, loss=made.loss, ties=made.ties, devices="cpu")
+        result = fp.run(plan, made.params, (batch, None))
+        torch.testing.assert_close(made.merge(result.grads)["head.weight"], model.table.weight.grad)
+        fp.testing.assert_matches_sequential(plan, made.params, (batch, None))
+    assert list(made.state_dict()) == list(model.state_dict())
+    assert bool(made.ties) == (ties == "replicate")
+
+
+def test_replicas_never_drift():
+    """After steps on copies the holders of a tie are equal, bit for bit."""
+    model = Tied()
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    made = fp.split(model, at=["mid", "head"], example=batch)
+    params = tuple({k: v.detach().clone().requires_grad_() for k, v in tree.items()} for tree in made.params)
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(3, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    optimizer = torch.optim.Adam(fp.leaves(params), lr=0.1)
+    for _ in range(3):
+        fp.step(optimizer, params, fp.run(plan, params, (batch, None)).grads, ties=made.ties)
+    assert torch.equal(params[0]["table.weight"], params[2]["table.weight"])
+
+
+def test_wrong_ties():
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    for ties, message in (
+        ("copy", "'replicate', 'transmit'"),
+        ({"tabel.weight": "transmit"}, "did you mean 'table.weight'"),
+    ):
+        with pytest.raises(fp.PlanError, match=message):
+            fp.split(Tied(), at=["mid"], example=batch, ties=ties)
+
+
+# -- numbers in and out ------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_round_trip():
+    """A plain state_dict loads whatever the number of stages, and comes back."""
+    model, other = Tied(), Tied()
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    for at in (["mid"], ["mid", "head"]):
+        made = fp.split(model, at=at, example=batch)
+        loaded = made.load_state_dict(other.state_dict())
+        assert all(torch.equal(one, other.state_dict()[name]) for name, one in loaded.state_dict().items())
+        assert all(torch.equal(one, model.state_dict()[name]) for name, one in made.state_dict().items())
+        assert loaded.params[0]["table.weight"].requires_grad
+        assert loaded.params[0]["table.weight"] is loaded.params[-1]["table.weight"]
+    wrong = {**other.state_dict(), "heat.weight": torch.zeros(1)}
+    del wrong["mid.bias"]
+    with pytest.raises(
+        fp.PlanError,
+        match=r"'heat.weight' is no name of the model; did you mean 'head.weight'\?\n.*'mid.bias' is missing",
+    ):
+        made.load_state_dict(wrong)
+    assert len(made.load_state_dict(wrong, strict=False)) == 3
+
+
+def test_loss_of_the_model():
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    y = Tied()(**batch)
+    assert fp.split(Tied(), at=["mid"], example=batch, loss="loss").loss(y, None) is y["loss"]
+    assert (
+        fp.split(Tied(), at=["mid"], example=batch, loss=lambda out: out["logits"].sum()).loss(y, None)
+        == y["logits"].sum()
+    )
+    assert fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs()).loss is None
+    with pytest.raises(fp.PlanError, match=r"output has no loss at nope; its scalars are \[.*loss"):
+        fp.split(Tied(), at=["mid"], example=batch, loss="nope").loss(y, None)
+
+
+def test_meta_capture_runs_on_the_cpu():
+    """A model without numbers is split, and numbers are loaded later; tensors that it makes follow."""
+
+    def forward(s, x):
+        return s.b(s.a(x) + torch.arange(8, device=x.device, dtype=x.dtype))
+
+    model = net(forward)
+    empty = copy.deepcopy(model).to("meta")
+    made = fp.split(empty, at=["b"], example=torch.empty(4, 8, device="meta"))
+    params = tuple({name: model.get_parameter(name) for name in tree} for tree in made.params)
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", train=True)
+    x = inputs()
+    torch.testing.assert_close(fp.run(plan, params, x).outputs, model(x))
+
+
+def test_split_prints_itself():
+    made = fp.split(
+        Tied(),
+        at=["mid", "head"],
+        example={"tokens": torch.zeros(2, 3, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)},
+    )
+    text = str(made)
+    for part in (
+        "3 stages",
+        "stage 1 mid",
+        "72 numbers, 576 B",
+        "labels: int64 [rows, 3], 24 B a row -> skip to 2",
+        "tied: table.weight of stage 0, table.weight of stage 2",
+    ):
+        assert part in text
+    assert "torch.ops.aten.embedding" in made.code(0)
+
+
+def test_bytes_of_edges_are_those_of_the_run():
+    batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
+    made = fp.split(Tied(), at=["mid", "head"], example=batch)
+    x, skips = batch, {}
+    for index, stage in enumerate(made.stages):
+        out = stage(made.params[index], x, skips={name: skips[name] for name in stage.pop}, train=True)
+        stash = out.stash if isinstance(out, fp.Out) else {}
+        x = out.y if isinstance(out, fp.Out) else out
+        for edge in made.edges:
+            if edge.source == index:
+                value = stash[edge.name] if edge.skip else x[edge.name] if isinstance(x, dict) else x
+                assert value.nbytes == 6 * edge.row_bytes
+        skips.update(stash)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_models_that_no_way_takes():
+    with pytest.raises(fp.PlanError, match="takes an nn.Module; got a function"):
+        fp.split(lambda x: x, 2)
+    with pytest.raises(fp.PlanError, match="not initialised yet"):
+        fp.split(nn.Sequential(nn.LazyLinear(3), nn.ReLU()), 2)
+    sparse = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sparse[0].weight = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(fp.PlanError, match=r"0.weight is torch.sparse_coo"):
+        fp.split(sparse, 2)
+    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(fp.PlanError, match=r"several devices \(0.weight on cpu, 1.weight on meta\)"):
+        fp.split(spread, 2)
+
+
+def test_example_that_does_not_fit():
+    model = net(lambda s, x: s.b(s.a(x)))
+    with pytest.raises(fp.PlanError, match="the model itself fails on the example: .*3x5 and 8x8"):
+        fp.split(model, 2, example=torch.zeros(3, 5))
+    with pytest.raises(
+        fp.PlanError, match="the model itself fails on the example: TypeError.*unexpected keyword argument 'nothing'"
+    ):
+        fp.split(model, 2, example={"nothing": torch.zeros(3, 8)})
+
+
+def test_inputs_unlike_the_example():
+    """What export's guards would have caught; the bare graph computes something else in silence."""
+    made = fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu")
+    for x, message in (
+        (inputs().float(), r"x was float64 \[rows, 8\]; got torch.float32"),
+        (torch.zeros(4, 9), "dimension 1 is fixed"),
+        ((inputs(), inputs()), "was traced with inputs like"),
+    ):
+        with pytest.raises(fp.BatchError, match=message):
+            fp.run(plan, made.params, x)
+
+
+def test_params_of_another_stage():
+    made = fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs())
+    with pytest.raises(fp.PlanError, match=r"(?s)params has 'b.weight'.*lacks 'a.weight'"):
+        made.stages[0](made.params[1], inputs())
+
+
+def test_traced_stages_pickle_and_copy():
+    """With their draws, regions and ties: the copy computes the same bits."""
+    import pickle
+
+    def forward(s, x):
+        with torch.no_grad():
+            gate = s.a(x).sigmoid()
+        return s.b(s.drop(s.norm(x * gate)))
+
+    model = net(forward, drop=nn.Dropout(0.3), norm=nn.BatchNorm1d(8))
+    made = fp.split(model, at=["drop"], example=inputs())
+    batch = (inputs(), None)
+    losses = set()
+    for one in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        plan = fp.make_plan(
+            one.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)), loss=square, ties=one.ties, devices="cpu"
+        )
+        losses.add(float(fp.run(plan, one.params, batch, state=one.state, seed=1).loss))
+        fp.testing.assert_matches_sequential(plan, one.params, batch, state=one.state, seed=1)
+    assert len(losses) == 1
+
+
+def test_traced_stages_under_transforms():
+    """apply over them is a function that torch.func differentiates."""
+    model = net(lambda s, x: s.b(s.a(x).tanh()))
+    made = fp.split(model, 2, example=inputs())
+    x = inputs()
+    grads = torch.func.grad(lambda params: square(fp.apply(made.stages, params, x, train=True).y))(made.params)
+    square(model(x)).backward()
+    torch.testing.assert_close(grads[0]["a.weight"], model.a.weight.grad)
+
+
+# -- what a check must not pass ----------------------------------------------------------------------------------------
+
+
+def test_batch_norm_by_hand_is_a_written_buffer():
+    """Its update is one by the mean of what the microbatches wrote; the split's own state stays."""
+
+    def forward(s, x):
+        return s.b(F.batch_norm(s.a(x), s.mean, s.var, None, None, s.training, 0.1))
+
+    model = net(forward, mean=torch.zeros(8), var=torch.ones(8))
+    made = fp.split(model, at=["b"], example=inputs())
+    assert torch.equal(made.state[0]["mean"], model.mean)
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+    batch = inputs()
+    state = fp.run(plan, made.params, (batch, None), state=made.state).state
+    torch.testing.assert_close(state[0]["mean"], 0.1 * model.a(batch).mean(0))
+    assert not made.state[0]["mean"].any()
+
+
+@pytest.mark.parametrize("kind", ["spectral", "instance"])
+def test_buffers_written_by_operations_that_do_not_say_so(kind):
+    """Power iteration writes by out=, instance norm does not declare its writes."""
+    if kind == "spectral":
+        model = net(lambda s, x: s.b(s.a(x).relu()))
+        nn.utils.parametrizations.spectral_norm(model.a)
+    else:
+        model = net(lambda s, x: s.b(s.n(s.a(x)[:, None]).flatten(1)), n=nn.InstanceNorm1d(1, track_running_stats=True))
+    made = fp.split(model, at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+    result = fp.run(plan, made.params, (inputs(), None), state=made.state)
+    assert any(not torch.equal(result.state[0][name], old) for name, old in made.state[0].items() if old.dim())
+
+
+def test_a_branch_on_one_row_is_refused_at_run_time():
+    """Export takes one row for no number of rows."""
+    made = fp.split(net(lambda s, x: s.b(s.a(x) * (2.0 if x.shape[0] == 1 else 1.0))), at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
+    fp.run(plan, made.params, (inputs(6), None))
+    with pytest.raises(fp.BatchError, match="the trace holds for 2 to"):
+        fp.run(plan, made.params, (inputs(3), None))
+
+
+def test_buffers_that_share_memory():
+    table = torch.zeros(8)
+    model = net(lambda s, x: (s.u.add_(1.0), s.b(s.a(x) + s.v))[1], u=table, v=table.view(8))
+    with pytest.raises(fp.PlanError, match=r"buffers \['u', 'v'\] share memory"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_the_other_mode_is_compared_with_gradients_and_buffers():
+    def counts(s, x):
+        if s.training:
+            s.average.mul_(0.9).add_(x.detach().mean(0))
+        return s.b(s.a(x))
+
+    def detaches(s, x):
+        h = s.a(x)
+        return s.b(h if s.training else h.detach())
+
+    average = {"average": fp.models.mean_by_rows}
+    for model, same in ((net(counts, average=torch.zeros(8)), True), (net(detaches), False)):
+        made = fp.split(model, at=["b"], example=inputs(), commit=average if same else None)
+        evaluate = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, train=False, devices="cpu")
+        if same:  # nothing is committed in evaluation, so the average stays, as the model's does
+            result = fp.run(evaluate, made.params, (inputs(), None), state=made.state)
+            assert not result.state[0]["average"].any()
+        else:
+            with pytest.raises(fp.PlanError, match="cannot run in evaluation mode"):
+                fp.run(evaluate, made.params, (inputs(), None), state=made.state)
+        still = fp.split(model.eval(), at=["b"], example=inputs(), commit=average if same else None)
+        plan = fp.make_plan(still.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+        x = inputs()
+        result = fp.run(plan, still.params, (x, None), state=still.state)
+        grads = torch.autograd.grad(square(model(x), None), list(model.parameters()), allow_unused=True)
+        for (name, _), wanted in zip(model.named_parameters(), grads, strict=True):
+            found = next((tree[name] for tree in result.grads if name in tree), None)
+            torch.testing.assert_close(found, torch.zeros_like(found) if wanted is None else wanted)
+
+
+def test_infinite_outputs_hide_nothing():
+    def forward(s, x):
+        s.calls = getattr(s, "calls", 0) + 1
+        y = s.b(s.a(x).detach()) * s.calls
+        mask = torch.eye(8, dtype=torch.bool)[:1].expand_as(y)
+        return {"loss": s.b(s.a(x)).pow(2).mean(), "scores": y.masked_fill(mask, float("-inf"))}
+
+    with pytest.raises(fp.PlanError, match=r"output\['scores'\] differs"):
+        fp.split(net(forward), at=["b"], example=inputs())
+
+
+def test_small_and_complex_gradients_are_compared():
+    def hooked(s, x):
+        h = s.a(x)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 0)
+        return h
+
+    small = net(lambda s, x: {"loss": 1e-6 * s.b(hooked(s, x)).pow(2).mean()}).float()
+    spectrum = net(lambda s, x: torch.fft.fft(s.b(hooked(s, x))))
+    for model, example in ((small, inputs().float()), (spectrum, inputs())):
+        with pytest.raises(fp.PlanError, match="gradient of a.weight"):
+            fp.split(model, at=["b"], example=example)
+
+
+def test_outputs_that_are_words():
+    made = fp.split(net(lambda s, x: {"y": s.b(s.a(x)), "kind": "linear"}), at=["b"], example=inputs(), check=False)
+    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu", train=True)
+    assert fp.run(plan, made.params, inputs()).outputs["kind"] == "linear"
+
+
+def test_hooks_that_a_run_does_not_call():
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.a.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(fp.PlanError, match="a.weight has hooks on its gradient"):
+        fp.split(model, at=["b"], example=inputs())
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.register_forward_hook(lambda module, args, y: y * 2)
+    with pytest.raises(fp.PlanError, match="the model itself has forward hooks"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_python_random_numbers():
+    import random
+
+    before = random.getstate()
+    with pytest.raises(fp.PlanError, match="draws with random"):
+        fp.split(net(lambda s, x: s.b(s.a(x) * (random.random() + 1))), at=["b"], example=inputs())
+    assert random.getstate() == before
+
+
+def test_caches_of_the_model_keep_numbers():
+    """A table that is made once is made before the trace, not by it."""
+    tables = {}
+
+    def forward(s, x):
+        table = tables.setdefault("mask", torch.ones(8, 8).tril())
+        return s.b(s.a(x) @ table)
+
+    model = net(forward)
+    same_as_eager(model)
+    assert type(model(inputs())) is torch.Tensor
+    assert type(tables["mask"]) is torch.Tensor
+
+
+def test_from_several_threads():
+    import threading
+
+    failures = []
+
+    def go():
+        try:
+            made = fp.split(net(lambda s, x: s.b(s.a(x).relu())), at=["b"], example=inputs())
+            assert len(made) == 2
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_batch_norm_that_runs_twice():
+    """One update by all that it saw; in two stages it has none."""
+    model = net(lambda s, x: s.b(s.n(s.a(s.n(s.a(x))))), n=nn.BatchNorm1d(8))
+    made = same_as_eager(model, at=["b"])
+    assert made.stages[0].commit is not None
+    with pytest.raises(fp.PlanError, match=r"batch norm layer .n. runs in stages \[0, 1\]"):
+        fp.split(model, at={"a@1": "before"}, example=inputs())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_examples_of_one_row(rows):
+    with pytest.raises(fp.PlanError, match="two rows or more"):
+        fp.split(net(lambda s, x: s.b(s.a(x))), at=["b"], example=inputs(rows))
+
+
+def test_frozen_parameters_have_no_gradient_to_merge():
+    model = net(lambda s, x: s.b(s.a(x)))
+    model.a.requires_grad_(False)
+    made = fp.split(model, at=["b"], example=inputs())
+    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+    grads = made.merge(fp.run(plan, made.params, (inputs(), None)).grads)
+    assert sorted(grads) == ["b.bias", "b.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_reentrant_checkpoint_and_loose_parameters_are_named():
+    for body in (
+        lambda s, x: s.b(checkpoint(s.a, x, use_reentrant=True)),
+        lambda s, x: s.b(checkpoint(s.a, x.requires_grad_(), use_reentrant=True)),
+        lambda s, x: s.b(checkpoint(torch.sin, s.a(x), use_reentrant=True)),
+    ):
+        with pytest.raises(fp.PlanError, match="use_reentrant=False"):
+            fp.split(net(body), at=["b"], example=inputs())
+    hooked = net(lambda s, x: s.b(s.a(x)))
+    hooked.a.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(fp.PlanError, match="hooks on the backward of modules"):
+        fp.split(hooked, at=["b"], example=inputs())
+    model = net(lambda s, x: s.b(s.a(x) * s.loose[0]))
+    model.loose = [nn.Parameter(torch.ones(8))]
+    with pytest.raises(fp.PlanError, match="loose holds parameters that the model does not know"):
+        fp.split(model, at=["b"], example=inputs())
+
+
+def test_autocast_regions_follow_the_device():
+    from funcpipe._src.models.traced.traced import retarget
+
+    def forward(s, x):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            h = s.a(x)
+        return s.b(h.to(x.dtype))
+
+    made = fp.split(net(forward).float(), at=["b"], example=inputs().float())
+    graph = retarget(made.stages[0].fn.module, torch.device("cpu"), torch.device("meta")).graph
+    region = next(node for node in graph.nodes if "autocast" in str(node.target))
+    assert region.args[0] == "meta"
