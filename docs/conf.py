@@ -1,7 +1,8 @@
-"""The site of the documents: ``sphinx-build -W docs docs/_build/html`` makes it; every warning is an error.
+"""The site of the documents: ``sphinx-build -W docs docs/_build/html`` makes it; every warning is
+an error.
 
-The pages are Markdown as they lie in ``docs/`` and its folders; ``docs/notebooks`` is a link to the notebooks, which are
-run when the site is built. The reference comes from the docstrings.
+The pages are Markdown as they lie in ``docs/`` and its folders; ``docs/notebooks`` is a link to the
+notebooks, which are run when the site is built. The reference comes from the docstrings.
 """
 
 from __future__ import annotations
@@ -20,18 +21,27 @@ author = "the funcpipe developers"
 copyright = "2026, the funcpipe developers"
 release = version = funcpipe.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 language = "en"
 
-# Markdown. Headings get anchors, so pages can point at a paragraph: [what to do](errors.md#placement).
+# Markdown. Headings get anchors, so pages can point at a paragraph: [what to
+# do](errors.md#placement).
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-# Notebooks are committed without outputs. They run in the build, in a folder of their own; a failure ends the build.
-# Not "cache": that would not see that the library has changed.
+# Notebooks are committed without outputs. They run in the build, in a folder of their own; a
+# failure ends the build. Not "cache": that would not see that the library has changed.
 nb_execution_mode = "force"
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of the kernels: no page shows a bar of tqdm
+os.environ["PYTHONWARNINGS"] = (
+    "ignore:IProgress not found"  # of the kernels: no page shows a bar of tqdm
+)
 nb_execution_timeout = 120
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
@@ -59,7 +69,9 @@ def setup(app: Any) -> None:
     """Hooks of the build."""
     app.connect("doctree-read", mark_columns)
     app.connect("autodoc-skip-member", skip_tuple_field)
-    app.connect("autodoc-process-docstring", hide_colon, priority=400)  # before napoleon, which has 500
+    app.connect(
+        "autodoc-process-docstring", hide_colon, priority=400
+    )  # before napoleon, which has 500
     app.connect("autodoc-process-docstring", show_colon, priority=600)
     for field in PyObject.doc_field_types:
         if field.name == "variable":
@@ -67,15 +79,19 @@ def setup(app: Any) -> None:
 
 
 def mark_columns(app: Any, doctree: nodes.document) -> None:
-    """Give printed text with columns, as of tables and pictures, a class of its own: it is scrolled, not wrapped."""
+    """Give printed text with columns, as of tables and pictures, a class of its own: it is
+    scrolled, not wrapped."""
     for block in doctree.findall(nodes.literal_block):
         gaps = sum(bool(re.search(r"\S {2,}\S", line)) for line in block.astext().splitlines())
         if gaps > 1 or "│" in block.astext():
             block["classes"].append("columns")
 
 
-def skip_tuple_field(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
-    """The fields of a named tuple stand in its docstring; Python's own text for them says nothing."""
+def skip_tuple_field(
+    app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
+) -> bool | None:
+    """The fields of a named tuple stand in its docstring; Python's own text for them says
+    nothing."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
@@ -83,7 +99,8 @@ _COLON = "\0"
 
 
 def hide_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in the text of an attribute for its type; ours is prose."""
+    """Napoleon takes what stands before a colon in the text of an attribute for its type; ours is
+    prose."""
     if what in ("attribute", "property") and lines:
         lines[0] = lines[0].replace(":", _COLON)
 

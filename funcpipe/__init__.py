@@ -1,14 +1,16 @@
 """funcpipe: pipeline-parallel training for PyTorch as JAX people would write it.
 
-A schedule is data; a plan is a straight-line program over named values; run, simulate and draw are small interpreters
-of that one program.
+A schedule is data; a plan is a straight-line program over named values; run, simulate and draw are
+small interpreters of that one program.
 
-The names here are what every program needs: stages, plans, runs, what to look at them with, errors. What some need is
-in `funcpipe.schedules` (families of schedules, their transformations and texts), `funcpipe.batches` (batches on their
-way to the step), `funcpipe.models` (models cut and measured), `funcpipe.typing` (names for annotations) and
-`funcpipe.testing`. `funcpipe._src` is not part of the interface.
+The names here are what every program needs: stages, plans, runs, what to look at them with, errors.
+What some need is in `funcpipe.schedules` (families of schedules, their transformations and texts),
+`funcpipe.batches` (batches on their way to the step), `funcpipe.models` (models cut and measured),
+`funcpipe.typing` (names for annotations) and `funcpipe.testing`. `funcpipe._src` is not part of the
+interface.
 
-Examples in the help of these names need ``import torch``, ``from torch import nn`` and ``import funcpipe as fp``.
+Examples in the help of these names need ``import torch``, ``from torch import nn`` and ``import
+funcpipe as fp``.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ from funcpipe._src.view.simulate import simulate as simulate
 
 __version__ = "0.1.0"
 
-# Tracebacks name the module that users import errors from, not the file under _src that defines them.
+# Tracebacks name the module that users import errors from, not the file under _src that defines
+# them.
 for _value in list(globals().values()):
     if isinstance(_value, type) and issubclass(_value, FuncpipeError):
         _value.__module__ = "funcpipe"

@@ -1,6 +1,7 @@
 """``fp.batches``: batches on their way to the step, a software pipeline over a stream of batches.
 
-`overlap` takes them through batch stages that work at the same time; windows and loss scales are for the step itself.
+`overlap` takes them through batch stages that work at the same time; windows and loss scales are
+for the step itself.
 """
 
 from __future__ import annotations

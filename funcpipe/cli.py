@@ -1,4 +1,5 @@
-"""The command line: look at schedules, compare them, search for them, convert them; and the demo."""
+"""The command line: look at schedules, compare them, search for them, convert them; and the
+demo."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where the reader of the output has left.
 
     Raises:
-        SystemExit: after one message; with 2 where the words make no sense or a file cannot be read or written, with
-            130 after Ctrl-C.
+        SystemExit: after one message; with 2 where the words make no sense or a file cannot be read
+            or written, with 130 after Ctrl-C.
     """
     parser = _parser()
     words = vars(parser.parse_args(argv))
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `funcpipe draw ... | head`
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # Python flushes once more when it ends
         return 1
     except (fp.FuncpipeError, OSError, UnicodeError) as error:
         parser.exit(2, f"funcpipe: {error}\n")
@@ -73,13 +76,17 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="funcpipe",
-        description="Pipeline-parallel training as pure functions. Schedules are data: look at them before any GPU runs.",
+        description="Pipeline-parallel training as pure functions. Schedules are data: look at "
+        "them before any GPU runs.",
         epilog="funcpipe COMMAND --help explains a command, with examples.",
     )
     version = f"funcpipe {fp.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    about_demo = "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, prove its numbers"
+    about_demo = (
+        "train a small U-Net on scikit-learn's digits through a pipeline, draw its timeline, "
+        "prove its numbers"
+    )
     for name, run, about, epilog, options in (
         ("draw", _draw, "draw a schedule: who does what when", _DRAW_HELP, _DRAW),
         (
@@ -89,9 +96,21 @@ def _parser() -> argparse.ArgumentParser:
             _COMPARE_HELP,
             _COMPARE,
         ),
-        ("search", _search, "search a schedule: short, for your costs, within a memory limit", _SEARCH_HELP, _SEARCH),
+        (
+            "search",
+            _search,
+            "search a schedule: short, for your costs, within a memory limit",
+            _SEARCH_HELP,
+            _SEARCH,
+        ),
         ("convert", _convert, "write a schedule in another format", _CONVERT_HELP, _CONVERT),
-        ("demo", lambda **words: demo.main(demo.DemoOptions(**words)), about_demo, "", demo.OPTIONS),
+        (
+            "demo",
+            lambda **words: demo.main(demo.DemoOptions(**words)),
+            about_demo,
+            "",
+            demo.OPTIONS,
+        ),
     ):
         command = commands.add_parser(
             name,
@@ -159,20 +178,29 @@ examples:
 """
 
 _IMBALANCE = (
-    "imbalance: the share of the makespan that equal work on all devices would save at the same bubble "
-    "(fp.models.balance)"
+    "imbalance: the share of the makespan that equal work on all devices would save at the same "
+    "bubble (fp.models.balance)"
 )
 
 OptionTable: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The keywords of `argparse` for each option."""
 
-_SCHEDULE: OptionTable = {"schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}}
+_SCHEDULE: OptionTable = {
+    "schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}
+}
 _COUNTS: OptionTable = {
     "--stages": {"type": as_count, "metavar": "S", "help": "how many stages"},
     "--microbatches": {"type": as_count, "metavar": "M", "help": "how many microbatches"},
     "--devices": {"type": as_count, "metavar": "D", "help": "how many devices"},
-    "--slices": {"type": as_count, "metavar": "K", "help": "how many slices of each microbatch, along its sequence"},
-    "--remat": {"action": "store_true", "help": "compute every residual again instead of holding it"},
+    "--slices": {
+        "type": as_count,
+        "metavar": "K",
+        "help": "how many slices of each microbatch, along its sequence",
+    },
+    "--remat": {
+        "action": "store_true",
+        "help": "compute every residual again instead of holding it",
+    },
 }
 _COST: OptionTable = {
     "--cost": {
@@ -182,7 +210,11 @@ _COST: OptionTable = {
     }
 }
 _WIDTH: OptionTable = {
-    "--width": {"type": as_count, "metavar": "COLUMNS", "help": "of the text; default: the terminal's"}
+    "--width": {
+        "type": as_count,
+        "metavar": "COLUMNS",
+        "help": "of the text; default: the terminal's",
+    }
 }
 _PROGRESS: OptionTable = {
     "--progress": {
@@ -196,7 +228,10 @@ _DRAW: OptionTable = {
     **_COST,
     **_WIDTH,
     "--output": {"metavar": "FILE", "help": "write the picture instead: .svg or .txt"},
-    "--trace": {"metavar": "FILE", "help": "also write a .json trace, to zoom into at ui.perfetto.dev"},
+    "--trace": {
+        "metavar": "FILE",
+        "help": "also write a .json trace, to zoom into at ui.perfetto.dev",
+    },
 }
 _COMPARE: OptionTable = {
     "files": {"nargs": "*", "metavar": "FILE", "help": f"more schedules: {SUFFIXES}"},
@@ -205,11 +240,16 @@ _COMPARE: OptionTable = {
     "--devices": _COUNTS["--devices"],
     "--remat": _COUNTS["--remat"],
     **_COST,
-    "--device-memory": {"type": as_positive, "metavar": "LIMIT", "help": "of a device, in the unit of residual"},
+    "--device-memory": {
+        "type": as_positive,
+        "metavar": "LIMIT",
+        "help": "of a device, in the unit of residual",
+    },
     "--search": {
         "type": as_count,
         "metavar": "N",
-        "help": "also what `search` finds, timing N schedules; with --remat it may compute residuals again, the families "
+        "help": "also what `search` finds, timing N schedules; with --remat it may compute "
+        "residuals again, the families "
         "always do",
     },
     **_PROGRESS,
@@ -234,15 +274,21 @@ _SEARCH: OptionTable = {
     "--placement": {
         "type": as_placement,
         "metavar": "SHAPE",
-        "help": "line (neighbours on each device), loop (stage s on device s mod D), v (down the devices and back up), or "
+        "help": "line (neighbours on each device), loop (stage s on device s mod D), v (down the "
+        "devices and back up), or "
         "the device of each stage: 0,1,1,0; default: whichever is best",
     },
     "--remat": {"action": "store_true", "help": "residuals may be computed again"},
     "--offload": {"action": "store_true", "help": "residuals may be moved to the host and back"},
-    "--objective": {"choices": ("makespan", "span"), "default": "makespan", "help": "default: makespan"},
+    "--objective": {
+        "choices": ("makespan", "span"),
+        "default": "makespan",
+        "help": "default: makespan",
+    },
     "--exact": {
         "action": "store_true",
-        "help": "let OR-Tools (extra `solve`) find the shortest of all and prove it, for what is left of --seconds; for up "
+        "help": "let OR-Tools (extra `solve`) find the shortest of all and prove it, for what is "
+        "left of --seconds; for up "
         "to about 4 devices and 8 microbatches",
     },
     "--evaluations": {
@@ -251,13 +297,26 @@ _SEARCH: OptionTable = {
         "default": 10_000,
         "help": "time at most so many schedules; default: 10000",
     },
-    "--seconds": {"type": as_positive, "metavar": "S", "default": 30.0, "help": "at most so long; default: 30"},
-    "--seed": {"type": as_index, "metavar": "N", "default": 0, "help": "of the random changes; default: 0"},
+    "--seconds": {
+        "type": as_positive,
+        "metavar": "S",
+        "default": 30.0,
+        "help": "at most so long; default: 30",
+    },
+    "--seed": {
+        "type": as_index,
+        "metavar": "N",
+        "default": 0,
+        "help": "of the random changes; default: 0",
+    },
     **_PROGRESS,
     **_WIDTH,
     "--output": {
         "metavar": "FILE",
-        "help": "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the picture (.svg)",
+        "help": (
+            "also write the schedule (.json, .csv of torch.distributed.pipelining, .txt) or the "
+            "picture (.svg)"
+        ),
     },
 }
 _CONVERT: OptionTable = {
@@ -267,7 +326,9 @@ _CONVERT: OptionTable = {
 }
 
 
-def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace: str | None, **words: Any) -> None:
+def _draw(
+    *, cost: fp.Cost | None, width: int | None, output: str | None, trace: str | None, **words: Any
+) -> None:
     _wide(width)
     if output is not None:
         writable(output, (".svg", ".txt"))
@@ -283,7 +344,8 @@ def _draw(*, cost: fp.Cost | None, width: int | None, output: str | None, trace:
 
 
 class _Row(NamedTuple):
-    """A line of the table: a schedule, its timeline if it has one, and whether it is legal, in words."""
+    """A line of the table: a schedule, its timeline if it has one, and whether it is legal, in
+    words."""
 
     name: str
     timeline: fp.Timeline | None
@@ -291,7 +353,11 @@ class _Row(NamedTuple):
 
     @property
     def makespan(self) -> float:
-        return self.timeline.makespan if self.timeline and self.legal.startswith("yes") else float("inf")
+        return (
+            self.timeline.makespan
+            if self.timeline and self.legal.startswith("yes")
+            else float("inf")
+        )
 
 
 def _compare(
@@ -313,12 +379,21 @@ def _compare(
     counts = {"num_devices": devices, "num_microbatches": microbatches, "num_stages": stages}
     loaded = [(file, read(file)) for file in files]
     makers: list[tuple[str, Callable[[], fp.Schedule | fp.typing.Found]]] = []
-    makers += [(name, partial(family, stages, microbatches, num_devices=devices)) for name, family in FAMILIES.items()]
+    makers += [
+        (name, partial(family, stages, microbatches, num_devices=devices))
+        for name, family in FAMILIES.items()
+    ]
     makers += [(file, lambda schedule=schedule: schedule) for file, schedule in loaded]
     if search is not None:
-        limits: dict[str, Any] = {"memory_limit": device_memory, "evaluations": search, "seconds": float("inf")}
+        limits: dict[str, Any] = {
+            "memory_limit": device_memory,
+            "evaluations": search,
+            "seconds": float("inf"),
+        }
         shows = _shows(progress)
-        makers.append(("search", lambda: fp.search(cost, **counts, remat=remat, progress=shows, **limits)))
+        makers.append(
+            ("search", lambda: fp.search(cost, **counts, remat=remat, progress=shows, **limits))
+        )
 
     def row(name: str, make: Callable[[], fp.Schedule | fp.typing.Found]) -> _Row:
         try:
@@ -340,15 +415,24 @@ def _compare(
         (name, *("-" if timeline is None else show(timeline) for show in shown.values()), legal)
         for name, timeline, legal in rows
     )
-    print(Table("Schedules", ("schedule", *shown, "legal"), cells, words=(0, len(shown) + 1)).text())
+    print(
+        Table("Schedules", ("schedule", *shown, "legal"), cells, words=(0, len(shown) + 1)).text()
+    )
     if unequal:
         print(f"\n{_IMBALANCE}")
 
 
-def _timed(schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost) -> fp.Timeline:
+def _timed(
+    schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost
+) -> fp.Timeline:
     """The simulated timeline of a schedule. Raises ScheduleError where the counts do not fit."""
-    if (schedule.num_stages, schedule.num_microbatches) != (counts["num_stages"], counts["num_microbatches"]):
-        raise fp.ScheduleError(f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches")
+    if (schedule.num_stages, schedule.num_microbatches) != (
+        counts["num_stages"],
+        counts["num_microbatches"],
+    ):
+        raise fp.ScheduleError(
+            f"has {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+        )
     if schedule.num_devices != counts["num_devices"]:
         raise fp.ScheduleError(f"has {schedule.num_devices} devices")
     return fp.simulate(fp.schedules.remat(schedule) if remat else schedule, cost)
@@ -359,17 +443,30 @@ def _shows(progress: bool | None) -> bool:
 
 
 def _search(
-    *, cost: fp.Cost | None, width: int | None, output: str | None, progress: bool | None, **options: Any
+    *,
+    cost: fp.Cost | None,
+    width: int | None,
+    output: str | None,
+    progress: bool | None,
+    **options: Any,
 ) -> None:
     _wide(width)
-    bounded(options["num_stages"] or 2 * options["num_devices"], options["num_microbatches"] * options["num_slices"])
+    bounded(
+        options["num_stages"] or 2 * options["num_devices"],
+        options["num_microbatches"] * options["num_slices"],
+    )
     if output is not None:
         writable(output, (*FORMATS, ".svg"))
-        unfit = {"--remat": options["remat"], "--offload": options["offload"], "--slices": options["num_slices"] > 1}
+        unfit = {
+            "--remat": options["remat"],
+            "--offload": options["offload"],
+            "--slices": options["num_slices"] > 1,
+        }
         if Path(output).suffix.lower() == ".csv" and any(unfit.values()):
             given = " and ".join(name for name, on in unfit.items() if on)
             raise fp.FuncpipeError(
-                f"torch's schedules have no R, O or L, and no slices: leave out {given}, or write .json"
+                f"torch's schedules have no R, O or L, and no slices: leave out {given}, or write "
+                ".json"
             )
     result = fp.search(cost or fp.Cost(), progress=_shows(progress), **options)
     found(result)

@@ -1,7 +1,8 @@
 """``fp.models``: what models are cut and measured with, and what their authors write into them.
 
-To cut: `split_point`, policies for `funcpipe.split`, `find_layers`, `balance`. To measure: `profile`, `profile_plan`,
-`memory`. To choose everything at once: `plan_for`. To write: `skippable` layers, `PipeSequential`, `batch_norm`.
+To cut: `split_point`, policies for `funcpipe.split`, `find_layers`, `balance`. To measure:
+`profile`, `profile_plan`, `memory`. To choose everything at once: `plan_for`. To write: `skippable`
+layers, `PipeSequential`, `batch_norm`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""``fp.schedules``: families of schedules, schedules made from schedules, the check, schedules as text.
+"""``fp.schedules``: families of schedules, schedules made from schedules, the check, schedules as
+text.
 
-A family is a function from counts to a `funcpipe.Schedule`; remat, delayed weight backwards, offload and pairs that
-overlap are functions from a schedule to another one.
+A family is a function from counts to a `funcpipe.Schedule`; remat, delayed weight backwards,
+offload and pairs that overlap are functions from a schedule to another one.
 """
 
 from __future__ import annotations

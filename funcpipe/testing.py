@@ -1,6 +1,7 @@
 """Helpers for the tests of one's own stages and plans; ``import funcpipe.testing`` brings them in.
 
-`check_stage` looks at one stage, `assert_matches_sequential` at what a plan computes, `FaultAt` makes a stage fail.
+`check_stage` looks at one stage, `assert_matches_sequential` at what a plan computes, `FaultAt`
+makes a stage fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``fp.typing``: names for annotations and ``isinstance``, of what the functions of funcpipe hand out or take."""
+"""``fp.typing``: names for annotations and ``isinstance``, of what the functions of funcpipe hand
+out or take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Abstract machines that run a program over processes or threads, without values: does it come to its end."""
+"""Abstract machines that run a program over processes or threads, without values: does it come to
+its end."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -13,9 +14,11 @@ class Wrong(Exception):
 
 
 class Slots:
-    """The instructions of all lanes with their numbered slots, each lane a process of its own, or all threads of one.
+    """The instructions of all lanes with their numbered slots, each lane a process of its own, or
+    all threads of one.
 
-    What may make a step may still make it later, so it does not matter in which order they are made.
+    What may make a step may still make it later, so it does not matter in which order they are
+    made.
     """
 
     def __init__(self, program: Lowered, apart: bool) -> None:
@@ -44,7 +47,9 @@ class Slots:
                 if source != CALLER and slot not in self.came[lane]:
                     return False
                 if source == CALLER:
-                    self.require(is_given(self.program, value // self.program.num_pieces), instruction)
+                    self.require(
+                        is_given(self.program, value // self.program.num_pieces), instruction
+                    )
                     self.require(slot < self.pooled[lane] and slot not in held, instruction)
                 else:
                     self.require(self.came[lane].pop(slot) == value, instruction)
@@ -53,8 +58,14 @@ class Slots:
             case Run(number, microbatch, reads, writes):
                 call, base = program.calls[number], self.program.num_pieces
                 wanted = [number_of(self.program, wire, microbatch) for wire, _ in call.reads]
-                self.require(wanted == [held.get(slot) for slot in reads] and not {*writes} & {*held}, instruction)
-                held |= {slot: wire * base + microbatch for wire, slot in zip(call.writes, writes, strict=True)}
+                self.require(
+                    wanted == [held.get(slot) for slot in reads] and not {*writes} & {*held},
+                    instruction,
+                )
+                held |= {
+                    slot: wire * base + microbatch
+                    for wire, slot in zip(call.writes, writes, strict=True)
+                }
             case Free(slots):
                 for slot in slots:
                     self.require(slot in held, instruction)
@@ -74,7 +85,8 @@ class Slots:
         return True
 
     def come(self, source: int, to: int) -> bool:
-        """The next value of a way comes, if its slot is free; between processes the sender may use that again."""
+        """The next value of a way comes, if its slot is free; between processes the sender may use
+        that again."""
         way = self.ways[source, to]
         if not way or (to, way[0][0]) in self.taken:
             return False
@@ -103,11 +115,16 @@ class Slots:
         if any(at < len(lane.instructions) for at, lane in zip(self.at, self.lanes, strict=True)):
             return "hangs"
         left = [{slot: value for value, slot in lane.left} for lane in self.lanes]
-        return "" if left == self.held and not any(self.came) and not any(self.ways.values()) else "left over"
+        return (
+            ""
+            if left == self.held and not any(self.came) and not any(self.ways.values())
+            else "left over"
+        )
 
 
 class Replica(Slots):
-    """One of several replicas, whose stages are gathered: a stage computes when all have begun to gather it as often.
+    """One of several replicas, whose stages are gathered: a stage computes when all have begun to
+    gather it as often.
 
     Args:
         program: of its number of microbatches.
@@ -117,7 +134,11 @@ class Replica(Slots):
     """
 
     def __init__(
-        self, program: Lowered, counted: Mapping[int, Collection[int]], begun: Sequence[Counter[int]], me: int
+        self,
+        program: Lowered,
+        counted: Mapping[int, Collection[int]],
+        begun: Sequence[Counter[int]],
+        me: int,
     ) -> None:
         super().__init__(program, True)
         self.counted, self.begun, self.mine = counted, begun, begun[me]
@@ -136,17 +157,24 @@ class Replica(Slots):
         return super().advance(lane)
 
 
-def by_replicas(programs: Sequence[Lowered], counted: Sequence[Mapping[int, Collection[int]]]) -> str:
+def by_replicas(
+    programs: Sequence[Lowered], counted: Sequence[Mapping[int, Collection[int]]]
+) -> str:
     """How replicas end that gather their parameters together: "" is well."""
     begun = [Counter[int]() for _ in programs]
-    replicas = [Replica(one, counts, begun, me) for me, (one, counts) in enumerate(zip(programs, counted, strict=True))]
+    replicas = [
+        Replica(one, counts, begun, me)
+        for me, (one, counts) in enumerate(zip(programs, counted, strict=True))
+    ]
     ends, before = [""], None
     while before != (before := [[*replica.at] for replica in replicas]):
         try:
             ends = [replica.go() for replica in replicas]
         except Wrong:
             return "wrong"
-    return next(filter(None, ends), "") or ("" if all(one == begun[0] for one in begun) else "gathered more often")
+    return next(filter(None, ends), "") or (
+        "" if all(one == begun[0] for one in begun) else "gathered more often"
+    )
 
 
 def by_slots(program: Lowered, apart: bool) -> str:
@@ -160,10 +188,11 @@ def by_slots(program: Lowered, apart: bool) -> str:
 
 
 def by_counts(program: Lowered, one_way: bool = True) -> str:
-    """How the calls end, each lane in its order, over pools that count and ways on which one comes after the other.
+    """How the calls end, each lane in its order, over pools that count and ways on which one comes
+    after the other.
 
-    It knows nothing of plan order, but for the order of each lane, and no slot has a number. Without ``one_way`` values of
-    different pools come as they can.
+    It knows nothing of plan order, but for the order of each lane, and no slot has a number.
+    Without ``one_way`` values of different pools come as they can.
     """
     count, pools = program.num_pieces, program.pools
     todo: list[deque[int]] = [deque() for _ in range(program.num_lanes)]
@@ -171,7 +200,11 @@ def by_counts(program: Lowered, one_way: bool = True) -> str:
     for code in program.order:
         call = program.calls[code // count]
         todo[call.lane].append(code)
-        to_read.update((number_of(program, wire, code % count), call.lane) for wire, pool in call.reads if pool >= 0)
+        to_read.update(
+            (number_of(program, wire, code % count), call.lane)
+            for wire, pool in call.reads
+            if pool >= 0
+        )
     there: list[dict[int, int]] = [{} for _ in todo]
     """By value, the pool where it lies."""
     to_send: list[deque[tuple[int, int, int]]] = [deque() for _ in todo]
@@ -191,14 +224,20 @@ def by_counts(program: Lowered, one_way: bool = True) -> str:
             return False
         number, microbatch = divmod(todo[lane][0], count)
         call = program.calls[number]
-        missing = [each for each in call.reads if number_of(program, each[0], microbatch) not in there[lane]]
+        missing = [
+            each
+            for each in call.reads
+            if number_of(program, each[0], microbatch) not in there[lane]
+        ]
         for wire, pool in missing:
             if pool < 0 or (pools[pool].source == CALLER and not is_given(program, wire)):
                 raise Wrong(call)
         if any(pools[pool].source != CALLER for _, pool in missing):
             return False
         todo[lane].popleft()
-        for value in [number_of(program, wire, microbatch) for wire, pool in call.reads if pool >= 0]:
+        for value in [
+            number_of(program, wire, microbatch) for wire, pool in call.reads if pool >= 0
+        ]:
             to_read[value, lane] -= 1
             if not to_read[value, lane] and value in there[lane]:
                 lying[there[lane].pop(value)] -= 1
@@ -239,7 +278,10 @@ def number_of(program: Lowered, wire: int, piece: int) -> int:
 def is_given(program: Lowered, wire: int) -> bool:
     """Does the caller give it."""
     last = (Role.GRAD, program.num_stages - 1)
-    return program.wires[wire].role in (Role.INPUT, Role.TARGET, Role.FEED) or program.wires[wire][:2] == last
+    return (
+        program.wires[wire].role in (Role.INPUT, Role.TARGET, Role.FEED)
+        or program.wires[wire][:2] == last
+    )
 
 
 def ends_of(program: Lowered) -> tuple[str, str, str]:

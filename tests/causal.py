@@ -1,4 +1,5 @@
-"""Causal stages: what they give for a slice hangs on that slice and what the slices before it left."""
+"""Causal stages: what they give for a slice hangs on that slice and what the slices before it
+left."""
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +10,22 @@ WIDTH = 6
 
 
 def _attend(params, x, *, carry):
-    """One head of causal attention; keys and values of all slices so far travel as two tensors that grow."""
+    """One head of causal attention; keys and values of all slices so far travel as two tensors that
+    grow."""
     query, key, value = (x @ params["qkv"]).chunk(3, -1)
     if carry is not None:
         key, value = torch.cat([carry["key"], key], 1), torch.cat([carry["value"], value], 1)
     seen, own = key.shape[1], query.shape[1]
     mask = torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
-    y = F.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None], attn_mask=mask)[:, 0]
+    y = F.scaled_dot_product_attention(
+        query[:, None], key[:, None], value[:, None], attn_mask=mask
+    )[:, 0]
     return fp.Out(x + torch.tanh(y @ params["out"]), carry={"key": key, "value": value})
 
 
 def _recur(params, x, *, carry):
-    """A recurrence: the last hidden state travels, and where the sequence is, a number that is no tensor."""
+    """A recurrence: the last hidden state travels, and where the sequence is, a number that is no
+    tensor."""
     hidden, at = (x.new_zeros(x.shape[0], WIDTH), 0) if carry is None else carry
     rows = []
     for row in x.unbind(1):
@@ -44,7 +49,10 @@ def _point(params, x):
 
 def stage_of(kind: str, name: str = "") -> fp.Stage:
     """A stage of one of these kinds."""
-    return fp.stage({"attend": _attend, "recur": _recur, "pile": _pile, "point": _point}[kind], name=name or kind)
+    return fp.stage(
+        {"attend": _attend, "recur": _recur, "pile": _pile, "point": _point}[kind],
+        name=name or kind,
+    )
 
 
 KINDS = ("attend", "recur", "point")
@@ -79,11 +87,18 @@ def batch(rows: int, length: int, seed: int = 1):
 
 def whole(stages, params, x, target, loss=F.mse_loss):
     """Loss, gradients and output by plain autograd over whole sequences."""
-    leaves = [{key: value.detach().clone().requires_grad_() for key, value in tree.items()} for tree in params]
+    leaves = [
+        {key: value.detach().clone().requires_grad_() for key, value in tree.items()}
+        for tree in params
+    ]
     y = x
     for stage, tree in zip(stages, leaves, strict=True):
         out = stage(tree, y)
         y = out.y if isinstance(out, fp.Out) else out
     total = loss(y, target)
     total.backward()
-    return total.detach(), [{key: value.grad for key, value in tree.items()} for tree in leaves], y.detach()
+    return (
+        total.detach(),
+        [{key: value.grad for key, value in tree.items()} for tree in leaves],
+        y.detach(),
+    )

@@ -21,18 +21,24 @@ ON_BLOCKS_OR_LOOPS = [
     fp.schedules.interleaved,
     fp.schedules.zero_bubble,
 ]
-"""Families that are tried at every number of devices that divides the stages, plain and with remat."""
+"""Families that are tried at every number of devices that divides the stages, plain and with
+remat."""
 ON_A_LINE = [fp.schedules.zb_h2, fp.schedules.eager_one_f_one_b]
 """Families that are tried with a stage a device."""
 ON_A_V = [fp.schedules.zbv, fp.schedules.v_half, fp.schedules.v_min, fp.schedules.dualpipe_v]
 """Families with two stages a device, down the devices and back up."""
 
 
-def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) -> list[fp.Schedule]:
-    """Every family at every number of devices that divides the stages, plain, with remat, with residuals at the host."""
+def schedules(
+    num_stages: int, num_microbatches: int, *, backward: bool = True
+) -> list[fp.Schedule]:
+    """Every family at every number of devices that divides the stages, plain, with remat, with
+    residuals at the host."""
     s, m = num_stages, num_microbatches
     if not backward:
-        return [fp.schedules.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)]
+        return [
+            fp.schedules.fill_drain(s, m, num_devices=d, backward=False) for d in range(1, s + 1)
+        ]
     divisors = [d for d in range(1, s + 1) if s % d == 0]
     plain = [family(s, m, num_devices=d) for d in divisors for family in ON_BLOCKS_OR_LOOPS]
     line = [family(s, m) for family in ON_A_LINE]
@@ -42,21 +48,45 @@ def schedules(num_stages: int, num_microbatches: int, *, backward: bool = True) 
         line.append(fp.schedules.interleaved(s, m, num_devices=s // 2, group=(s // 2 + 1) // 2))
     zbv = vee[:1]
     rematted = [fp.schedules.remat(one) for one in plain]
-    rematted += [fp.schedules.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0) for one in plain + zbv]
-    away = [fp.schedules.one_f_one_b(s, m), fp.schedules.zb_h2(s, m), *zbv, fp.schedules.interleaved(s, m)]
-    away = [fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2) for one in away]
-    whole = [fp.schedules.interleaved(s, m, num_devices=s), fp.schedules.zero_bubble(s, m, num_devices=s)]
+    rematted += [
+        fp.schedules.remat(one, keep=lambda a: (a.stage + a.microbatch) % 2 == 0)
+        for one in plain + zbv
+    ]
+    away = [
+        fp.schedules.one_f_one_b(s, m),
+        fp.schedules.zb_h2(s, m),
+        *zbv,
+        fp.schedules.interleaved(s, m),
+    ]
+    away = [
+        fp.schedules.offload(one, move=lambda a: (a.stage + a.microbatch) % 3 != 0, ahead=m % 2)
+        for one in away
+    ]
+    whole = [
+        fp.schedules.interleaved(s, m, num_devices=s),
+        fp.schedules.zero_bubble(s, m, num_devices=s),
+    ]
     reduced = [fp.schedules.reduce_grads(one) for one in (*whole, *zbv, *away[:1])]
     gathered = [fp.schedules.gather_params(one) for one in (*zbv, away[0])]
     if s % 2 == 0 and m > 1:
-        gathered.append(fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1))
-    paired = [fp.schedules.pair(one) for one in (line[0], fp.schedules.remat(whole[0]), *away[2:], *line[2:])]
-    unique = {str(one): one for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered, *paired)}
+        gathered.append(
+            fp.schedules.gather_params(fp.schedules.looped_bfs(s, m, num_devices=s // 2), whole=1)
+        )
+    paired = [
+        fp.schedules.pair(one)
+        for one in (line[0], fp.schedules.remat(whole[0]), *away[2:], *line[2:])
+    ]
+    unique = {
+        str(one): one
+        for one in (*plain, *rematted, *line, *vee, *away, *reduced, *gathered, *paired)
+    }
     return list(unique.values())
 
 
 def ids(schedule: fp.Schedule) -> str:
-    return f"{schedule.name}-{schedule.num_stages}s{schedule.num_microbatches}m{schedule.num_devices}d"
+    return (
+        f"{schedule.name}-{schedule.num_stages}s{schedule.num_microbatches}m{schedule.num_devices}d"
+    )
 
 
 def same(a, b) -> bool:
@@ -69,7 +99,11 @@ def same(a, b) -> bool:
         if isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor):
             return False
         if isinstance(x, torch.Tensor):
-            if x.shape != y.shape or x.dtype != y.dtype or not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
+            if (
+                x.shape != y.shape
+                or x.dtype != y.dtype
+                or not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+            ):
                 return False
             if x.is_floating_point() and not torch.equal(x.isnan(), y.isnan()):
                 return False
@@ -101,7 +135,8 @@ class Again(nn.Sequential):
 
 
 def poison(size: int) -> None:
-    """Take memory of the GPU that is free now and fill it with NaN: whoever reads freed memory sees it."""
+    """Take memory of the GPU that is free now and fill it with NaN: whoever reads freed memory sees
+    it."""
     blocks = [torch.full((size,), float("nan"), device="cuda:0") for _ in range(64)]
     del blocks
 

@@ -1,4 +1,5 @@
-"""Fixtures of the whole suite: a fixed seed; threads that must not outlive a test, and Ctrl-C, which must."""
+"""Fixtures of the whole suite: a fixed seed; threads that must not outlive a test, and Ctrl-C,
+which must."""
 
 import os
 import re
@@ -13,16 +14,21 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `common`, the helpers that several rooms share
 
-settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
-    """Tests compute on the CPU, on machines with GPUs too; those on a GPU are run by ``pytest -m cuda``."""
+    """Tests compute on the CPU, on machines with GPUs too; those on a GPU are run by ``pytest -m
+    cuda``."""
     if not re.search(r"(?<!not )\bcuda\b", config.getoption("-m")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -41,7 +47,8 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_stays_python_s():
-    """A solver in C may leave SIGINT to its default, unseen by Python; then the next Ctrl-C of a test ends the worker."""
+    """A solver in C may leave SIGINT to its default, unseen by Python; then the next Ctrl-C of a
+    test ends the worker."""
     yield
     status = Path("/proc/self/status")
     if status.exists():
@@ -55,6 +62,8 @@ def _no_thread_survives():
     before = set(threading.enumerate())
     threads = torch.get_num_threads()
     yield
-    left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("funcpipe")]
+    left = [
+        t.name for t in threading.enumerate() if t not in before and t.name.startswith("funcpipe")
+    ]
     assert [] == left
     assert threads == torch.get_num_threads()

@@ -74,9 +74,14 @@ class Constant(Bare):
         return self is other
 
 
-torch_pytree.register_pytree_node(TorchContext, lambda one: ([], one.a), lambda c, held: TorchContext(held, 0, 0))
+torch_pytree.register_pytree_node(
+    TorchContext, lambda one: ([], one.a), lambda c, held: TorchContext(held, 0, 0)
+)
 optree.register_pytree_node(
-    OptreeContext, lambda one: ((), [one.a]), lambda held, c: OptreeContext(held[0], 0, 0), namespace="funcpipe"
+    OptreeContext,
+    lambda one: ((), [one.a]),
+    lambda held, c: OptreeContext(held[0], 0, 0),
+    namespace="funcpipe",
 )
 torch_pytree.register_constant(Constant)
 
@@ -136,4 +141,8 @@ HIDING = {
     "constant": lambda held: Constant(held, 0, 0),
     "key": lambda held: {PrivateSlots(held): 1},
 }
-READ_ONCE = {"generator": generated, "iterator": lambda held: iter([held]), "map": lambda held: map(abs, [held])}
+READ_ONCE = {
+    "generator": generated,
+    "iterator": lambda held: iter([held]),
+    "map": lambda held: map(abs, [held]),
+}

@@ -1,4 +1,5 @@
-"""Trees as data, recipes, and a model of two stages that has trees of one recipe in the places that a test names."""
+"""Trees as data, recipes, and a model of two stages that has trees of one recipe in the places that
+a test names."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ OTHERS: dict[str, Any] = {"none": None, "number": 3, "float": 0.25, "flag": True
 """Leaves that are no tensors."""
 
 
-# -- recipes: a tree as data -------------------------------------------------------------------------------------------
+# -- recipes: a tree as data
+# -------------------------------------------------------------------------------
 
 
 class Leaf(NamedTuple):
@@ -35,14 +37,18 @@ class Hiding(NamedTuple):
 
 
 ROWS = Leaf("rows")
-leaf = st.sampled_from([ROWS, ROWS, Leaf("ints"), Leaf("flags"), Leaf("scalar"), *map(Leaf, OTHERS)])
+leaf = st.sampled_from(
+    [ROWS, ROWS, Leaf("ints"), Leaf("flags"), Leaf("scalar"), *map(Leaf, OTHERS)]
+)
 tensor = st.sampled_from([ROWS, ROWS, Leaf("rows")])
 
 
 def nodes(children, kinds):
     def fill(kind):
         return st.builds(
-            Node, st.just(kind), st.lists(children if kind.plain else tensor, min_size=1, max_size=3).map(tuple)
+            Node,
+            st.just(kind),
+            st.lists(children if kind.plain else tensor, min_size=1, max_size=3).map(tuple),
         )
 
     return st.sampled_from(kinds).flatmap(fill)
@@ -97,12 +103,15 @@ def mixed(values):
         if isinstance(value, str):
             value = len(value)
         total = total + (
-            0.0 if value is None else number * (value.float() if isinstance(value, torch.Tensor) else value)
+            0.0
+            if value is None
+            else number * (value.float() if isinstance(value, torch.Tensor) else value)
         )
     return total
 
 
-# -- a model of two stages with trees in some places -------------------------------------------------------------------
+# -- a model of two stages with trees in some places
+# -------------------------------------------------------------------------------
 
 
 class Model:
@@ -130,21 +139,32 @@ class Model:
         h = h * mixed(self.find("state", state)) + 0 * own
         y = self.make("y", computed(h, own))
         stash = {"s": self.make("stash", computed(h * 0.5 + 1, own))}
-        return fp.Out(y, stash=stash, stats=self.make("stats", computed(h.detach().sum(0), own.detach())))
+        return fp.Out(
+            y, stash=stash, stats=self.make("stats", computed(h.detach().sum(0), own.detach()))
+        )
 
     def second(self, params, y, *, skips):
         h = mixed(self.find("y", y)) * params + mixed(self.find("stash", skips["s"]))
         return self.make("outputs", computed(h, params.sum()))
 
     def loss(self, outputs, target):
-        return (mixed(self.find("outputs", outputs)) - mixed(self.find("target", target))).square().mean()
+        return (
+            (mixed(self.find("outputs", outputs)) - mixed(self.find("target", target)))
+            .square()
+            .mean()
+        )
 
     def commit(self, state, stats):
         """The old state plus half of the sum over microbatches."""
-        rows = [[one for one in self.find("stats", tree) if differentiable(one) and one.dim()] for tree in stats]
+        rows = [
+            [one for one in self.find("stats", tree) if differentiable(one) and one.dim()]
+            for tree in stats
+        ]
         total = torch.stack([mixed(one) for one in rows]).sum(0) / 2
         old = [one for one in self.find("state", state) if isinstance(one, torch.Tensor)]
-        return self.make("state", lambda kind, number: old[number] + total if kind == "rows" else old[number])
+        return self.make(
+            "state", lambda kind, number: old[number] + total if kind == "rows" else old[number]
+        )
 
     def values(self, rows=7):
         """Params, state, feeds and batch with fixed numbers."""
@@ -154,13 +174,21 @@ class Model:
             def one(kind, number):
                 size = () if kind == "scalar" else sizes
                 value = torch.randn(size, generator=dice)
-                return (value * 3).long() if kind == "ints" else value > 0 if kind == "flags" else value
+                return (
+                    (value * 3).long()
+                    if kind == "ints"
+                    else value > 0
+                    if kind == "flags"
+                    else value
+                )
 
             return one
 
         params = (self.make("params", leaf_of(3)), leaf_of(3)("rows", 0))
         state = (self.make("state", leaf_of(3)), ())
-        feeds, inputs, target = [self.make(place, leaf_of(rows, 3)) for place in ("feeds", "inputs", "target")]
+        feeds, inputs, target = [
+            self.make(place, leaf_of(rows, 3)) for place in ("feeds", "inputs", "target")
+        ]
         return params, state, {"f": feeds}, (inputs, target)
 
     def plain(self, params, state, feeds, batch):
@@ -188,7 +216,12 @@ def computed(h, scalar):
     """Leaves that a stage makes of what it has computed."""
 
     def one(kind, number):
-        values = {"rows": h * (number + 1.5), "ints": (h * 10).long(), "flags": h > 0, "scalar": scalar.mean() + number}
+        values = {
+            "rows": h * (number + 1.5),
+            "ints": (h * 10).long(),
+            "flags": h > 0,
+            "scalar": scalar.mean() + number,
+        }
         return values[kind]
 
     return one

@@ -1,4 +1,5 @@
-"""Containers of every kind: those that are trees, with their children found without any library, and those that hide."""
+"""Containers of every kind: those that are trees, with their children found without any library,
+and those that hide."""
 
 import collections
 import dataclasses
@@ -47,14 +48,19 @@ def mapping(make, kind=None, keys=NAMES, name=""):
     """A mapping, made of a dict."""
     kind = kind or make
     find = lambda one: [as_a(one, kind)[key] for key in keys]
-    return Kind(name or kind.__name__, lambda children: make(dict(zip(keys, padded(children), strict=True))), find)
+    return Kind(
+        name or kind.__name__,
+        lambda children: make(dict(zip(keys, padded(children), strict=True))),
+        find,
+    )
 
 
 def sequence(kind):
     return Kind(kind.__name__, kind, lambda one: list(as_a(one, kind)))
 
 
-# -- dataclasses -------------------------------------------------------------------------------------------------------
+# -- dataclasses
+# -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -206,7 +212,8 @@ def as_cached(one):
     return [one.a, one.b, one.c]
 
 
-# -- registered classes ------------------------------------------------------------------------------------------------
+# -- registered classes
+# -------------------------------------------------------------------------------
 
 
 class Bare:
@@ -242,7 +249,8 @@ REGISTERED = [
 ]
 
 
-# -- mappings and named tuples -----------------------------------------------------------------------------------------
+# -- mappings and named tuples
+# -------------------------------------------------------------------------------
 
 
 class Doubling(dict):
@@ -311,17 +319,30 @@ def tensordict_kinds():
 
 
 TREES = [
-    *map(record, (Plain, Frozen, Heir, Described, Exported, Dropping, Mapped, Untyped, Typed, *REGISTERED)),
+    *map(
+        record,
+        (Plain, Frozen, Heir, Described, Exported, Dropping, Mapped, Untyped, Typed, *REGISTERED),
+    ),
     record(lambda a, b, c: Keywords(a=a, b=b, c=c), Keywords),
     record(General[torch.Tensor], General),
     record(over_slots, OverSlots),
     record(with_attributes, Plain, "with attributes"),
-    Kind("Holding", lambda c: Holding(*padded(c)), lambda one: [as_a(one, Holding)["a"], one.b, one.c]),
     Kind(
-        "Checking", lambda c: Checking(padded(c)[0], padded(c)[1:]), lambda one: [*as_a(one, Checking).a, one.b, one.c]
+        "Holding",
+        lambda c: Holding(*padded(c)),
+        lambda one: [as_a(one, Holding)["a"], one.b, one.c],
+    ),
+    Kind(
+        "Checking",
+        lambda c: Checking(padded(c)[0], padded(c)[1:]),
+        lambda one: [*as_a(one, Checking).a, one.b, one.c],
     ),
     Kind("Cached", lambda children: looked_at(*padded(children)), as_cached),
-    Kind("Doubling", lambda c: Doubling(dict(enumerate(c))), lambda one: [v[0] for v in as_a(one, Doubling).values()]),
+    Kind(
+        "Doubling",
+        lambda c: Doubling(dict(enumerate(c))),
+        lambda one: [v[0] for v in as_a(one, Doubling).values()],
+    ),
     *map(mapping, (dict, collections.OrderedDict, Ordered, Users)),
     mapping(dict, keys=(3, "b", (1, 2)), name="dict with odd keys"),
     mapping(lambda items: collections.defaultdict(list, items), collections.defaultdict),

@@ -1,4 +1,5 @@
-"""An oracle for `simulate`: lanes that run as far as they can, sleep, and are woken by what they wait for."""
+"""An oracle for `simulate`: lanes that run as far as they can, sleep, and are woken by what they
+wait for."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class SleepingLane:
         links: until when each of `LINKS` is busy: to the host, from it, to other replicas.
         whole: by stage, from when on its parameters are gathered.
         spans: of its actions, in order.
-        changes: of the memory that it holds: (when, its place among those of one time, by how much).
+        changes: of the memory that it holds: (when, its place among those of one time, by how
+            much).
     """
 
     program: LaneProgram
@@ -57,16 +59,19 @@ class SleepingLane:
     links: list[Since] = field(default_factory=lambda: [BEGIN] * len(LINKS))
     whole: dict[int, Since] = field(default_factory=dict[int, Since])
     spans: list[Span] = field(default_factory=list[Span])
-    changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+    changes: list[tuple[float, float, float]] = field(
+        default_factory=list[tuple[float, float, float]]
+    )
 
 
 class EventPlay:
     """All lanes of a program under a cost.
 
-    A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
-    other, and can be read the latency later. Who reads it waits. With ``bounded`` a lane also waits until the slot into
-    which it sends is free and it has heard of that, the latency later. O, L, G and U occupy a link of the lane (G and U
-    the same); the lane goes on.
+    A value that is sent occupies the link between its two lanes for its size over the bandwidth,
+    one value after the other, and can be read the latency later. Who reads it waits. With
+    ``bounded`` a lane also waits until the slot into which it sends is free and it has heard of
+    that, the latency later. O, L, G and U occupy a link of the lane (G and U the same); the lane
+    goes on.
 
     Args:
         lowered: a program.
@@ -82,7 +87,9 @@ class EventPlay:
         self.lanes = [SleepingLane(program) for program in lowered.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind not in (Kind.F, *COUNTED) for call in lowered.calls)
-        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls}
+        self.durations = {
+            (call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls
+        }
         self.shares = cost.slice_shares(lowered.num_slices)
         """Of the time and of the memory of a microbatch, by slice."""
         self.residuals = residual_table(cost, lowered.num_stages)
@@ -96,7 +103,8 @@ class EventPlay:
         """Which lane waits for what."""
 
     def run(self) -> None:
-        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it waits for.
+        """All lanes to their ends. Linear: a lane that waits is woken by the very thing that it
+        waits for.
 
         Raises:
             FuncpipeError: they wait for each other; `make_plan` makes no such program.
@@ -112,14 +120,24 @@ class EventPlay:
                     self.waits[awaited] = number
                     break
                 lane.at += 1
-        waiting = [number for number, lane in enumerate(self.lanes) if lane.at < len(lane.program.instructions)]
+        waiting = [
+            number
+            for number, lane in enumerate(self.lanes)
+            if lane.at < len(lane.program.instructions)
+        ]
         if waiting:
-            raise FuncpipeError(f"this program cannot come to its end: lanes {waiting} wait for each other")
+            raise FuncpipeError(
+                f"this program cannot come to its end: lanes {waiting} wait for each other"
+            )
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last action."""
-        spans = sorted((span for lane in self.lanes for span in lane.spans), key=lambda span: (span.start, span.device))
+        """The chain of actions, each starting when the one before lets it, that ends with the last
+        action."""
+        spans = sorted(
+            (span for lane in self.lanes for span in lane.spans),
+            key=lambda span: (span.start, span.device),
+        )
         action = max(spans, key=lambda span: span.end).action if spans else None
         path: list[Action] = []
         while action is not None:
@@ -128,7 +146,8 @@ class EventPlay:
         return tuple(reversed(path))
 
     def _step(self, number: int, lane: SleepingLane, awake: list[int]) -> Hashable:
-        """Do the next instruction of a lane, or return what it has to wait for. Lanes that waited for it are awake."""
+        """Do the next instruction of a lane, or return what it has to wait for. Lanes that waited
+        for it are awake."""
         instruction = lane.program.instructions[lane.at]
         if type(instruction) is Run:
             self._run(number, lane, instruction)
@@ -152,7 +171,9 @@ class EventPlay:
                 self._leave(number, lane, slot)
                 if lane.program.sources[slot] not in (None, CALLER):
                     _, latency = self._crossing(lane.values[slot], number)
-                    self.free[number, slot] = Since(lane.now.time + latency, lane.now.cause)  # that news travels too
+                    self.free[number, slot] = Since(
+                        lane.now.time + latency, lane.now.cause
+                    )  # that news travels too
                     self._wake(("free", number, slot), awake)
         return None
 
@@ -162,7 +183,8 @@ class EventPlay:
             awake.append(waiter)
 
     def _run(self, number: int, lane: SleepingLane, run: Run) -> None:
-        """One action. With the first of two that overlap both begin; all that the second reads has come by then."""
+        """One action. With the first of two that overlap both begin; all that the second reads has
+        come by then."""
         at = lane.begun
         lane.begun = at + 1
         if at in lane.program.pairs:
@@ -177,7 +199,8 @@ class EventPlay:
                 lane.changes.append((end, float("inf"), size))
 
     def _begin(self, number: int, lane: SleepingLane, run: Run, beside: Run | None = None) -> None:
-        """When an action, with another one beside it or alone, starts and ends, and what it takes and frees."""
+        """When an action, with another one beside it or alone, starts and ends, and what it takes
+        and frees."""
         action, since = lane.program.action(run), lane.now
         kind, stage, _, piece = action
         time, part = self.shares[piece or 0] if kind not in WHOLE else _ALL
@@ -188,7 +211,9 @@ class EventPlay:
         if kind in MOVES:
             way = LINKS.index(KINDS[kind].resource)
             since = max(since, lane.links[way], key=_time)
-            end = since.time + self.durations[kind, stage] * (part if kind in (Kind.O, Kind.L) else time)
+            end = since.time + self.durations[kind, stage] * (
+                part if kind in (Kind.O, Kind.L) else time
+            )
             lane.links[way] = Since(end, action)
             if run.writes:
                 lane.ready[run.writes[0]] = lane.links[way]
@@ -200,8 +225,13 @@ class EventPlay:
             lane.now = Since(end, action)
         else:
             other = lane.program.action(beside)
-            since = max(since, *(lane.whole.get(one.stage, BEGIN) for one in (action, other)), key=_time)
-            halves = (kind, stage, time), (other.kind, other.stage, self.shares[other.slice or 0][0])
+            since = max(
+                since, *(lane.whole.get(one.stage, BEGIN) for one in (action, other)), key=_time
+            )
+            halves = (
+                (kind, stage, time),
+                (other.kind, other.stage, self.shares[other.slice or 0][0]),
+            )
             end = since.time + self.cost.both(*halves)
             lane.now = Since(end, other)
         self._hold(number, lane, run, action, part, since, end, both=beside is not None)
@@ -221,7 +251,8 @@ class EventPlay:
         *,
         both: bool = False,
     ) -> None:
-        """The span of an action, and what it takes and frees, of which it has a part: that of its slice.
+        """The span of an action, and what it takes and frees, of which it has a part: that of its
+        slice.
 
         The first of ``both`` frees with the second.
         """
@@ -230,7 +261,9 @@ class EventPlay:
         place = 2.0 * len(lane.spans)
         lane.spans.append(Span(number, since.time, end, action))
         takes, frees = self.residuals[kind]
-        taken = takes[stage] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
+        taken = (
+            takes[stage] * part if kind is not Kind.F or lane.program.calls[run.call].keeps else 0.0
+        )
         if taken or not self.backward:
             lane.changes.append((since.time, place, taken if self.backward else 0.0))
         if self.backward and frees[stage]:
@@ -247,17 +280,25 @@ class EventPlay:
         size, latency = self._crossing(lane.values[slot], to)
         crossed = lane.now.time
         if size and self.cost.bandwidth:
-            crossed = self.links[number, to] = max(crossed, self.links[number, to]) + size / self.cost.bandwidth
+            crossed = self.links[number, to] = (
+                max(crossed, self.links[number, to]) + size / self.cost.bandwidth
+            )
         self.arrivals[to, into].append(Since(crossed + latency, lane.now.cause))
         if size:
             self.lanes[to].changes.append((crossed, float("inf"), size))
 
     def _leave(self, number: int, lane: SleepingLane, slot: int) -> None:
-        """What one stage handed to another goes: into the residual, or when the action that read it ends."""
+        """What one stage handed to another goes: into the residual, or when the action that read it
+        ends."""
         size, _ = self._crossing(lane.values[slot], number)
         if size:
             # Of two that overlap, and free together, the one that read it.
-            at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in lane.program.runs[at].reads)
+            at = next(
+                at for at in (lane.begun - 1, lane.begun - 2) if slot in lane.program.runs[at].reads
+            )
             _, start, end, _ = lane.spans[at]
-            kept = any(lane.program.slots[written].role is Role.RESIDUAL for written in lane.program.runs[at].writes)
+            kept = any(
+                lane.program.slots[written].role is Role.RESIDUAL
+                for written in lane.program.runs[at].writes
+            )
             lane.changes.append((start, 2.0 * at, -size) if kept else (end, 2.0 * at + 1, -size))

@@ -49,7 +49,8 @@ class Trip(torch.autograd.Function):
 
 
 def make(schedule, faults):
-    """A plan of stages that call ``faults`` in every forward, backward and loss. One row per microbatch."""
+    """A plan of stages that call ``faults`` in every forward, backward and loss. One row per
+    microbatch."""
 
     def part(index):
         def fn(p, x, *, feeds):
@@ -64,7 +65,9 @@ def make(schedule, faults):
         faults("L", schedule.num_stages - 1, int(target[1]))
         return F.mse_loss(y, target[0])
 
-    return fp.make_plan([part(i) for i in range(schedule.num_stages)], schedule, loss=loss, devices="cpu")
+    return fp.make_plan(
+        [part(i) for i in range(schedule.num_stages)], schedule, loss=loss, devices="cpu"
+    )
 
 
 def go(plan, executor="serial", run=fp.run):
@@ -73,7 +76,9 @@ def go(plan, executor="serial", run=fp.run):
     mb = torch.arange(count)
     options = {} if run is fp.run_sequential else {"executor": executor}
     inputs = (X[:count], (X[:count].flip(0), mb))
-    return run(plan, PARAMS[: plan.num_stages], inputs, feeds={"mb": mb}, threads_per_lane=1, **options)
+    return run(
+        plan, PARAMS[: plan.num_stages], inputs, feeds={"mb": mb}, threads_per_lane=1, **options
+    )
 
 
 def caught(call):
@@ -108,13 +113,17 @@ class Final(Exception):
         raise TypeError("no subclasses")
 
 
-# Exceptions that are hard to build again, with the fields that must survive; None: refuses a subclass.
+# Exceptions that are hard to build again, with the fields that must survive; None: refuses a
+# subclass.
 ODD = [
     (lambda: Needs(1, b=2), ("a", "b")),
     (lambda: Slots([1]), ("x",)),
     (lambda: Frozen(3), ("code",)),
     (lambda: FileNotFoundError(errno.ENOENT, "gone", "f.txt"), ("errno", "strerror", "filename")),
-    (lambda: UnicodeDecodeError("utf8", b"\xff", 0, 1, "bad"), ("encoding", "object", "start", "end", "reason")),
+    (
+        lambda: UnicodeDecodeError("utf8", b"\xff", 0, 1, "bad"),
+        ("encoding", "object", "start", "end", "reason"),
+    ),
     (lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]), ("message", "exceptions")),
     (lambda: StopIteration(7), ("value",)),
     (lambda: torch.OutOfMemoryError("no memory"), ()),

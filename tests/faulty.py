@@ -286,7 +286,9 @@ def raises_backward(p, x):
 
 
 def bad(name, fn, text, **options):
-    return pytest.param(name, fn, text, options, id=f"{name}-{getattr(fn, '__name__', type(fn).__name__)}")
+    return pytest.param(
+        name, fn, text, options, id=f"{name}-{getattr(fn, '__name__', type(fn).__name__)}"
+    )
 
 
 TWO = {**P, "b": torch.ones(3, dtype=torch.float64)}
@@ -331,16 +333,28 @@ BAD = [
     bad("random", python_random, "the global generator of random"),
     bad("settings", sets_grad_mode, "changes the grad mode from True to False"),
     bad("settings", sets_dtype, "changes the default dtype from torch.float32 to torch.float64"),
-    bad("deterministic", clock, "gives another y at the second call, as remat makes it: 12 of 12 numbers differ"),
+    bad(
+        "deterministic",
+        clock,
+        "gives another y at the second call, as remat makes it: 12 of 12 numbers differ",
+    ),
     bad("deterministic", clock, "gives another y in a second run"),
     bad("deterministic", other_gradient(), "gives another gradient of x at the second backward"),
     bad("structure", changes_structure(), "y for another microbatch is a tuple of"),
-    bad("structure", changes_dtype(), "y for another microbatch is float32 [4, 3], before it was float64 [4, 3]"),
     bad(
-        "structure", structure_by_rows, "y for 3 rows is a tuple of (float64 [3, 3]), for 4 rows it was float64 [4, 3]"
+        "structure",
+        changes_dtype(),
+        "y for another microbatch is float32 [4, 3], before it was float64 [4, 3]",
+    ),
+    bad(
+        "structure",
+        structure_by_rows,
+        "y for 3 rows is a tuple of (float64 [3, 3]), for 4 rows it was float64 [4, 3]",
     ),
     bad("rows", fixed_rows, "with 3 of 4 rows it raises RuntimeError"),
-    bad("rows", mixes_rows, "without the last row the others give another y", independent_rows=True),
+    bad(
+        "rows", mixes_rows, "without the last row the others give another y", independent_rows=True
+    ),
     bad("raises", raises, "raises ValueError: no such layer"),
     bad("raises", raises_backward, "in its backward raises ZeroDivisionError"),
 ]

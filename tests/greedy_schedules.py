@@ -1,9 +1,10 @@
-"""Schedules built action by action, each gap filled with W where that does not lengthen the longest device.
+"""Schedules built action by action, each gap filled with W where that does not lengthen the longest
+device.
 
-Zero bubble's automatic schedules on a line (arXiv 2401.10241, section 4) and on a V (section 6): forwards fill each
-device until its first gradient comes; then every round runs one backward and one forward on each, and W goes before an
-action that would otherwise wait. A gap shorter than a W stays open while the device's waits are less than those of
-the worst device.
+Zero bubble's automatic schedules on a line (arXiv 2401.10241, section 4) and on a V (section 6):
+forwards fill each device until its first gradient comes; then every round runs one backward and one
+forward on each, and W goes before an action that would otherwise wait. A gap shorter than a W stays
+open while the device's waits are less than those of the worst device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Builder(Simulation):
 
     def arrival(self, code: int, stage: int) -> float:
         """When what the next F or I of a stage reads is there; infinite if that is not known."""
-        arrivals, done = (self.inputs, self.forwards) if code == F else (self.gradients, self.backwards)
+        arrivals, done = (
+            (self.inputs, self.forwards) if code == F else (self.gradients, self.backwards)
+        )
         microbatch = done[stage]
         return arrivals[stage][microbatch] if microbatch < self.problem.num_microbatches else NEVER
 
@@ -62,7 +65,8 @@ class Builder(Simulation):
 
         Args:
             code, stage: what comes next.
-            short: put a W also where it ends after the wait, and the wait would not make its device the worst.
+            short: put a W also where it ends after the wait, and the wait would not make its device
+                the worst.
             long: the same where it would.
         """
         problem, number = self.problem, self.problem.device_of[stage]
@@ -98,7 +102,8 @@ def on_a_line(problem: Problem) -> Iterator[CodedLanes]:
 
 
 def on_a_v(problem: Problem) -> Iterator[CodedLanes]:
-    """The four variants of the V, each repeated while what it learned of the waits makes it better."""
+    """The four variants of the V, each repeated while what it learned of the waits makes it
+    better."""
     for forwards, backwards in product((True, False), repeat=2):
         allowed: list[float] | None = None
         while True:
@@ -112,7 +117,9 @@ def on_a_v(problem: Problem) -> Iterator[CodedLanes]:
             allowed = builder.idle
 
 
-def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eager: bool) -> CodedLanes:
+def _line(
+    problem: Problem, wait_before_first: bool, backwards_first: bool, eager: bool
+) -> CodedLanes:
     builder = Builder(problem)
     stages, count = problem.num_stages, problem.num_microbatches
     forwards, backwards = builder.forwards, builder.backwards
@@ -120,9 +127,16 @@ def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eage
     for _ in range(1, count):
         runs_forward = [forwards[stage] < count for stage in range(stages)]
         if backwards_first:
-            runs_forward = [runs and not _better_waits(builder, stage) for stage, runs in enumerate(runs_forward)]
-        for stage in reversed(range(stages - 1)):  # a forward that the next stage does not want yet can wait
-            runs_forward[stage] = runs_forward[stage] and (runs_forward[stage + 1] or forwards[stage + 1] >= count)
+            runs_forward = [
+                runs and not _better_waits(builder, stage)
+                for stage, runs in enumerate(runs_forward)
+            ]
+        for stage in reversed(
+            range(stages - 1)
+        ):  # a forward that the next stage does not want yet can wait
+            runs_forward[stage] = runs_forward[stage] and (
+                runs_forward[stage + 1] or forwards[stage + 1] >= count
+            )
         for stage in range(stages):
             if runs_forward[stage]:
                 builder.fill(F, stage, short=eager, long=True)
@@ -138,7 +152,8 @@ def _line(problem: Problem, wait_before_first: bool, backwards_first: bool, eage
 
 
 def _warm_up(builder: Builder, wait: bool) -> None:
-    """Run as many forwards on each device as fit before its first gradient, fewer on each than on the one before."""
+    """Run as many forwards on each device as fit before its first gradient, fewer on each than on
+    the one before."""
     problem = builder.problem
     stages, count = problem.num_stages, problem.num_microbatches
     backward_waits = problem.waits[1]
@@ -158,7 +173,11 @@ def _warm_up(builder: Builder, wait: bool) -> None:
             extra[stage] += 1
         gradient = max(free, arrives) + problem.inward[stage]
     for stage in range(1, stages):
-        extra[stage] = max(0, min(extra[stage], extra[stage - 1] - 1)) if 1 + extra[stage] < count else extra[stage]
+        extra[stage] = (
+            max(0, min(extra[stage], extra[stage - 1] - 1))
+            if 1 + extra[stage] < count
+            else extra[stage]
+        )
         extra[stage] = min(extra[stage], extra[stage - 1])
     for stage in range(stages):
         for _ in range(extra[stage]):
@@ -168,11 +187,15 @@ def _warm_up(builder: Builder, wait: bool) -> None:
 
 
 def _better_waits(builder: Builder, stage: int) -> bool:
-    """Would this device's next forward hold up its next backward, whose gradient the next stage can already compute."""
+    """Would this device's next forward hold up its next backward, whose gradient the next stage can
+    already compute."""
     problem, forwards, following = builder.problem, builder.forwards, stage + 1
     if following >= problem.num_stages or forwards[stage] < forwards[following] + 2:
         return False
-    device, computes = builder.devices[stage], problem.forward[following] + problem.inward[following]
+    device, computes = (
+        builder.devices[stage],
+        problem.forward[following] + problem.inward[following],
+    )
     gradient = builder.devices[following].free + computes + problem.waits[1][following]
     if device.free >= gradient:
         return True
@@ -186,7 +209,9 @@ def _better_waits(builder: Builder, stage: int) -> bool:
     return gradient - device.free <= builder.most_idle(stage) - builder.idle[stage]
 
 
-def _v(problem: Problem, allowed: list[float] | None, *, forwards: bool, backwards: bool) -> Builder:
+def _v(
+    problem: Problem, allowed: list[float] | None, *, forwards: bool, backwards: bool
+) -> Builder:
     builder = Builder(problem, allowed)
     devices, count = problem.num_devices, problem.num_microbatches
     last = problem.num_stages - 1
@@ -208,14 +233,17 @@ def _v(problem: Problem, allowed: list[float] | None, *, forwards: bool, backwar
 
 
 def _fill_the_v(builder: Builder) -> None:
-    """Run forwards until every device has run the first microbatch on both stages, as many as each has room for."""
+    """Run forwards until every device has run the first microbatch on both stages, as many as each
+    has room for."""
     problem, forwards = builder.problem, builder.forwards
     devices, count, last = problem.num_devices, problem.num_microbatches, problem.num_stages - 1
     for device in range(devices):
         builder.put(F, device)
     for device in reversed(range(devices)):
         up = last - device
-        needed = 2 * device * problem.residual[device] + problem.residual[device] + problem.residual[up]
+        needed = (
+            2 * device * problem.residual[device] + problem.residual[device] + problem.residual[up]
+        )
         while (
             device + 1 < devices
             and forwards[0] < count
@@ -240,7 +268,8 @@ def _fill_the_v(builder: Builder) -> None:
 
 
 def _next_backwards(builder: Builder) -> tuple[list[int], list[int]]:
-    """The devices whose next backward is of their stage on the way down, and those with that of their other stage."""
+    """The devices whose next backward is of their stage on the way down, and those with that of
+    their other stage."""
     problem, backwards = builder.problem, builder.backwards
     last, count = problem.num_stages - 1, problem.num_microbatches
     down: list[int] = []
@@ -250,7 +279,9 @@ def _next_backwards(builder: Builder) -> tuple[list[int], list[int]]:
         if done_down >= count:
             continue
         follows = done_down < done_up and (
-            device + 1 == problem.num_devices or done_up >= count or builder.arrival(I, device) < NEVER
+            device + 1 == problem.num_devices
+            or done_up >= count
+            or builder.arrival(I, device) < NEVER
         )
         (down if follows else up).append(device)
     return down, up

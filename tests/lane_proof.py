@@ -1,53 +1,63 @@
-"""The proof that lanes never wait for each other for ever: what is waited for stands before in plan order.
+"""The proof that lanes never wait for each other for ever: what is waited for stands before in plan
+order.
 
-A lane does its actions in plan order: it receives what an action reads, runs it, frees what it has read for the last time,
-then sends what it wrote, in the order of the call. Lanes wait for each other at three places, and there only:
+A lane does its actions in plan order: it receives what an action reads, runs it, frees what it has
+read for the last time, then sends what it wrote, in the order of the call. Lanes wait for each
+other at three places, and there only:
 
 - an action waits until what it reads from other lanes has come;
-- a send waits until what lay in its slot at the other end is freed (between processes: until that has come there);
-- between processes a value comes when all that its lane sent to that lane before has come, from whatever pools, and its
-  own slot is free: the end that receives takes one value after the other.
+- a send waits until what lay in its slot at the other end is freed (between processes: until that
+  has come there);
+- between processes a value comes when all that its lane sent to that lane before has come, from
+  whatever pools, and its own slot is free: the end that receives takes one value after the other.
 
-Slots are given to values in plan order, to each at its send one of its pool that is free in plan order: that had no
-value yet, or whose last one was read for the last time before. `prove` looks at every position t of the order:
+Slots are given to values in plan order, to each at its send one of its pool that is free in plan
+order: that had no value yet, or whose last one was read for the last time before. `prove` looks at
+every position t of the order:
 
-1. what the action at t reads was made by its lane before t, or sent to it before t by the lane that makes it, into the
-   pool where it is read, or is the caller's;
-2. with what is sent at t no pool has more values that are still to be read than it has slots. So there is a free one, and
-   what lay in it was freed by an action before t.
+1. what the action at t reads was made by its lane before t, or sent to it before t by the lane that
+   makes it, into the pool where it is read, or is the caller's;
+2. with what is sent at t no pool has more values that are still to be read than it has slots. So
+   there is a free one, and what lay in it was freed by an action before t.
 
-Then the action at t comes to its end, its sends too, and what it sends comes, for every t. By induction: let it be so for
-every position before t. The lane gets to t, for what it does before stands before t. What is read has come (1), so the action
-runs. Now its sends, one after the other: what lay in the slot came and was freed before t (2), so the send begins. What
-was sent on that way before, by actions before t or by this one, has come; so the other end is about to take this value, and its
-slot was freed before t: it comes.
+Then the action at t comes to its end, its sends too, and what it sends comes, for every t. By
+induction: let it be so for every position before t. The lane gets to t, for what it does before
+stands before t. What is read has come (1), so the action runs. Now its sends, one after the other:
+what lay in the slot came and was freed before t (2), so the send begins. What was sent on that way
+before, by actions before t or by this one, has come; so the other end is about to take this value,
+and its slot was freed before t: it comes.
 
-So the third kind of wait needs no look of its own: as 2 holds for every value, none of those in front on a way waits for
-anything at t or later. It does not matter which lanes share a process, and a run is followed by the next on every lane and way.
+So the third kind of wait needs no look of its own: as 2 holds for every value, none of those in
+front on a way waits for anything at t or later. It does not matter which lanes share a process, and
+a run is followed by the next on every lane and way.
 
-Of two that overlap, at t and t + 1, the first waits for what the second reads, too: so that must stand before t (the lane
-itself makes nothing between them but the first, and of that the second may not read). What the first has read is freed with
-what the second has read, so its slots are no earlier free than after t + 1.
+Of two that overlap, at t and t + 1, the first waits for what the second reads, too: so that must
+stand before t (the lane itself makes nothing between them but the first, and of that the second may
+not read). What the first has read is freed with what the second has read, so its slots are no
+earlier free than after t + 1.
 
-A batch of fewer microbatches runs the same order with the actions of the others left out (`Lowered.first`). What is left of
-1 and 2 still holds: an action reads values of its own microbatch, and no pool has more values than before. So this program
-is proven with the plan's.
+A batch of fewer microbatches runs the same order with the actions of the others left out
+(`Lowered.first`). What is left of 1 and 2 still holds: an action reads values of its own
+microbatch, and no pool has more values than before. So this program is proven with the plan's.
 
-Where each replica of a stage has a part of its parameters, an action also waits until they are gathered, on a way of the
-stage's own, on which everything comes in the order in which it was begun. Replicas may have different numbers of
-microbatches, but all run the one order, each with some actions left out, and the same U gather in all of them (`serving` of
-the fewest). So, if the stages have U, a gather is begun at one position in all replicas, before t, and the induction goes
-over all replicas at once: let it be so for every position before t in each of them. If they have none, a stage is gathered
-when it first computes. Before that no later stage does, in no replica: all begin to gather the stages in ascending
-order, and the induction over positions stands within one over stages. (Were there stages with U and others without, it would
-not hold: so that is not legal.)
+Where each replica of a stage has a part of its parameters, an action also waits until they are
+gathered, on a way of the stage's own, on which everything comes in the order in which it was begun.
+Replicas may have different numbers of microbatches, but all run the one order, each with some
+actions left out, and the same U gather in all of them (`serving` of the fewest). So, if the stages
+have U, a gather is begun at one position in all replicas, before t, and the induction goes over all
+replicas at once: let it be so for every position before t in each of them. If they have none, a
+stage is gathered when it first computes. Before that no later stage does, in no replica: all begin
+to gather the stages in ascending order, and the induction over positions stands within one over
+stages. (Were there stages with U and others without, it would not hold: so that is not legal.)
 
-A way carries so many gathers, as many in all replicas, and one sum, after them: G stands after every U, and without G the
-sum is begun when all lanes of the process are done. No lane waits for a sum. Processes do so when their lanes are done, for
-their stages in ascending order, as their replicas do.
+A way carries so many gathers, as many in all replicas, and one sum, after them: G stands after
+every U, and without G the sum is begun when all lanes of the process are done. No lane waits for a
+sum. Processes do so when their lanes are done, for their stages in ascending order, as their
+replicas do.
 
-The rest that is looked at is whether the program is whole: calls fit their pools, forwards and backwards stand once, what is
-made to be read, or sent, is read. No part of it: what a stage waits for inside of its function.
+The rest that is looked at is whether the program is whole: calls fit their pools, forwards and
+backwards stand once, what is made to be read, or sent, is read. No part of it: what a stage waits
+for inside of its function.
 """
 
 from __future__ import annotations
@@ -68,15 +78,17 @@ MOST_WAITS = 20
 """A message lists no more."""
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
-"""What the caller gives; and the gradient of the last stage's output, for the second half of a `vjp`."""
+"""What the caller gives; and the gradient of the last stage's output, for the second half of a
+`vjp`."""
 
 
 def prove(program: Lowered) -> None:
-    """Prove that all lanes of a program come to their end, in whatever processes. Linear in the number of actions.
+    """Prove that all lanes of a program come to their end, in whatever processes. Linear in the
+    number of actions.
 
     Raises:
-        PlanError: it is not so, or not proven: every action that waits for what does not stand before it is named, with
-            what it waits for and where that stands.
+        PlanError: it is not so, or not proven: every action that waits for what does not stand
+            before it is named, with what it waits for and where that stands.
     """
     raise_all("the program of this plan is not whole:", list(_malformed(program)), most=MOST_WAITS)
     walk = _OrderWalk(program)
@@ -84,7 +96,8 @@ def prove(program: Lowered) -> None:
     # Where something stands is searched for, so only for what is told.
     told = [walk.words(fault) for fault in walk.faults[:MOST_WAITS]]
     raise_all(
-        "lanes of this plan could wait for ever; what is waited for must stand before (in brackets: where in plan order):",
+        "lanes of this plan could wait for ever; what is waited for must stand before (in "
+        "brackets: where in plan order):",
         told + [""] * (len(walk.faults) - len(told)),
         most=MOST_WAITS,
     )
@@ -94,8 +107,16 @@ def _malformed(program: Lowered) -> Iterator[str]:
     """What is wrong with calls and pools, in whatever order they run."""
     pools, lanes = program.pools, range(program.num_lanes)
     for number, pool in enumerate(pools):
-        if pool.slots < 1 or pool.lane not in lanes or pool.source not in (CALLER, *lanes) or pool.source == pool.lane:
-            yield f"pool {number} has {pool.slots} slots, from {lane_name(pool.source)} to {pool.lane}"
+        if (
+            pool.slots < 1
+            or pool.lane not in lanes
+            or pool.source not in (CALLER, *lanes)
+            or pool.source == pool.lane
+        ):
+            yield (
+                f"pool {number} has {pool.slots} slots, from {lane_name(pool.source)} to "
+                f"{pool.lane}"
+            )
             return
     codes = len(program.calls) * program.num_pieces
     if not program.order or min(program.order) < 0 or max(program.order) >= codes:
@@ -139,11 +160,18 @@ def _unpaired(program: Lowered) -> Iterator[str]:
             yield f"{name}, and that is no action of its device that could"
             continue
         shift = after % program.num_pieces - piece
-        reads = [wire for wire, _ in other.reads if FROM.get(program.wires[wire].role, 0) + shift == 0]
+        reads = [
+            wire for wire, _ in other.reads if FROM.get(program.wires[wire].role, 0) + shift == 0
+        ]
         made = [wire for wire in one.writes if wire in reads]
         if made:
-            yield f"{name}, and {program.action(after)} reads {_name(program, made[0])}, which it makes"
-    yield from (f"{program.action(code)} overlaps, and does not stand in the order" for code in left)
+            yield (
+                f"{name}, and {program.action(after)} reads {_name(program, made[0])}, which it "
+                "makes"
+            )
+    yield from (
+        f"{program.action(code)} overlaps, and does not stand in the order" for code in left
+    )
 
 
 def _uses(call: Call) -> Iterator[tuple[int, int, int]]:
@@ -161,11 +189,17 @@ def _unfit(program: Lowered, call: Call) -> Iterator[str]:
             yield f"there are {len(pools)} pools, not {number + 1}"
         elif number >= 0:
             source, at, role, _ = pools[number]
-            given = program.wires[wire].role in _GIVEN or program.wires[wire][:2] == (Role.GRAD, program.num_stages - 1)
+            given = program.wires[wire].role in _GIVEN or program.wires[wire][:2] == (
+                Role.GRAD,
+                program.num_stages - 1,
+            )
             sent = (wire, lane, number) in call.sends
             fits = (role, at) == (program.wires[wire].role, lane) and role not in TAKEN
             if not fits or (source != call.lane if sent else source == CALLER and not given):
-                yield f"{_name(program, wire)} in a pool for {role.value} from {lane_name(source)} to {at}"
+                yield (
+                    f"{_name(program, wire)} in a pool for {role.value} from {lane_name(source)} "
+                    f"to {at}"
+                )
         elif program.wires[wire].role in TAKEN - {Role.SUMS} and wire not in call.writes:
             yield f"{_name(program, wire)} is the caller's"
     for wire, *_ in call.sends:
@@ -192,7 +226,8 @@ class _FaultKind(Enum):
 
 @dataclass(slots=True)
 class _Unproven:
-    """A fault of the action at a position, about a value or an action (by number); what it waits for ends at ``until``."""
+    """A fault of the action at a position, about a value or an action (by number); what it waits
+    for ends at ``until``."""
 
     fault: _FaultKind
     position: int
@@ -222,7 +257,8 @@ class _CallPlaces(NamedTuple):
 
 _MARKS = {kind: number for number, kind in enumerate(kind for kind in Kind if kind is not Kind.I)}
 _MARKS[Kind.I] = _MARKS[Kind.B]
-"""Actions of a stage and microbatch are told apart by these; its backward is one, whole or in halves."""
+"""Actions of a stage and microbatch are told apart by these; its backward is one, whole or in
+halves."""
 
 
 class _OrderWalk:
@@ -251,7 +287,11 @@ class _OrderWalk:
         come = [(places[wire, lane], pool) for wire, pool in call.reads if pool >= 0]
         return _CallPlaces(
             cell * self.program.num_pieces,
-            [places[wire, lane] + FROM.get(wires[wire].role, 0) for wire, pool in call.reads if pool < 0],
+            [
+                places[wire, lane] + FROM.get(wires[wire].role, 0)
+                for wire, pool in call.reads
+                if pool < 0
+            ],
             [(place, pool) for place, pool in come if pools[pool].source == CALLER],
             come,
             [places[wire, lane] for wire in call.writes if (wire, lane) in places],
@@ -262,9 +302,11 @@ class _OrderWalk:
         """Find every fault."""
         program, count, rows = self.program, self.program.num_pieces, self.rows
         to_read = self._reads()
-        """Of each value in a pool, how many reads are to come; below 0 as long as it is not there."""
+        """Of each value in a pool, how many reads are to come; below 0 as long as it is not
+        there."""
         here = bytearray(len(self.places) * count)
-        """Of each value on the lane that makes it: 0: it is not there, 1: nobody has read it, 2: somebody has."""
+        """Of each value on the lane that makes it: 0: it is not there, 1: nobody has read it, 2:
+        somebody has."""
         spare = [pool.slots for pool in program.pools]
         late: list[deque[_Unproven]] = [deque() for _ in spare]
         """Of each pool, the sends that wait; every free ends the wait of one."""
@@ -310,7 +352,11 @@ class _OrderWalk:
             for place, pool in sends:
                 left = to_read[place + microbatch]
                 if left >= 0:
-                    note(_FaultKind.AGAIN if left else _FaultKind.UNREAD, position, place + microbatch)
+                    note(
+                        _FaultKind.AGAIN if left else _FaultKind.UNREAD,
+                        position,
+                        place + microbatch,
+                    )
                     continue
                 to_read[place + microbatch] = -left
                 spare[pool] = free = spare[pool] - 1
@@ -337,18 +383,30 @@ class _OrderWalk:
         """What is there at the end, and what is missing."""
         end, cells = len(self.program.order), self.program.num_stages * self.program.num_pieces
         early = {each.about for each in self.faults if each.fault is _FaultKind.EARLY}
-        self.faults += [_Unproven(_FaultKind.UNREAD, end, at) for at in _places_of(1, here, 0, len(here))]
+        self.faults += [
+            _Unproven(_FaultKind.UNREAD, end, at) for at in _places_of(1, here, 0, len(here))
+        ]
         # What is read too early only is not told twice.
-        self.faults = [each for each in self.faults if each.fault is not _FaultKind.UNREAD or each.about not in early]
+        self.faults = [
+            each
+            for each in self.faults
+            if each.fault is not _FaultKind.UNREAD or each.about not in early
+        ]
         backward = 1 in stands[cells : 2 * cells]
         self.faults += [
-            _Unproven(_FaultKind.MISSING, end, at) for at in _places_of(0, stands, 0, cells * (1 + backward))
+            _Unproven(_FaultKind.MISSING, end, at)
+            for at in _places_of(0, stands, 0, cells * (1 + backward))
         ]
 
     def words(self, unproven: _Unproven) -> str:
         """A fault in words."""
         program, count = self.program, self.program.num_pieces
-        fault, position, about, until = unproven.fault, unproven.position, unproven.about, unproven.until
+        fault, position, about, until = (
+            unproven.fault,
+            unproven.position,
+            unproven.about,
+            unproven.until,
+        )
         if fault is _FaultKind.MISSING:
             cell, microbatch = divmod(about, count)
             kind, stage = divmod(cell, program.num_stages)
@@ -359,16 +417,26 @@ class _OrderWalk:
         wire, lane = [*self.places][about // count]
         value = program.value(wire * count + about % count)
         makers = [number for number, call in enumerate(program.calls) if wire in call.writes]
-        made = min((at for number in makers for at in self._stand(number, about % count)), default=-1)
+        made = min(
+            (at for number in makers for at in self._stand(number, about % count)), default=-1
+        )
         if fault is _FaultKind.EARLY:
             return f"{self._at(position)} waits for {value}, which {self._does(made, wire, lane)}"
         if fault is _FaultKind.UNREAD:
             return f"nobody on device {lane} reads {value} after {self._at(made)} made it"
         if fault is _FaultKind.AGAIN:
-            return f"{self._at(position)} makes {value} anew, which is still to be read on device {lane}"
+            return (
+                f"{self._at(position)} makes {value} anew, which is still to be read on device "
+                f"{lane}"
+            )
         call = program.calls[program.order[position] // count]
-        source, to, role, slots = program.pools[next(pool for *key, pool in _uses(call) if key == [wire, lane])]
-        place = f"{slots} slot{'s' * (slots != 1)} for {role.value} from {lane_name(source)} on device {to}"
+        source, to, role, slots = program.pools[
+            next(pool for *key, pool in _uses(call) if key == [wire, lane])
+        ]
+        place = (
+            f"{slots} slot{'s' * (slots != 1)} for {role.value} from {lane_name(source)} on "
+            f"device {to}"
+        )
         end = f"until {self._at(until)}" if until >= 0 else "for ever"
         return f"{self._at(position)} waits to send {value}: {place}, taken {end}"
 

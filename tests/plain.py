@@ -12,7 +12,8 @@ STEPS = 6
 
 
 class Pair:
-    """A model in plain PyTorch, and the same numbers in two stages; names are the model's own after the stage's."""
+    """A model in plain PyTorch, and the same numbers in two stages; names are the model's own after
+    the stage's."""
 
     def __init__(self, dtype=torch.float64, loss=F.cross_entropy, num_microbatches=3):
         torch.manual_seed(1)
@@ -20,13 +21,20 @@ class Pair:
             nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
         ).to(dtype)
         model = copy.deepcopy(self.plain)
-        stages, self.params, _ = zip(fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True)
+        stages, self.params, _ = zip(
+            fp.from_module(model[:3]), fp.from_module(model[3:]), strict=True
+        )
         self.loss, self.dtype = loss, dtype
-        self.plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, num_microbatches), loss=loss, devices="cpu")
+        self.plan = fp.make_plan(
+            stages, fp.schedules.one_f_one_b(2, num_microbatches), loss=loss, devices="cpu"
+        )
 
     def batches(self, count=STEPS, rows=10):
         torch.manual_seed(2)
-        return [(torch.randn(rows, 6, dtype=self.dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
+        return [
+            (torch.randn(rows, 6, dtype=self.dtype), torch.randint(0, 3, (rows,)))
+            for _ in range(count)
+        ]
 
     def backward(self, x, t):
         """The plain model's gradients, into .grad."""
@@ -37,12 +45,19 @@ class Pair:
 
     def in_order(self):
         """The plain model's parameters in the order of the leaves."""
-        return [self.plain.get_parameter(name.split(".", 1)[1]) for name, _ in fp.named_leaves(self.params)]
+        return [
+            self.plain.get_parameter(name.split(".", 1)[1])
+            for name, _ in fp.named_leaves(self.params)
+        ]
 
     def assert_equal(self, rtol=1e-9, atol=1e-11):
         for name, leaf in fp.named_leaves(self.params):
             theirs = self.plain.get_parameter(name.split(".", 1)[1])
             torch.testing.assert_close(
-                leaf.detach(), theirs.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                leaf.detach(),
+                theirs.detach(),
+                rtol=rtol,
+                atol=atol,
+                msg=lambda m, n=name: f"{n}: {m}",
             )
             assert leaf.grad is None

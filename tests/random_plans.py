@@ -1,4 +1,5 @@
-"""Random legal schedules, nets with random skips and feeds, and plans of these; strategies of hypothesis."""
+"""Random legal schedules, nets with random skips and feeds, and plans of these; strategies of
+hypothesis."""
 
 from itertools import pairwise
 
@@ -13,17 +14,26 @@ from funcpipe._src.schedules.pairs import may_overlap, together
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R, slices, pairs or none."""
+    """Any legal schedule: any placement of stages, any order that can run, any mix of B, I W and R,
+    slices, pairs or none."""
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     slices = draw(st.sampled_from([1, 1, 2, 3]))
-    pieces = [(m, None if slices == 1 else number) for m in range(microbatches) for number in range(slices)]
+    pieces = [
+        (m, None if slices == 1 else number)
+        for m in range(microbatches)
+        for number in range(slices)
+    ]
     places = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
     device_of = [sorted(set(places)).index(place) for place in places]
     backward = draw(st.sampled_from(["", "B", "IW", "mixed"]))
     again = draw(st.sampled_from(["never", "always", "some"])) if backward else "never"
     left: dict[tuple[int, int, int | None], list[Kind]] = {}
     for at in [(s, *piece) for s in range(stages) for piece in pieces]:
-        ending = (draw(st.sampled_from(["B", "IW"])) if backward == "mixed" else backward) if backward else ""
+        ending = (
+            (draw(st.sampled_from(["B", "IW"])) if backward == "mixed" else backward)
+            if backward
+            else ""
+        )
         remat = "R" if again == "always" or (again == "some" and draw(st.booleans())) else ""
         left[at] = [Kind[letter] for letter in f"F{remat}{ending}"]
     orders: list[list[Action]] = [[] for _ in set(device_of)]
@@ -47,7 +57,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return together(schedule, places)
 
 
-def _may(left: dict[tuple[int, int, int | None], list[Kind]], at: tuple[int, int, int | None], stages: int) -> bool:
+def _may(
+    left: dict[tuple[int, int, int | None], list[Kind]],
+    at: tuple[int, int, int | None],
+    stages: int,
+) -> bool:
     """May the next action of a (stage, microbatch, slice) run."""
     (stage, microbatch, number), kind = at, left[at][0]
 
@@ -66,7 +80,8 @@ def _may(left: dict[tuple[int, int, int | None], list[Kind]], at: tuple[int, int
 
 @st.composite
 def nets(draw: st.DrawFn, count: int) -> list[Stage]:
-    """Stages with random skips, each popped by one or several later stages, and random feeds, shared or not."""
+    """Stages with random skips, each popped by one or several later stages, and random feeds,
+    shared or not."""
     stash: list[list[str]] = [[] for _ in range(count)]
     pop: list[list[str]] = [[] for _ in range(count)]
     for number in range(draw(st.integers(0, 4)) if count > 1 else 0):

@@ -23,7 +23,9 @@ def batch(rows=8):
 
 
 def plan_of(stages, count=4, loss=F.cross_entropy, **options):
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options
+    )
 
 
 def setup(**options):
@@ -36,7 +38,9 @@ def equals_plain(whole, given, result, loss=F.cross_entropy):
     """Loss and gradients are those of the model in one piece."""
     x, target = given
     expected = loss(whole(x), target)
-    names, weights = zip(*((n, p) for n, p in whole.named_parameters() if p.requires_grad), strict=True)
+    names, weights = zip(
+        *((n, p) for n, p in whole.named_parameters() if p.requires_grad), strict=True
+    )
     found = {name: gradient for tree in result.grads for name, gradient in tree.items()}
     torch.testing.assert_close(result.loss, expected.detach())
     for name, gradient in zip(names, torch.autograd.grad(expected, weights), strict=True):
@@ -47,4 +51,6 @@ def squares(function, params, *, rows=8, x=None, **options):
     """A run of one stage that is a function, against zeros."""
     stage = fp.stage(function, name="stage")
     x = torch.ones(rows, 4) if x is None else x
-    return fp.run(plan_of([stage], loss=F.mse_loss), (params,), (x, torch.zeros(rows, 4)), **options)
+    return fp.run(
+        plan_of([stage], loss=F.mse_loss), (params,), (x, torch.zeros(rows, 4)), **options
+    )

@@ -21,14 +21,19 @@ class Block(nn.Module):
 
     def forward(self, x):
         b, t, c = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        q, k, v = (
+            self.qkv(self.norm(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        )
+        a = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         x = x + self.out(a.transpose(1, 2).reshape(b, t, c))
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
 
 
 class Twice(nn.Module):
-    """A weight that is used twice, one that is not used, a view of a weight, an in-place operation on the input."""
+    """A weight that is used twice, one that is not used, a view of a weight, an in-place operation
+    on the input."""
 
     def __init__(self):
         super().__init__()
@@ -69,31 +74,61 @@ class Checkpointed(nn.Module):
 
 
 ZOO = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)), (8, 6)),
-    "three dimensions": (lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6, bias=False)), (8, 5, 6)),
-    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)), (8, 6)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)),
+        (8, 6),
+    ),
+    "three dimensions": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6, bias=False)),
+        (8, 5, 6),
+    ),
+    "layer norm": (
+        lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)),
+        (8, 6),
+    ),
     "conv, batch norm": (
         lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, stride=2), nn.MaxPool2d(2)
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 3, 3, stride=2),
+            nn.MaxPool2d(2),
         ),
         (8, 3, 16, 16),
     ),
-    "group norm": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.SiLU()), (8, 4, 12)),
+    "group norm": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.SiLU()),
+        (8, 4, 12),
+    ),
     "transposed conv": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(3)),
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(3)
+        ),
         (8, 3, 6, 6),
     ),
     "block": (Block, (8, 5, 16)),
-    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (8, 5, 16)),
-    "attention": (lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True), None),
-    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.RReLU(), nn.AlphaDropout(0.1)), (8, 6)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        (8, 5, 16),
+    ),
+    "attention": (
+        lambda: nn.TransformerDecoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
+        None,
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.RReLU(), nn.AlphaDropout(0.1)),
+        (8, 6),
+    ),
     "twice": (Twice, (8, 6)),
     "custom": (Custom, (8, 6)),
     "checkpointed": (Checkpointed, (8, 6)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), (8, 6)),
     "identity": (nn.Identity, (8, 6)),
     "softmax": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LogSoftmax(-1), nn.PReLU()), (8, 6)),
-    "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Unflatten(1, (2, 3))), (8, 3, 4)),
+    "flatten": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Unflatten(1, (2, 3))),
+        (8, 3, 4),
+    ),
 }
 
 
@@ -105,12 +140,15 @@ def pair(kind):
         make, shape = (
             (
                 lambda: nn.Sequential(
-                    Block(16, 2, 0.1), nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+                    Block(16, 2, 0.1),
+                    nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True),
                 )
             ),
             (8, 5, 16),
         )
-    made = [fp.from_module(m, name=f"s{i}") for i, m in enumerate((nn.Tanh(), make(), nn.Softplus()))]
+    made = [
+        fp.from_module(m, name=f"s{i}") for i, m in enumerate((nn.Tanh(), make(), nn.Softplus()))
+    ]
     stages, params, state = zip(*made, strict=True)
     x = torch.randn(*shape)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The command line: pictures, the table, files in and out; a mistake is one message and status 2, before any work."""
+"""The command line: pictures, the table, files in and out; a mistake is one message and status 2,
+before any work."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_every_family_is_drawn(family, capsys):
 
 def test_draw_with_costs_and_remat(capsys):
     found = shown(
-        capsys, "draw 1f1b --stages 2 --microbatches 3 --remat --cost forward=1,backward=3,comm=0.5 --width 80"
+        capsys,
+        "draw 1f1b --stages 2 --microbatches 3 --remat --cost forward=1,backward=3,comm=0.5 "
+        "--width 80",
     )
     schedule = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3))
     cost = fp.Cost(1, 1.5, 1.5, backward=3, comm=0.5)
@@ -92,7 +95,9 @@ def test_draw_writes_a_trace_beside_the_picture(capsys):
 
 
 def test_compare_shows_every_family_best_first(capsys):
-    lines = shown(capsys, "compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1").splitlines()
+    lines = shown(
+        capsys, "compare --stages 8 --microbatches 32 --cost forward=1,backward=2,comm=0.1"
+    ).splitlines()
     assert "8 stages on 4 devices, 32 microbatches" == lines[0]
     heads = ["schedule", "makespan", "bubble", "span bubble", "idle", "peak memory", "legal"]
     assert heads == re.split("  +", lines[2])
@@ -108,17 +113,28 @@ def test_compare_shows_every_family_best_first(capsys):
 
 
 def test_compare_says_what_unequal_stages_lose(capsys):
-    """The bubble is that of the busiest device; what the others wait for besides has a column, and is explained."""
+    """The bubble is that of the busiest device; what the others wait for besides has a column, and
+    is explained."""
     cost = fp.Cost(forward=[8, 3, 3], backward=[16, 6, 6])
     Path("cost.json").write_text(fp.schedules.to_json(cost))
-    table, note = shown(capsys, "compare --stages 3 --microbatches 8 --cost cost.json").split("\n\n")[1:]
+    table, note = shown(capsys, "compare --stages 3 --microbatches 8 --cost cost.json").split(
+        "\n\n"
+    )[1:]
     heads, *rows = (re.split("  +", line) for line in table.splitlines())
     (found,) = [dict(zip(heads, row, strict=True)) for row in rows if row[0] == "1f1b"]
     assert ("1.0%", "42.3%", "41.7%") == (found["bubble"], found["idle"], found["imbalance"])
-    words = "the share of the makespan that equal work on all devices would save at the same bubble (fp.models.balance)"
+    words = (
+        "the share of the makespan that equal work on all devices would save at the same bubble "
+        "(fp.models.balance)"
+    )
     assert f"imbalance: {words}\n" == note
-    said = facts(shown(capsys, "search --devices 3 --microbatches 4 --cost cost.json --evaluations 30"))
-    words = "imbalance 41.7%: equal work on all devices would save 41.7% of the makespan at the same bubble"
+    said = facts(
+        shown(capsys, "search --devices 3 --microbatches 4 --cost cost.json --evaluations 30")
+    )
+    words = (
+        "imbalance 41.7%: equal work on all devices would save 41.7% of the makespan at the same "
+        "bubble"
+    )
     assert words == said["idle"].partition(", ")[2]
 
 
@@ -139,7 +155,9 @@ def test_compare_says_why_not(capsys):
 
 
 def test_compare_with_a_limit_puts_what_does_not_fit_last(capsys):
-    rows = shown(capsys, "compare --stages 4 --microbatches 16 --devices 4 --device-memory 4").splitlines()[3:]
+    rows = shown(
+        capsys, "compare --stages 4 --microbatches 16 --devices 4 --device-memory 4"
+    ).splitlines()[3:]
     fits = [row for row in rows if row.endswith("  yes")]
     assert rows[: len(fits)] == fits
     assert 0 < len(fits) < len(rows)
@@ -148,11 +166,14 @@ def test_compare_with_a_limit_puts_what_does_not_fit_last(capsys):
 
 
 def test_compare_with_ones_own(capsys):
-    """Files stand in the table; other counts and illegal ones are said, and nothing else fails for it."""
+    """Files stand in the table; other counts and illegal ones are said, and nothing else fails for
+    it."""
     Path("mine.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 3)))
     Path("other.txt").write_text(str(fp.schedules.one_f_one_b(2, 4)))
     Path("stuck.csv").write_text("0F0,0B0\n1F0")
-    found = shown(capsys, "compare mine.json other.txt stuck.csv --stages 2 --microbatches 3 --devices 2")
+    found = shown(
+        capsys, "compare mine.json other.txt stuck.csv --stages 2 --microbatches 3 --devices 2"
+    )
     rows = {row.split()[0]: row for row in found.splitlines()[3:]}
     assert rows["mine.json"].split()[1:] == rows["1f1b"].split()[1:]
     assert "no: has 2 stages, 4 microbatches" in rows["other.txt"]
@@ -162,20 +183,28 @@ def test_compare_with_ones_own(capsys):
 
 
 def test_compare_with_a_search(capsys):
-    """Its row is what `search` finds; no family within the limit is shorter, and it says how far from the shortest it is."""
+    """Its row is what `search` finds; no family within the limit is shorter, and it says how far
+    from the shortest it is."""
     words = "compare --stages 8 --microbatches 12 --device-memory 5"
     lines = shown(capsys, f"{words} --search 100").splitlines()
-    found = fp.search(fp.Cost(), num_devices=4, num_microbatches=12, num_stages=8, memory_limit=5, evaluations=100)
+    found = fp.search(
+        fp.Cost(), num_devices=4, num_microbatches=12, num_stages=8, memory_limit=5, evaluations=100
+    )
     assert lines[3].startswith("search")
     assert f"{found.makespan:.6g}" == lines[3].split()[1]
     assert lines[3].endswith(f"yes, at most {found.gap:.2%} above the shortest")
-    assert shown(capsys, words).splitlines()[3:] == [line for line in lines[3:] if not line.startswith("search")]
+    assert shown(capsys, words).splitlines()[3:] == [
+        line for line in lines[3:] if not line.startswith("search")
+    ]
 
 
 def test_compare_with_a_search_that_may_compute_again(capsys):
-    """The families always do, so within a tight limit the search is shorter; without leave it finds nothing."""
+    """The families always do, so within a tight limit the search is shorter; without leave it finds
+    nothing."""
     words = "compare --stages 4 --devices 4 --microbatches 8 --device-memory 1.4"
-    again, never = (shown(capsys, f"{words} {more} --search 60").splitlines()[3:] for more in ("--remat", ""))
+    again, never = (
+        shown(capsys, f"{words} {more} --search 60").splitlines()[3:] for more in ("--remat", "")
+    )
     times = {row.split()[0]: float(row.split()[1]) for row in again if "yes" in row}
     assert len(times) > 1
     assert min(times, key=lambda name: times[name]) == "search"
@@ -189,7 +218,9 @@ def test_costs_from_a_file(capsys):
     Path("cost.json").write_text(fp.schedules.to_json(cost))
     found = shown(capsys, "draw 1f1b --stages 2 --microbatches 3 --cost cost.json --width 80")
     assert fp.draw(fp.simulate(fp.schedules.one_f_one_b(2, 3), cost)).text(80) + "\n" == found
-    assert "one for each of 4 stages" in refused(capsys, "compare --stages 4 --microbatches 4 --cost cost.json")
+    assert "one for each of 4 stages" in refused(
+        capsys, "compare --stages 4 --microbatches 4 --cost cost.json"
+    )
 
 
 # convert
@@ -198,7 +229,9 @@ def test_costs_from_a_file(capsys):
 @pytest.mark.parametrize("first", ["json", "csv", "txt"])
 @pytest.mark.parametrize("second", ["json", "csv", "txt"])
 def test_formats_there_and_back(first, second, capsys):
-    assert "" == shown(capsys, f"convert interleaved --stages 4 --microbatches 6 --devices 2 a.{first}")
+    assert "" == shown(
+        capsys, f"convert interleaved --stages 4 --microbatches 6 --devices 2 a.{first}"
+    )
     shown(capsys, f"convert a.{first} b.{second}")
     shown(capsys, f"convert b.{second} c.json")
     found = fp.schedules.from_json(Path("c.json").read_text())
@@ -213,7 +246,9 @@ def facts(text: str) -> dict[str, str]:
     return dict(re.split("  +", line, maxsplit=1) for line in text.split("\n\n")[1].splitlines())
 
 
-SEARCH = "search --devices 4 --microbatches 8 --cost forward=5,backward_input=6,backward_weight=4,comm=1"
+SEARCH = (
+    "search --devices 4 --microbatches 8 --cost forward=5,backward_input=6,backward_weight=4,comm=1"
+)
 
 
 def test_search_says_what_it_found(capsys):
@@ -228,7 +263,9 @@ def test_search_says_what_it_found(capsys):
         **({"span": span} if found.span != found.makespan else {}),
         "idle": f"{found.timeline.idle:.1%}",
         "peak memory": f"{max(found.peak):.6g}",
-        "lower bound": f"{found.lower_bound:.6g} of the makespan: at most {found.gap:.2%} above the shortest",
+        "lower bound": (
+            f"{found.lower_bound:.6g} of the makespan: at most {found.gap:.2%} above the shortest"
+        ),
         "ended by": f"evaluations, {found.evaluations} schedules timed",
     } == facts(text)
     assert text.endswith("\n\n" + fp.draw(found.timeline).text(100) + "\n")
@@ -243,7 +280,8 @@ def test_search_proves_where_it_can(capsys):
 
 
 def test_search_with_a_solver_proves_what_no_bound_does(capsys):
-    """The makespan that OR-Tools proved for this row before there was a search (4 devices, 8 microbatches, 3 residuals)."""
+    """The makespan that OR-Tools proved for this row before there was a search (4 devices, 8
+    microbatches, 3 residuals)."""
     pytest.importorskip("ortools")
     words = "search --devices 4 --microbatches 8 --device-memory 3 --evaluations 200"
     open_, proven = (facts(shown(capsys, f"{words} {more}")) for more in ("", "--exact"))
@@ -255,7 +293,8 @@ def test_search_with_a_solver_proves_what_no_bound_does(capsys):
 def test_search_passes_every_word_on(capsys):
     """What is said differs from the default as the same arguments of fp.search make it differ."""
     words = (
-        f"{SEARCH} --stages 8 --device-memory 6,6,6,5 --placement v --remat --objective span --evaluations 50 --seed 3"
+        f"{SEARCH} --stages 8 --device-memory 6,6,6,5 --placement v --remat --objective span "
+        "--evaluations 50 --seed 3"
     )
     said = facts(shown(capsys, words))
     found = fp.search(
@@ -273,15 +312,24 @@ def test_search_passes_every_word_on(capsys):
     assert "0,1,2,3,3,2,1,0" == said["placement"]
     assert said["span"].startswith(f"{found.span:.6g},")
     assert said["lower bound"].startswith(f"{found.lower_bound:.6g} of the span: ")
-    said = facts(shown(capsys, "search --devices 2 --microbatches 3 --placement 0,1,1,0,1 --device-memory 9"))
+    said = facts(
+        shown(capsys, "search --devices 2 --microbatches 3 --placement 0,1,1,0,1 --device-memory 9")
+    )
     assert "0,1,1,0,1" == said["placement"]
 
 
 def test_search_offloads_if_it_may(capsys):
     """Within a limit that no schedule without offload could be so short in."""
-    words = "search --devices 1 --stages 3 --microbatches 2 --cost offload=0.1 --device-memory 4 --evaluations 50"
-    kept, moved = (shown(capsys, f"{words} {more} --output found.txt") for more in ("", "--offload"))
-    assert float(facts(moved)["makespan"].split(",")[0]) <= float(facts(kept)["makespan"].split(",")[0])
+    words = (
+        "search --devices 1 --stages 3 --microbatches 2 --cost offload=0.1 --device-memory 4 "
+        "--evaluations 50"
+    )
+    kept, moved = (
+        shown(capsys, f"{words} {more} --output found.txt") for more in ("", "--offload")
+    )
+    assert float(facts(moved)["makespan"].split(",")[0]) <= float(
+        facts(kept)["makespan"].split(",")[0]
+    )
 
 
 def test_search_is_repeatable(capsys):
@@ -290,7 +338,9 @@ def test_search_is_repeatable(capsys):
     first, again, other = (shown(capsys, f"{words} --seed {seed}") for seed in (1, 1, 2))
     assert re.search("ended by     evaluations, 1[0-9]+ schedules timed", first)
     assert first == again
-    assert float(facts(first)["lower bound"].split()[0]) <= float(facts(other)["makespan"].split(",")[0])
+    assert float(facts(first)["lower bound"].split()[0]) <= float(
+        facts(other)["makespan"].split(",")[0]
+    )
 
 
 def test_search_within_seconds_says_that_another_run_may_differ(capsys):
@@ -301,12 +351,24 @@ def test_search_within_seconds_says_that_another_run_may_differ(capsys):
 
 @pytest.mark.parametrize(
     ("suffix", "read"),
-    [("json", fp.schedules.from_json), ("csv", fp.schedules.from_torch_csv), ("txt", fp.Schedule.parse)],
+    [
+        ("json", fp.schedules.from_json),
+        ("csv", fp.schedules.from_torch_csv),
+        ("txt", fp.Schedule.parse),
+    ],
 )
 def test_search_writes_the_schedule(suffix, read, capsys):
-    shown(capsys, f"{SEARCH} --device-memory 8 --objective span --evaluations 60 --output found.{suffix}")
+    shown(
+        capsys,
+        f"{SEARCH} --device-memory 8 --objective span --evaluations 60 --output found.{suffix}",
+    )
     found = fp.search(
-        fp.Cost(5, 6, 4, comm=1), num_devices=4, num_microbatches=8, memory_limit=8, objective="span", evaluations=60
+        fp.Cost(5, 6, 4, comm=1),
+        num_devices=4,
+        num_microbatches=8,
+        memory_limit=8,
+        objective="span",
+        evaluations=60,
     )
     assert found.schedule == read(Path(f"found.{suffix}").read_text())
 
@@ -326,10 +388,16 @@ def test_search_writes_the_picture(capsys):
 )
 def test_torch_loads_what_was_found(words, capsys):
     """By its own loader, which validates the order and adds its sends and receives."""
-    shown(capsys, f"search --devices 4 --microbatches 8 --evaluations 80 {words} --output found.csv")
+    shown(
+        capsys, f"search --devices 4 --microbatches 8 --evaluations 80 {words} --output found.csv"
+    )
     found = fp.schedules.from_torch_csv(Path("found.csv").read_text())
     devices, stages = found.num_devices, found.num_stages
-    local = [FakeStage(stage, stages, devices) for stage, device in enumerate(found.device_of) if device == 0]
+    local = [
+        FakeStage(stage, stages, devices)
+        for stage, device in enumerate(found.device_of)
+        if device == 0
+    ]
     runtime: Any = theirs._PipelineScheduleRuntime(local, 8, loss_fn=lambda y, t: y.sum())  # pyright: ignore
     runtime._load_csv("found.csv", format="compute_only")
     rows = [" ".join(map(str, runtime.pipeline_order[rank])) for rank in range(devices)]
@@ -341,7 +409,12 @@ class FakeStage:
     """What torch's schedule classes ask of a stage when they are made; no process group."""
 
     def __init__(self, index: int, stages: int, devices: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, devices, 0
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+            index,
+            stages,
+            devices,
+            0,
+        )
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.has_backward, self.submod = True, None
         self.stage_index_to_group_rank: dict[int, int] = {}
@@ -349,10 +422,16 @@ class FakeStage:
 
 def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
     """It is a file like any other."""
-    shown(capsys, "search --devices 2 --stages 4 --microbatches 4 --device-memory 3 --evaluations 50 --output a.json")
+    shown(
+        capsys,
+        "search --devices 2 --stages 4 --microbatches 4 --device-memory 3 --evaluations 50 "
+        "--output a.json",
+    )
     shown(capsys, "convert a.json b.csv")
     assert "peak" in shown(capsys, "draw b.csv --width 80")
-    rows = shown(capsys, "compare a.json --stages 4 --microbatches 4 --device-memory 3").splitlines()
+    rows = shown(
+        capsys, "compare a.json --stages 4 --microbatches 4 --device-memory 3"
+    ).splitlines()
     assert any(row.startswith("a.json") and row.endswith("yes") for row in rows)
 
 
@@ -384,7 +463,10 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw a.json --trace a.svg", "a.svg does not end in .json"),
         ("draw stuck.json", "cannot come to its end"),
         ("draw rematted.json --remat", "has R already"),
-        ("draw looped-bfs --stages 3 --microbatches 2 --devices 2", "num_devices divides num_stages"),
+        (
+            "draw looped-bfs --stages 3 --microbatches 2 --devices 2",
+            "num_devices divides num_stages",
+        ),
         ("draw a.json --cost speed=1", "'speed' is no cost; costs are forward"),
         ("draw a.json --cost forward=1,forward=2", "is given twice"),
         ("draw a.json --cost forward=fast", "forward is a number; got 'fast'"),
@@ -394,21 +476,42 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw a.json --cost no.json", "No such file"),
         ("compare --stages 4", "required: --microbatches"),
         ("compare no.json --stages 4 --microbatches 4", "No such file"),
-        ("compare --stages 4 --microbatches 4 --device-memory much", "a number above 0; got 'much'"),
+        (
+            "compare --stages 4 --microbatches 4 --device-memory much",
+            "a number above 0; got 'much'",
+        ),
         ("compare --stages 4 --microbatches 4 --device-memory nan", "a number above 0; got 'nan'"),
         ("compare --stages 4 --microbatches 4 --search 0", "a whole number from 1; got '0'"),
         ("search --devices 4", "required: --microbatches"),
         ("search --devices 4 --microbatches 0", "a whole number from 1; got '0'"),
-        ("search --devices 4 --microbatches 8 --stages 3", "num_devices is at most the number of stages"),
+        (
+            "search --devices 4 --microbatches 8 --stages 3",
+            "num_devices is at most the number of stages",
+        ),
         ("search --devices 999999 --microbatches 999999", "more than 1000000 forwards"),
         ("search --devices 4 --microbatches 8 --device-memory 0", "a number above 0; got '0'"),
         ("search --devices 4 --microbatches 8 --device-memory 4,x", "a number above 0; got 'x'"),
         ("search --devices 4 --microbatches 8 --device-memory 4,4", "one for each of 4 devices"),
-        ("search --devices 4 --microbatches 8 --device-memory 1e-9", "no schedule within a memory limit"),
-        ("search --devices 4 --microbatches 8 --placement w", "line, loop, v, or the device of each stage"),
-        ("search --devices 4 --microbatches 8 --placement 0,1", "num_devices is at most the number of stages"),
-        ("search --devices 4 --microbatches 8 --stages 6 --placement v", "twice as many stages as devices"),
-        ("search --devices 2 --microbatches 8 --stages 4 --cost cost3.json", "one for each of 4 stages"),
+        (
+            "search --devices 4 --microbatches 8 --device-memory 1e-9",
+            "no schedule within a memory limit",
+        ),
+        (
+            "search --devices 4 --microbatches 8 --placement w",
+            "line, loop, v, or the device of each stage",
+        ),
+        (
+            "search --devices 4 --microbatches 8 --placement 0,1",
+            "num_devices is at most the number of stages",
+        ),
+        (
+            "search --devices 4 --microbatches 8 --stages 6 --placement v",
+            "twice as many stages as devices",
+        ),
+        (
+            "search --devices 2 --microbatches 8 --stages 4 --cost cost3.json",
+            "one for each of 4 stages",
+        ),
         ("search --devices 4 --microbatches 8 --cost skips=1", "skips stand in a file only"),
         ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth is more than 0"),
         ("search --devices 4 --microbatches 8 --objective bubble", "invalid choice: 'bubble'"),
@@ -418,11 +521,20 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("search --devices 4 --microbatches 8 --seed -1", "a whole number from 0; got '-1'"),
         ("search --devices 4 --microbatches 8 --seed x", "a whole number from 0; got 'x'"),
         ("search --devices 4 --microbatches 8 --width 39", "at least 40"),
-        ("search --devices 4 --microbatches 8 --output a.png", "does not end in .json, .csv, .txt or .svg"),
+        (
+            "search --devices 4 --microbatches 8 --output a.png",
+            "does not end in .json, .csv, .txt or .svg",
+        ),
         ("search --devices 4 --microbatches 8 --output no/a.json", "there is no folder no"),
         ("search --devices 4 --microbatches 8 --output folder.csv", "it is a folder"),
-        ("search --devices 4 --microbatches 8 --remat --output a.csv", "torch's schedules have no R, O or L"),
-        ("search --devices 4 --microbatches 8 --offload --output a.csv", "torch's schedules have no R, O or L"),
+        (
+            "search --devices 4 --microbatches 8 --remat --output a.csv",
+            "torch's schedules have no R, O or L",
+        ),
+        (
+            "search --devices 4 --microbatches 8 --offload --output a.csv",
+            "torch's schedules have no R, O or L",
+        ),
         ("convert a.json b.yaml", "does not end in .json, .csv or .txt"),
         ("convert a.json no/b.csv", "there is no folder no"),
         ("convert rematted.json b.csv", "it has R"),
@@ -431,7 +543,10 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("demo --batch 2000", "--batch is at most 1497"),
         ("demo --batch 0", "--batch is a whole number from 1; got 0"),
         ("demo --microbatches 200", "--microbatches is at most --batch; got 200 for 128 rows"),
-        ("demo --report no/report.html", "--report no/report.html cannot be written: there is no folder no"),
+        (
+            "demo --report no/report.html",
+            "--report no/report.html cannot be written: there is no folder no",
+        ),
         ("demo --trace .", "--trace . cannot be written: it is a folder"),
         ("demo --remat 0 4", "--remat names stages 0 to 3; got 4"),
         ("demo --remat -1", "--remat names stages 0 to 3; got -1"),
@@ -445,10 +560,16 @@ def test_a_mistake_is_one_message(words, says, capsys, monkeypatch):
     """And it comes before any work: no images are read, no search begins."""
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("the demo began"))
     if words.startswith("search") and "e-9" not in words:
-        monkeypatch.setattr("funcpipe._src.search.search._search", lambda *_: pytest.fail("the search began"))
+        monkeypatch.setattr(
+            "funcpipe._src.search.search._search", lambda *_: pytest.fail("the search began")
+        )
     Path("a.json").write_text(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
-    Path("rematted.json").write_text(fp.schedules.to_json(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2))))
-    Path("stuck.json").write_text(fp.schedules.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")))
+    Path("rematted.json").write_text(
+        fp.schedules.to_json(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)))
+    )
+    Path("stuck.json").write_text(
+        fp.schedules.to_json(fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"))
+    )
     Path("cost.json").write_text(fp.schedules.to_json(fp.Cost()))
     Path("cost3.json").write_text(fp.schedules.to_json(fp.Cost([1, 2, 3])))
     Path("broken.json").write_text("{")
@@ -469,7 +590,8 @@ def test_the_demos_mistakes_come_all_at_once():
 
 
 def test_the_demo_knows_every_family(monkeypatch):
-    """And runs one that it did not list of itself: up to the plan, where this test has seen enough."""
+    """And runs one that it did not list of itself: up to the plan, where this test has seen
+    enough."""
     assert tuple(FAMILIES) == tuple(demo.OPTIONS["--schedule"]["choices"])
     plans = []
 
@@ -494,7 +616,8 @@ def test_the_demos_own_options_are_sound():
 
 @pytest.mark.parametrize("command", ["draw", "compare", "search", "convert"])
 def test_help_teaches_with_examples_that_run(command, capsys):
-    """Each example of a help text is a command that works, in a folder with the files that it names."""
+    """Each example of a help text is a command that works, in a folder with the files that it
+    names."""
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert 0 == left.value.code
@@ -503,7 +626,9 @@ def test_help_teaches_with_examples_that_run(command, capsys):
     examples = re.findall(r"^  funcpipe (.+)$", text.partition("examples:")[2], flags=re.M)
     assert len(examples) >= 2
     Path("schedule.csv").write_text(fp.schedules.to_torch_csv(fp.schedules.one_f_one_b(2, 2)))
-    Path("mine.json").write_text(fp.schedules.to_json(fp.schedules.interleaved(8, 32, num_devices=4)))
+    Path("mine.json").write_text(
+        fp.schedules.to_json(fp.schedules.interleaved(8, 32, num_devices=4))
+    )
     Path("profiled.json").write_text(fp.schedules.to_json(fp.Cost([1.0] * 8)))
     for example in examples:
         shown(capsys, example)
@@ -511,15 +636,28 @@ def test_help_teaches_with_examples_that_run(command, capsys):
 
 def test_a_reader_that_leaves_is_no_error():
     """``funcpipe ... | head``: nothing on stderr."""
-    words = [sys.executable, "-m", "funcpipe", "draw", "1f1b", "--stages", "2", "--microbatches", "2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+    words = [
+        sys.executable,
+        "-m",
+        "funcpipe",
+        "draw",
+        "1f1b",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
         process.stdout.close()
         assert b"" == process.stderr.read()
     assert 1 == process.returncode
 
 
 def test_the_page_shows_what_is_printed(capsys):
-    """docs/howto/command_line.md: each ``sh`` block, and the ``text`` block behind it; written as tests/test_documents.py says."""
+    """docs/howto/command_line.md: each ``sh`` block, and the ``text`` block behind it; written as
+    tests/test_documents.py says."""
 
     def run(block: re.Match[str]) -> str:
         lines = block["commands"].splitlines()
@@ -530,7 +668,10 @@ def test_the_page_shows_what_is_printed(capsys):
     path = ROOT / "docs" / "howto" / "command_line.md"
     page = path.read_text()
     text, blocks = re.subn(
-        r"^```sh\n(?P<commands>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?", run, page, flags=re.M | re.S
+        r"^```sh\n(?P<commands>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?",
+        run,
+        page,
+        flags=re.M | re.S,
     )
     assert blocks >= 4
     if os.environ.get("FUNCPIPE_PAGES") == "write":
@@ -550,7 +691,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes both streams a terminal that knows colours, from within a test: pytest puts its own there before."""
+    """Makes both streams a terminal that knows colours, from within a test: pytest puts its own
+    there before."""
 
     def install() -> tuple[Terminal, Terminal]:
         out, err = Terminal(), Terminal()
@@ -630,7 +772,11 @@ def test_help_wraps_and_explains_every_option(command, columns, capsys, monkeypa
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     text = capsys.readouterr().out
-    long = [line for line in text.splitlines() if len(line) > columns and not line.startswith("  funcpipe ")]
+    long = [
+        line
+        for line in text.splitlines()
+        if len(line) > columns and not line.startswith("  funcpipe ")
+    ]
     assert [] == long
     options = re.findall(r"^  (-\S+(?: [^ a-z]\S*)*)(?:  +(\S.*))?\n( {20,}\S)?", text, flags=re.M)
     assert options

@@ -1,7 +1,9 @@
-"""docs/howto/coming_from.md: the programs for other libraries print what ours print, where the library is installed.
+"""docs/howto/coming_from.md: the programs for other libraries print what ours print, where the
+library is installed.
 
-The peers that are no part of torch are no test dependencies: ``pip install --no-deps torchgpipe==0.0.7``; DeepSpeed and
-torchrec as their documents say. What is not installed is skipped. Ours run with the other pages.
+The peers that are no part of torch are no test dependencies: ``pip install --no-deps
+torchgpipe==0.0.7``; DeepSpeed and torchrec as their documents say. What is not installed is
+skipped. Ours run with the other pages.
 """
 
 import importlib.util
@@ -35,7 +37,11 @@ def test_their_program_prints_the_loss_of_ours(peer, tmp_path):
     head, code = PROGRAMS[peer]
     script = tmp_path / "theirs.py"
     script.write_text(code)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "torchrun" in head else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if "torchrun" in head
+        else []
+    )
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
         capture_output=True,

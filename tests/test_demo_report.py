@@ -10,7 +10,8 @@ from funcpipe.__main__ import main
 
 
 def test_the_demo_writes_its_report(tmp_path, capsys):
-    """One epoch; the page has the last step's timelines, its four stages and all their parameters."""
+    """One epoch; the page has the last step's timelines, its four stages and all their
+    parameters."""
     pytest.importorskip("sklearn")
     file = tmp_path / "report.html"
     assert 0 == main(["demo", "--epochs", "1", "--microbatches", "4", "--report", str(file)])
@@ -30,5 +31,7 @@ def test_without_the_option_no_report_is_made(tmp_path, monkeypatch):
     """Nothing is written."""
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
-    assert 0 == main(["demo", "--epochs", "1", "--stages", "2", "--microbatches", "2", "--batch", "700"])
+    assert 0 == main(
+        ["demo", "--epochs", "1", "--stages", "2", "--microbatches", "2", "--batch", "700"]
+    )
     assert [] == list(tmp_path.iterdir())

@@ -1,8 +1,10 @@
 """What is printed runs: README's quickstart, doctests, the code of every page, the notebooks.
 
-In a page, a ``text`` block right after a Python block is what that block prints, word for word. A code cell is run like a
-Python block; what it shows is made when the site is built. To write the ``text`` blocks anew, after a deliberate change: ``FUNCPIPE_PAGES=write python -m pytest tests/test_documents.py``, then look at the
-diff. The variable is the only way; nothing is ever written without it.
+In a page, a ``text`` block right after a Python block is what that block prints, word for word. A
+code cell is run like a Python block; what it shows is made when the site is built. To write the
+``text`` blocks anew, after a deliberate change: ``FUNCPIPE_PAGES=write python -m pytest
+tests/test_documents.py``, then look at the diff. The variable is the only way; nothing is ever
+written without it.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ MODULES = [
     if path.name not in ("__main__.py",)
 ]
 # Not rglob: docs/notebooks is a link, and docs/_build may hold copies.
-PAGES = [path for folder in (".", "howto", "reference") for path in sorted((DOCS / folder).glob("*.md"))]
+PAGES = [
+    path for folder in (".", "howto", "reference") for path in sorted((DOCS / folder).glob("*.md"))
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
 USUAL = {"torch": torch, "nn": torch.nn, "fp": fp, "funcpipe": funcpipe}
-"""Names that examples may use: those of ``import torch``, ``from torch import nn``, ``import funcpipe as fp``."""
+"""Names that examples may use: those of ``import torch``, ``from torch import nn``, ``import
+funcpipe as fp``."""
 
 BLOCK = re.compile(
     r"^```(?P<head>python\n|\{code-cell\}[^\n]*\n(?::[^\n]*\n)*)(?P<code>.*?)^```\n(?P<printed>\n```text\n.*?^```\n)?",
@@ -46,11 +51,14 @@ BLOCK = re.compile(
 
 
 def with_output(text: str, name: str) -> str:
-    """The page with what its Python blocks print, where it shows that; the blocks run one after the other."""
+    """The page with what its Python blocks print, where it shows that; the blocks run one after the
+    other."""
     scope: dict[str, object] = {"__name__": "page"}
 
     def run(block: re.Match[str]) -> str:
-        lines = "\n" * text[: block.start("code")].count("\n")  # so that a traceback names the page's own line
+        lines = "\n" * text[: block.start("code")].count(
+            "\n"
+        )  # so that a traceback names the page's own line
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(lines + block["code"], name, "exec", dont_inherit=True), scope)
@@ -89,14 +97,19 @@ def test_doctests(name):
 
 
 def test_examples_in_help_need_the_public_face_alone():
-    """What `help()` of a public name shows can be typed by who has made the three usual imports, and nothing else."""
+    """What `help()` of a public name shows can be typed by who has made the three usual imports,
+    and nothing else."""
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     lacking: set[str] = set()
     for face in FACES:
         for name in sorted(public(face)):
             thing = getattr(face, name)
             module = getattr(thing, "__module__", None)
-            found = finder.find(thing, name, module=sys.modules.get(module), globs=dict(USUAL)) if module else []
+            found = (
+                finder.find(thing, name, module=sys.modules.get(module), globs=dict(USUAL))
+                if module
+                else []
+            )
             for test in found:
                 assert 0 == runner.run(test).failed, f"{face.__name__}.{test.name}"
             if isinstance(thing, types.FunctionType) and not any(test.examples for test in found):
@@ -126,7 +139,9 @@ def test_notebooks_run(path, tmp_path):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(cells) < 15
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
-    client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(
+        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    )
     kernel = client.create_kernel_manager()
     kernel.transport = "ipc"  # a port that is free now may be taken before the kernel starts
     kernel.ip = str(tmp_path / "kernel")
@@ -145,7 +160,9 @@ def test_reference_has_every_public_name_once(module):
     """A new public name gets its place in docs/reference, a removed one leaves it."""
     text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     current, listed = "", []
-    for directive, name in re.findall(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)$", text, flags=re.M):
+    for directive, name in re.findall(
+        r"^\.\. (currentmodule|auto\w+):: ([\w.]+)$", text, flags=re.M
+    ):
         if directive == "currentmodule":
             current = name
         elif current == module.__name__:
@@ -154,14 +171,17 @@ def test_reference_has_every_public_name_once(module):
 
 
 def test_figures_of_the_first_page_stand_in_the_benchmarks():
-    """Each row of its table is a part of one there: the same arm of funcpipe, and the same figures beside it."""
+    """Each row of its table is a part of one there: the same arm of funcpipe, and the same figures
+    beside it."""
     rows = [
         re.split(r" *\| *", line)[2:-1]
         for line in (DOCS / "index.md").read_text().splitlines()
         if "ms |" not in line and line.startswith("| ")
     ]
     measured = [
-        re.split(r" *\| *", line) for line in (DOCS / "benchmarks.md").read_text().splitlines() if "M = 8" in line
+        re.split(r" *\| *", line)
+        for line in (DOCS / "benchmarks.md").read_text().splitlines()
+        if "M = 8" in line
     ]
     assert len(rows) == 4
     assert all(any(row == there[2:7] for there in measured) for row in rows)
@@ -171,13 +191,17 @@ def test_every_error_is_explained():
     """docs/errors.md has a heading or a row for each class that users can catch."""
     text = (DOCS / "errors.md").read_text()
     classes = [
-        name for name in public(fp) if isinstance(found := getattr(fp, name), type) and issubclass(found, Exception)
+        name
+        for name in public(fp)
+        if isinstance(found := getattr(fp, name), type) and issubclass(found, Exception)
     ]
     assert len(classes) >= 6
     assert [] == [name for name in classes if f"`fp.{name}`" not in text]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_files_that_pages_name_exist(page):
     """A path of ours in a page is one that is there; so is every relative link."""
     text = page.read_text()

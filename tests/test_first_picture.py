@@ -1,4 +1,5 @@
-"""The picture on the first page is what its code draws of the recorded step; ``FUNCPIPE_PAGES=write`` draws it anew."""
+"""The picture on the first page is what its code draws of the recorded step;
+``FUNCPIPE_PAGES=write`` draws it anew."""
 
 import importlib.util
 import os
@@ -48,7 +49,9 @@ def test_its_step_is_one_of_its_schedule(first_picture):
     recorded = first_picture.recorded()
     again = first_picture.measure(width=8, rows=2, steps=2)
     for timeline in (recorded, again):
-        orders = [[span.action for span in timeline.spans if span.device == device] for device in range(2)]
+        orders = [
+            [span.action for span in timeline.spans if span.device == device] for device in range(2)
+        ]
         assert orders == [list(order) for order in first_picture.SCHEDULE.orders]
         assert timeline.unit == "s"
 

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "funcpipe"
 SOURCE = PACKAGE / "_src"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each folder of _src may import besides itself, from the bottom up. The four folders of a run (engine, optimizing,
-# replicas, processes) import each other: they are one layer.
+# What each folder of _src may import besides itself, from the bottom up. The four folders of a run
+# (engine, optimizing, replicas, processes) import each other: they are one layer.
 NUMBERS = {"core", "data", "schedules"}
 RUN = {"engine", "optimizing", "replicas", "processes"}
 ALLOWED = {
@@ -39,7 +39,16 @@ ALLOWED = {
     "models.norms": {"core"},
     "models.traced": {"core", "data", "models", "models.norms"},
     "models.layers": {"core", "data", "models", "models.norms", "models.traced"},
-    "models": {"core", "data", "search", "batch", "engine", "models.norms", "models.traced", "models.layers"},
+    "models": {
+        "core",
+        "data",
+        "search",
+        "batch",
+        "engine",
+        "models.norms",
+        "models.traced",
+        "models.layers",
+    },
     "compiled": {"core", "data", "devices", "stages", "engine"},
     "measuring": {"core", "data", "lower", "stages", "engine", "models"},
     "pipe": NUMBERS | {"lower", "devices", "stages", "batch", "engine", "models", "models.norms"},
@@ -60,7 +69,7 @@ FACES_OF_FILES = {
     "typing.py",
 }
 FILES_OF_A_FOLDER = 25
-STANDARD = 460
+STANDARD = 560
 
 
 def imports(path: Path) -> set[str]:
@@ -94,11 +103,15 @@ def test_imports_go_down(path):
     ours = {name for name in imports(path) if name.split(".")[0] == "funcpipe"}
     if folder(path) == "cli":  # a user of the public names
         ours.discard("funcpipe")
-    assert all(name.startswith("funcpipe._src.") for name in ours), "a folder does not import a public module"
+    assert all(name.startswith("funcpipe._src.") for name in ours), (
+        "a folder does not import a public module"
+    )
     if path.name == "__init__.py":
         assert not ours
         return
-    folders = {name.removeprefix("funcpipe._src.") if is_folder(name) else folder_of(name) for name in ours}
+    folders = {
+        name.removeprefix("funcpipe._src.") if is_folder(name) else folder_of(name) for name in ours
+    }
     assert set() == folders - ALLOWED[folder(path)] - {folder(path)}
 
 
@@ -113,21 +126,37 @@ def test_folders_are_small():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_what_the_formatter_makes_of_them(path):
-    """No line is kept from it, and what it cannot wrap (words) is wrapped by hand; pragmas may stand behind."""
-    lines = path.read_text().split("\n")
+def test_lines_are_at_most_100_columns(path):
+    """No line is kept from the formatter; text that it cannot wrap is wrapped by hand.
+
+    Pragmas may stand behind a line. Lines of texts (examples in docstrings, help with columns) may
+    have 125 columns, because a line break would change what they say.
+    """
+    text = path.read_text()
+    lines = text.split("\n")
     assert not [line for line in lines if "fmt: " in line]
-    assert not [line for line in lines if len(line.split("  # ")[0]) > 130]
+    texts = {
+        number
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    limits = [125 if number in texts else 100 for number in range(1, len(lines) + 1)]
+    bare = [re.split(r"  # (?:noqa|pyright)", line)[0] for line in lines]
+    assert [] == [line for line, limit in zip(bare, limits, strict=True) if len(line) > limit]
 
 
 def test_no_line_of_a_test_is_kept_from_the_formatter():
     kept = f"# {'fmt'}: "
-    assert [] == [str(path) for path in Path(__file__).parent.rglob("*.py") if kept in path.read_text()]
+    assert [] == [
+        str(path) for path in Path(__file__).parent.rglob("*.py") if kept in path.read_text()
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_foreign_imports(path):
-    """Only core/tree.py imports optree; schedules, lower and view never import torch; no plotting or solver."""
+    """Only core/tree.py imports optree; schedules, lower and view never import torch; no plotting
+    or solver."""
     tops = {name.split(".")[0] for name in imports(path)}
     assert ("optree" in tops) == (path == SOURCE / "core" / "tree.py")
     if folder(path) in WITHOUT_TORCH:
@@ -136,7 +165,13 @@ def test_foreign_imports(path):
 
 
 NAMES = SOURCE / "core" / "torch_names.py"
-PUBLIC = {"_replace", "_asdict", "_fields", "_getframe", "_current_frames"}  # of named tuples and of sys
+PUBLIC = {
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_getframe",
+    "_current_frames",
+}  # of named tuples and of sys
 
 
 def is_private(name: str) -> bool:
@@ -144,11 +179,15 @@ def is_private(name: str) -> bool:
 
 
 def is_method(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
-    return isinstance(node, ast.FunctionDef) and [arg.arg for arg in node.args.args[:1]] in (["self"], ["cls"])
+    return isinstance(node, ast.FunctionDef) and [arg.arg for arg in node.args.args[:1]] in (
+        ["self"],
+        ["cls"],
+    )
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """The private names that a file defines: functions, classes, variables, attributes of its own objects, slots."""
+    """The private names that a file defines: functions, classes, variables, attributes of its own
+    objects, slots."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -161,7 +200,9 @@ def own_names(tree: ast.AST) -> set[str]:
             and ast.unparse(node.value) in {"self", "cls"}
         ):
             found.add(node.attr)
-        elif isinstance(node, ast.Assign) and "__slots__" in {ast.unparse(target) for target in node.targets}:
+        elif isinstance(node, ast.Assign) and "__slots__" in {
+            ast.unparse(target) for target in node.targets
+        }:
             found |= set(ast.literal_eval(node.value))
     return {name for name in found if is_private(name)}
 
@@ -172,14 +213,19 @@ def private_names_of_torch(tree: ast.AST, ours: set[str], known: set[str]) -> li
     Args:
         tree: of the file.
         ours: private names that the package defines.
-        known: private names that core/torch_names.py uses; these are torch's even in a string, for getattr.
+        known: private names that core/torch_names.py uses; these are torch's even in a string, for
+            getattr.
     """
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
-            found += [(node.lineno, n) for n in names if n.startswith("torch") and any(map(is_private, n.split(".")))]
+            found += [
+                (node.lineno, n)
+                for n in names
+                if n.startswith("torch") and any(map(is_private, n.split(".")))
+            ]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             operation = ast.unparse(node.value).endswith(
                 "aten"
@@ -198,7 +244,11 @@ def names_used(tree: ast.AST) -> set[str]:
     """The private names that a file reads or overrides, in strings too."""
     found: set[str] = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"[\w.]+", node.value)
+        ):
             found |= set(node.value.split("."))
         elif is_method(node):
             found.add(node.name)
@@ -216,7 +266,10 @@ def test_private_names_of_torch_stand_in_one_file(path):
     if path == NAMES:
         return
     found = private_names_of_torch(TREES[path], OURS, KNOWN)
-    assert not found, f"{path.name} uses private names of torch; give them an entry in core/torch_names.py: {found}"
+    assert not found, (
+        f"{path.name} uses private names of torch; give them an entry in core/torch_names.py: "
+        f"{found}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,11 +299,12 @@ def test_files_have_one_idea(path):
     assert text.count("\n") <= STANDARD
     first = ast.get_docstring(ast.parse(text))
     assert first
-    assert len(first.splitlines()[0]) <= 120
+    assert len(first.splitlines()[0]) <= 100
 
 
 def test_a_class_has_a_name_of_its_own():
-    """One word for one thing: no two classes or type aliases of the package share a name, hidden or not."""
+    """One word for one thing: no two classes or type aliases of the package share a name, hidden or
+    not."""
     where: dict[str, list[str]] = collections.defaultdict(list)
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -313,21 +367,35 @@ def test_names_that_never_were_are_attribute_errors():
 
 
 def test_import_is_light():
-    """Importing funcpipe loads no plotting, solver, notebook or distributed package that torch does not load."""
+    """Importing funcpipe loads no plotting, solver, notebook or distributed package that torch does
+    not load."""
     import subprocess
     import sys
 
-    code = "import torch, sys; before = set(sys.modules); import funcpipe; print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    code = (
+        "import torch, sys; before = set(sys.modules); import funcpipe; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
     loaded = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
     )
     assert {"funcpipe", "optree"} <= loaded
-    assert set() == loaded & {"matplotlib", "rich", "ortools", "sklearn", "numpy", "IPython", "pandas"}
+    assert set() == loaded & {
+        "matplotlib",
+        "rich",
+        "ortools",
+        "sklearn",
+        "numpy",
+        "IPython",
+        "pandas",
+    }
 
 
 def test_no_machine_is_named():
     """No committed file names a package host or a path of someone's machine."""
     for path in [*FILES, ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / ".ci" / "run"]:
-        assert not re.search(r"https?://(?!arxiv|github\.com|doi|www\.w3\.org)|/root/|/tmp/[a-z]", path.read_text()), (
-            path
-        )
+        assert not re.search(
+            r"https?://(?!arxiv|github\.com|doi|www\.w3\.org)|/root/|/tmp/[a-z]", path.read_text()
+        ), path

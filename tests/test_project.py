@@ -17,12 +17,22 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 def lines(path: str) -> str:
     """A file without its comments."""
-    return "\n".join(line.partition(" #")[0] for line in (ROOT / path).read_text().splitlines() if line[:1] != "#")
+    return "\n".join(
+        line.partition(" #")[0]
+        for line in (ROOT / path).read_text().splitlines()
+        if line[:1] != "#"
+    )
 
 
 def test_every_extra_that_is_named_exists():
-    """README, the documents, CI and the extras themselves install only what pyproject.toml offers."""
-    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / ".ci" / "run", ROOT / "pyproject.toml"]
+    """README, the documents, CI and the extras themselves install only what pyproject.toml
+    offers."""
+    texts = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / ".ci" / "run",
+        ROOT / "pyproject.toml",
+    ]
     found = [re.findall(r"(?:'\.|torch-funcpipe)\[([\w,]+)\]", path.read_text()) for path in texts]
     named = {extra for groups in found for group in groups for extra in group.split(",")}
     assert {"demo", "test", "docs", "dev"} <= named  # it finds them
@@ -30,11 +40,17 @@ def test_every_extra_that_is_named_exists():
 
 
 def test_the_version_stands_once_and_the_changelog_has_it():
-    """pyproject.toml takes the version from the package; the newest entry of the changelog is about it."""
+    """pyproject.toml takes the version from the package; the newest entry of the changelog is about
+    it."""
     assert "version" in PROJECT["project"]["dynamic"]
     assert {"attr": "funcpipe.__version__"} == PROJECT["tool"]["setuptools"]["dynamic"]["version"]
-    entries = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
-    found = [re.fullmatch(r"## \[(\d+\.\d+\.\d+)\] - (?:unreleased|\d{4}-\d\d-\d\d)", entry) for entry in entries]
+    entries = [
+        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
+    ]
+    found = [
+        re.fullmatch(r"## \[(\d+\.\d+\.\d+)\] - (?:unreleased|\d{4}-\d\d-\d\d)", entry)
+        for entry in entries
+    ]
     assert all(found), entries
     assert found[0]
     assert fp.__version__ == found[0][1]
@@ -53,7 +69,13 @@ def test_the_workflow_runs_the_whole_check_and_nothing_else():
 def test_the_whole_check_lints_types_builds_the_site_and_tests():
     """No step of it was lost."""
     script = lines(".ci/run")
-    for command in ("ruff check", "ruff format --check", "basedpyright", "sphinx-build -q -W", "readme_command 2"):
+    for command in (
+        "ruff check",
+        "ruff format --check",
+        "basedpyright",
+        "sphinx-build -q -W",
+        "readme_command 2",
+    ):
         assert f"\n{command}" in script or f' "$({command}' in script, command
 
 
@@ -66,8 +88,12 @@ def test_hooks_have_the_versions_of_the_extra_dev():
 
 
 def test_torch_is_the_same_in_all_commands():
-    """README and CI name one version of torch; CONTRIBUTING this and the others that are tried, from the lowest allowed."""
-    usual, tried = (set(re.findall(r"torch==([\d.]+)", lines(path))) for path in ("README.md", "CONTRIBUTING.md"))
+    """README and CI name one version of torch; CONTRIBUTING this and the others that are tried,
+    from the lowest allowed."""
+    usual, tried = (
+        set(re.findall(r"torch==([\d.]+)", lines(path)))
+        for path in ("README.md", "CONTRIBUTING.md")
+    )
     assert 1 == len(usual)
     assert usual <= tried
     (lowest,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["project"]["dependencies"]))
@@ -79,17 +105,25 @@ def test_torch_is_the_same_in_all_commands():
 
 
 def test_the_licence_is_the_one_that_is_named():
-    """The text is that of the three clauses, and every place that names a licence names this one."""
+    """The text is that of the three clauses, and every place that names a licence names this
+    one."""
     text = (ROOT / "LICENSE").read_text()
     assert text.startswith("BSD 3-Clause License\n")
     assert re.findall(r"^(\d)\. ", text, flags=re.M) == ["1", "2", "3"]
-    assert ("BSD-3-Clause", ["LICENSE"]) == (PROJECT["project"]["license"], PROJECT["project"]["license-files"])
-    assert all("BSD-3-Clause" in (ROOT / path).read_text() for path in ("README.md", "CONTRIBUTING.md"))
+    assert ("BSD-3-Clause", ["LICENSE"]) == (
+        PROJECT["project"]["license"],
+        PROJECT["project"]["license-files"],
+    )
+    assert all(
+        "BSD-3-Clause" in (ROOT / path).read_text() for path in ("README.md", "CONTRIBUTING.md")
+    )
 
 
 def test_the_recipe_in_contributing_is_a_schedule():
     """The family that CONTRIBUTING writes is legal, ascending, and holds what it says."""
-    found = re.search(r"^ +```python\n(.*?)^ +```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M | re.S)
+    found = re.search(
+        r"^ +```python\n(.*?)^ +```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M | re.S
+    )
     assert found
     scope = dict(vars(families))
     exec(textwrap.dedent(found[1]), scope)

@@ -1,8 +1,10 @@
-"""docs/howto/recipes.md: what a recipe trains is what plain loops train, to the tolerance that the page says.
+"""docs/howto/recipes.md: what a recipe trains is what plain loops train, to the tolerance that the
+page says.
 
-Each section is run by itself, from its own text. The loops here know nothing of funcpipe: they train the same model on whole
-batches, with the other library's own loop where it has one, or over the same microbatches, and then every bit counts. The
-packages come with the extra ``recipes``; what is not installed is skipped.
+Each section is run by itself, from its own text. The loops here know nothing of funcpipe: they
+train the same model on whole batches, with the other library's own loop where it has one, or over
+the same microbatches, and then every bit counts. The packages come with the extra ``recipes``; what
+is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), fla
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    """Recipes write files. Lanes and plain loops have one thread: with another number a sum may have other bits."""
+    """Recipes write files. Lanes and plain loops have one thread: with another number a sum may
+    have other bits."""
     monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,11 +60,14 @@ def windows(loader: Any, size: int) -> Iterator[list[Any]]:
 def three_layers() -> tuple[nn.Sequential, TensorDataset]:
     """The model and the data of the recipes for accelerate and Lightning."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)
+    )
     return model, TensorDataset(torch.randn(96, 16), torch.randint(0, 4, (96,)))
 
 
-# -- the Hub's Trainer -------------------------------------------------------------------------------------------------
+# -- the Hub's Trainer
+# -------------------------------------------------------------------------------
 
 
 def llama(scope: dict[str, Any]) -> tuple[nn.Module, DataLoader, DataLoader]:
@@ -72,13 +78,17 @@ def llama(scope: dict[str, Any]) -> tuple[nn.Module, DataLoader, DataLoader]:
     model = LlamaForCausalLM(LlamaConfig(**scope["sizes"], num_hidden_layers=4))
     examples, collate = scope["counting"], scope["collate"]
     shuffled = torch.Generator().manual_seed(0)
-    train = DataLoader(examples[:48], batch_size=8, shuffle=True, collate_fn=collate, generator=shuffled)
+    train = DataLoader(
+        examples[:48], batch_size=8, shuffle=True, collate_fn=collate, generator=shuffled
+    )
     return model, train, DataLoader(examples[48:], batch_size=8, collate_fn=collate)
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
     """Parameter groups by Trainer's rule: norms and biases do not decay."""
-    decay = [one for name, one in model.named_parameters() if "norm" not in name and "bias" not in name]
+    decay = [
+        one for name, one in model.named_parameters() if "norm" not in name and "bias" not in name
+    ]
     others = [one for name, one in model.named_parameters() if "norm" in name or "bias" in name]
     assert decay
     assert others
@@ -110,19 +120,26 @@ def test_a_loop_like_the_trainers():
     assert scope["tested"] == pytest.approx(float(sum(tested) / sum(counts)), rel=1e-5)
     prompt = scope["prompt"]
     said = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, pad_token_id=0
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
     )
     assert (1, 8) == said.shape
     assert torch.equal(scope["said"], said)
 
 
 def test_the_trainer_itself_makes_the_same_model():
-    """transformers' Trainer, with its own groups, windows, clipping and count of tokens, ends at the recipe's parameters."""
+    """transformers' Trainer, with its own groups, windows, clipping and count of tokens, ends at
+    the recipe's parameters."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     scope = recipe("A loop like the Hub's Trainer")
     model, train, _ = llama(scope)
-    batches = [batch for _ in range(2) for batch in train]  # Trainer shuffles in an order of its own
+    batches = [
+        batch for _ in range(2) for batch in train
+    ]  # Trainer shuffles in an order of its own
 
     class Ours(transformers.Trainer):
         def get_train_dataloader(self):
@@ -153,7 +170,8 @@ def test_the_trainer_itself_makes_the_same_model():
         torch.testing.assert_close(trained[name], parameter, rtol=1e-4, atol=1e-5)
 
 
-# -- accelerate and Lightning ------------------------------------------------------------------------------------------
+# -- accelerate and Lightning
+# -------------------------------------------------------------------------------
 
 
 def test_accelerate():
@@ -165,8 +183,12 @@ def test_accelerate():
 
     def train(epochs: int, scheduled: bool) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3 if scheduled else 1.0, total_iters=6)
-        net, loader, optimizer, rates = accelerator.prepare(model, DataLoader(data, batch_size=16), optimizer, rates)
+        rates = torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1 / 3 if scheduled else 1.0, total_iters=6
+        )
+        net, loader, optimizer, rates = accelerator.prepare(
+            model, DataLoader(data, batch_size=16), optimizer, rates
+        )
         losses = []
         for _ in range(epochs):
             for x, y in loader:
@@ -182,14 +204,17 @@ def test_accelerate():
         return losses
 
     losses = train(2, scheduled=True)
-    assert_rounded(scope["losses"], [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)])
+    assert_rounded(
+        scope["losses"], [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
+    )
     assert_rounded(scope["piped"], train(1, scheduled=False))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # lightning asks torch in an old way
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")  # advice about workers and folders
 def test_lightning():
-    """A plain loop; and an epoch, a checkpoint and a second epoch in a fresh module have the bits of two epochs."""
+    """A plain loop; and an epoch, a checkpoint and a second epoch in a fresh module have the bits
+    of two epochs."""
     lightning = pytest.importorskip("lightning")
     scope = recipe("Lightning")
     model, data = three_layers()
@@ -211,7 +236,9 @@ def test_lightning():
 
     def go_on(epochs: int, path: Path | None) -> list[float]:
         module = scope["Pipelined"](three_layers()[0])
-        trainer = lightning.Trainer(accelerator="cpu", max_epochs=epochs, default_root_dir="again", **scope["quiet"])
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=epochs, default_root_dir="again", **scope["quiet"]
+        )
         trainer.fit(module, *scope["loaders"], ckpt_path=path)
         return module.losses
 
@@ -220,12 +247,16 @@ def test_lightning():
     assert scope["losses"] == first + go_on(2, path)
 
 
-# -- LoRA, rules over trees, modules as trees --------------------------------------------------------------------------
+# -- LoRA, rules over trees, modules as trees
+# -------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # peft asks transformers for it
 def test_lora():
-    """The adapted model; the base keeps its bits; the saved adapter and the merged model are what was trained."""
+    """The adapted model; the base keeps its bits; the saved adapter and the merged model are what
+    was trained."""
     peft = pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -256,7 +287,8 @@ def test_lora():
 
 
 def over_microbatches(net: Any, loss: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The loss of a batch in four microbatches, one after the other; gradients are added to ``.grad``."""
+    """The loss of a batch in four microbatches, one after the other; gradients are added to
+    ``.grad``."""
     total = torch.zeros(())
     for rows, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
         share = len(rows) / len(x)
@@ -267,7 +299,8 @@ def over_microbatches(net: Any, loss: Any, x: torch.Tensor, y: torch.Tensor) -> 
 
 
 def test_torchopt():
-    """The same rule, over a plain loop's gradients: every bit. Nothing was written, and no graph is kept."""
+    """The same rule, over a plain loop's gradients: every bit. Nothing was written, and no graph is
+    kept."""
     torchopt = pytest.importorskip("torchopt")
     scope = recipe("torchopt")
     torch.manual_seed(0)
@@ -293,7 +326,10 @@ def test_modules_of_your_own():
     """The modules called one after the other: every bit of five steps."""
     scope = recipe("Dataclasses and modules of your own as parameters")
     torch.manual_seed(0)
-    first, second = scope["Perceptron"]([scope["linear"](32, 8), scope["linear"](32, 32)]), scope["linear"](4, 32)
+    first, second = (
+        scope["Perceptron"]([scope["linear"](32, 8), scope["linear"](32, 32)]),
+        scope["linear"](4, 32),
+    )
     x, y = torch.randn(30, 8), torch.randint(0, 4, (30,))
     weights = [one for layer in (*first.layers, second) for one in (layer.weight, layer.bias)]
     losses = []
@@ -301,7 +337,9 @@ def test_modules_of_your_own():
         for weight in weights:
             weight.grad = None
             weight.requires_grad_()
-        losses.append(over_microbatches(lambda rows: second(first(rows)), F.cross_entropy, x, y).item())
+        losses.append(
+            over_microbatches(lambda rows: second(first(rows)), F.cross_entropy, x, y).item()
+        )
         with torch.no_grad():
             for weight in weights:
                 weight -= 0.1 * weight.grad
@@ -310,7 +348,8 @@ def test_modules_of_your_own():
     assert scope["params"][0].activation is torch.tanh
 
 
-# -- a tracker, class imbalance ----------------------------------------------------------------------------------------
+# -- a tracker, class imbalance
+# -------------------------------------------------------------------------------
 
 
 def test_a_tracker():
@@ -350,7 +389,10 @@ def test_class_imbalance():
 
     cases = {
         "by class": (lambda z, t: F.cross_entropy(z, t, weight=30 / counts), y),
-        "by row": (lambda z, t: F.cross_entropy(z, t[0], reduction="none") @ t[1] / t[1].sum(), (y, importance)),
+        "by row": (
+            lambda z, t: F.cross_entropy(z, t[0], reduction="none") @ t[1] / t[1].sum(),
+            (y, importance),
+        ),
         "many labels": (
             lambda z, t: F.binary_cross_entropy_with_logits(z, t, pos_weight=120 / counts - 1),
             F.one_hot(y, 4).float(),
@@ -376,7 +418,10 @@ def test_class_imbalance():
             whole = model(x[:30]).detach()
             chunks = [slice(0, 8), slice(8, 16), slice(16, 23), slice(23, 30)]
             means = [
-                loss(whole[one], tuple(t[one] for t in target) if isinstance(target, tuple) else target[one])
+                loss(
+                    whole[one],
+                    tuple(t[one] for t in target) if isinstance(target, tuple) else target[one],
+                )
                 for one in chunks
             ]
             first = tuple(t[:30] for t in target) if isinstance(target, tuple) else target[:30]

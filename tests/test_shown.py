@@ -1,4 +1,5 @@
-"""What objects show of themselves at a prompt and in a notebook: short, with the numbers that matter, never an error."""
+"""What objects show of themselves at a prompt and in a notebook: short, with the numbers that
+matter, never an error."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def gpt2() -> dict[str, Any]:
     """A GPT-2 whose tensors have more characters than anybody reads, split, planned and run."""
     transformers = pytest.importorskip("transformers")
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(vocab_size=99, n_embd=32, n_head=2, n_layer=6, n_positions=64, **tokens)
+    config = transformers.GPT2Config(
+        vocab_size=99, n_embd=32, n_head=2, n_layer=6, n_positions=64, **tokens
+    )
     split = fp.split(transformers.GPT2LMHeadModel(config), 3)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(3, 4), devices="cpu")
     ids = torch.randint(0, 99, (8, 16))
@@ -43,18 +46,24 @@ def gpt2() -> dict[str, Any]:
 def mlp() -> dict[str, Any]:
     """Everything that a user of a small model meets at a prompt."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64), nn.Linear(64, 10)
+    )
     rows, target = torch.randn(16, 64), torch.randint(0, 10, (16,))
     split = fp.split(model, balance=[2, 2])
     schedule = fp.schedules.one_f_one_b(2, 4)
     plan = fp.make_plan(split, schedule, loss=F.cross_entropy, devices="cpu", outputs=True)
-    result = fp.run(plan, split.params, (rows, target), state=split.state, record=True, loss_scale=8.0)
+    result = fp.run(
+        plan, split.params, (rows, target), state=split.state, record=True, loss_scale=8.0
+    )
     forwards = fp.make_plan(split, fp.schedules.fill_drain(2, 4), devices="cpu")
     outputs, pullback = fp.vjp(forwards, split.params, rows, state=split.state)
     _, spent = fp.vjp(forwards, split.params, rows, state=split.state)
     spent(torch.zeros(16, 10))
     cost = fp.Cost([1.0] * 48, backward=2.0)
-    choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=50)
+    choice = fp.models.plan_for(
+        fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=50
+    )
     compiled = fp.compile_stage(fp.stage(lambda w, x: x @ w, name="product"))
     steps = [double, fp.batches.Fold(lambda state, x: (state, x), torch.zeros(10_000))]
     grads = fp.batches.accumulate_grads(lambda x: (x, None), [torch.ones(10_000)])
@@ -163,12 +172,18 @@ def test_those_of_gpt2_are_short(name):
 
 
 def test_a_result_says_what_matters():
-    """Its loss, how many gradients of how many bytes, its state, its outputs, that it was recorded."""
+    """Its loss, how many gradients of how many bytes, its state, its outputs, that it was
+    recorded."""
     result = mlp()["result"]
     size = size_of(sum(leaf.nbytes for leaf in fp.leaves(result.grads)))
     words = repr(result)
     for word in (
-        *(f"loss {float(result.loss):.6g}", "weight 16", "microbatches 4 by threads", f"gradients 8 tensors, {size}"),
+        *(
+            f"loss {float(result.loss):.6g}",
+            "weight 16",
+            "microbatches 4 by threads",
+            f"gradients 8 tensors, {size}",
+        ),
         *("state 3 tensors", "outputs float32 [16, 10]", "timeline 16 actions", "loss scale 8"),
     ):
         assert word in words, word
@@ -192,7 +207,8 @@ def test_a_split_says_where_it_is_cut_and_what_is_tied():
 
 def test_a_plan_says_what_it_is_of():
     assert repr(mlp()["plan"]) == (
-        "<Plan: schedule 1F1B; stages 2: 0-1 | 2-3; microbatches 4; lanes 2 on cpu; loss cross_entropy>"
+        "<Plan: schedule 1F1B; stages 2: 0-1 | 2-3; microbatches 4; lanes 2 on cpu; loss "
+        "cross_entropy>"
     )
     assert "instructions" in str(mlp()["plan"]), "print still writes the program"
     unbound = fp.make_plan(mlp()["split"], fp.schedules.one_f_one_b(2, 4), loss=F.cross_entropy)
@@ -242,7 +258,8 @@ class Broken:
     ids=["numbers", "words", "a device that is none", "a broken function"],
 )
 def test_never_an_error(thing):
-    """What is illegal, or broken, is shown all the same: by its repr where a notebook has nothing better."""
+    """What is illegal, or broken, is shown all the same: by its repr where a notebook has nothing
+    better."""
     assert repr(thing)
     assert len(repr(thing)) <= LONGEST
     html = getattr(thing, "_repr_html_", lambda: None)()
@@ -269,12 +286,23 @@ def test_a_very_large_schedule_is_not_simulated_unasked():
     assert "<svg" not in html
 
 
-HTML = ["split", "plan", "result", "timeline", "schedule", "memory", "balance", "vjp", "accumulated"]
+HTML = [
+    "split",
+    "plan",
+    "result",
+    "timeline",
+    "schedule",
+    "memory",
+    "balance",
+    "vjp",
+    "accumulated",
+]
 
 
 @pytest.mark.parametrize("name", HTML)
 def test_html_is_well_formed_and_brings_no_colour_for_text_and_background(name):
-    """It inherits both, so it is right on a light page and on a dark one; and nothing is loaded from elsewhere."""
+    """It inherits both, so it is right on a light page and on a dark one; and nothing is loaded
+    from elsewhere."""
     html = mlp()[name]._repr_html_()
     root = ET.fromstring(html)
     assert root.tag == "div"
@@ -343,5 +371,8 @@ def test_what_has_no_picture_has_none():
 
 def test_values_of_one_page_do_not_disturb_each_other():
     """The same style in each, whatever stands beside it."""
-    styles = [re.findall(r"<style>(.*?)</style>", mlp()[name]._repr_html_(), re.S)[0] for name in ("split", "memory")]
+    styles = [
+        re.findall(r"<style>(.*?)</style>", mlp()[name]._repr_html_(), re.S)[0]
+        for name in ("split", "memory")
+    ]
     assert all(first == second for first, second in itertools.pairwise(styles))

@@ -1,7 +1,8 @@
-"""Who is still alive: tensors told by their memory, graphs by what they hold; no garbage collector needed.
+"""Who is still alive: tensors told by their memory, graphs by what they hold; no garbage collector
+needed.
 
-A weak reference to a tensor dies with its Python object, also where autograd keeps the tensor. So memory is watched by
-weak references to storages, and every graph node holds a token.
+A weak reference to a tensor dies with its Python object, also where autograd keeps the tensor. So
+memory is watched by weak references to storages, and every graph node holds a token.
 """
 
 from __future__ import annotations

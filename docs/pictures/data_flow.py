@@ -39,7 +39,12 @@ def drawn(plan: fp.Plan) -> str:
     width = 2 * LEFT + len(lanes) * WIDTH + (len(lanes) - 1) * GAP
     parts = [_box("box", LEFT, 20, width - 2 * LEFT, 50)]
     parts += _text(LEFT + 12, 40, "caller: fp.run(plan, params, batch)", "head")
-    parts += _text(LEFT + 12, 58, "prepare: check, cut the batch, bind the stages; finish: make the Result", "small")
+    parts += _text(
+        LEFT + 12,
+        58,
+        "prepare: check, cut the batch, bind the stages; finish: make the Result",
+        "small",
+    )
     for lane in lanes:
         parts += _lane(lane, program.lane_order.count(lane.lane), plan)
     rows = {lane.lane: 0 for lane in lanes}
@@ -51,15 +56,29 @@ def drawn(plan: fp.Plan) -> str:
         parts.append(f'<path class="line" d="M{x} {below}V{TOP + HEIGHT}"/>')
         parts += _text(x + 8, below - 20, "values, sums, failures", "small")
     parts.append(_box("team", LEFT, below, width - 2 * LEFT, 50))
-    parts += _text(LEFT + 12, below + 20, "team: the processes that have the other lanes, or nobody", "head")
-    parts += _text(LEFT + 12, below + 38, "agree at prepare and finish; sum and gather over replicas", "small")
+    parts += _text(
+        LEFT + 12, below + 20, "team: the processes that have the other lanes, or nobody", "head"
+    )
+    parts += _text(
+        LEFT + 12, below + 38, "agree at prepare and finish; sum and gather over replicas", "small"
+    )
     height = below + 70
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"',
-            ' aria-label="The caller, the lanes with their mailboxes and slots, and the team of processes">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+                f'width="{width}" role="img"'
+            ),
+            (
+                ' aria-label="The caller, the lanes with their mailboxes and slots, and the team '
+                "of "
+                'processes">'
+            ),
             f"<style>{STYLE}</style>",
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">',
+            (
+                '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+                'markerHeight="7" orient="auto">'
+            ),
             '<path d="M0 0 8 4 0 8z" fill="#7a8797"/></marker></defs>',
             f'<rect class="card" width="{width}" height="{height}"/>',
             *parts,
@@ -83,7 +102,10 @@ def _lane(lane: Any, actions: int, plan: fp.Plan) -> list[str]:
         f"{len(lane.slots)} slots",
         names + ": parameters, sums",
     ]
-    parts = [_box("box", x, TOP, WIDTH, HEIGHT), *_text(x + 12, TOP + 22, f"lane {lane.lane}", "head")]
+    parts = [
+        _box("box", x, TOP, WIDTH, HEIGHT),
+        *_text(x + 12, TOP + 22, f"lane {lane.lane}", "head"),
+    ]
     parts += [_box("mail", x + 12, TOP + 34, WIDTH - 24, 40), *_text(x + 22, TOP + 58, "mailbox")]
     for number, line in enumerate(lines):
         parts += _text(x + 12, TOP + 100 + 20 * number, line, "small")
@@ -96,14 +118,23 @@ def _arrow(pool: Any, rows: dict[int, int]) -> list[str]:
     if pool.source == CALLER:
         row, rows[pool.lane] = rows[pool.lane], rows[pool.lane] + 1
         x = _left(pool.lane) + 30 + 80 * row
-        return [f'<path class="line" d="M{x} 70V{TOP + 34}"/>', *_text(x + 6, 105 + 18 * row, words, "small")]
+        return [
+            f'<path class="line" d="M{x} 70V{TOP + 34}"/>',
+            *_text(x + 6, 105 + 18 * row, words, "small"),
+        ]
     left, right = sorted((pool.source, pool.lane))
     start, end = _left(left) + WIDTH - 12, _left(right) + 12
     if pool.source == left:
         y = TOP + 46
-        return [f'<path class="line" d="M{start} {y}H{end}"/>', *_text(start + 24, y - 8, words, "small")]
+        return [
+            f'<path class="line" d="M{start} {y}H{end}"/>',
+            *_text(start + 24, y - 8, words, "small"),
+        ]
     y = TOP + 64
-    return [f'<path class="line" d="M{end} {y}H{start}"/>', *_text(start + 24, y + 16, words, "small")]
+    return [
+        f'<path class="line" d="M{end} {y}H{start}"/>',
+        *_text(start + 24, y + 16, words, "small"),
+    ]
 
 
 def _box(kind: str, x: int, y: int, width: int, height: int) -> str:

@@ -2,10 +2,10 @@
 
     python docs/pictures/first_picture.py
 
-Trains eight blocks of a Linear and a GELU on two CPU lanes, under the zero-bubble schedule on a V, and keeps the quickest
-of many recorded steps in ``first_picture.json``: on a machine that others use too, the one that was disturbed least. From
-that the picture is drawn, and drawn again whenever its code changes
-(``FUNCPIPE_PAGES=write python -m pytest tests/test_first_picture.py``).
+Trains eight blocks of a Linear and a GELU on two CPU lanes, under the zero-bubble schedule on a V,
+and keeps the quickest of many recorded steps in ``first_picture.json``: on a machine that others
+use too, the one that was disturbed least. From that the picture is drawn, and drawn again whenever
+its code changes (``FUNCPIPE_PAGES=write python -m pytest tests/test_first_picture.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _CARD = (
     "<style>.card{fill:#fff}@media (prefers-color-scheme:dark){.card{fill:#0d1117}}</style>"
     '<rect class="card" width="100%" height="100%" rx="6"/>'
 )
-"""A ground of its own. The viewer's mode decides about the letters' colour, the page around the picture may have another."""
+"""A ground of its own. The viewer's mode decides about the letters' colour, the page around the
+picture may have another."""
 
 
 def measure(*, width: int, rows: int, steps: int) -> fp.Timeline:
@@ -36,7 +37,9 @@ def measure(*, width: int, rows: int, steps: int) -> fp.Timeline:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
     split = fp.split(layers, SCHEDULE.num_stages)
-    stages = [fp.compile_stage(stage) for stage in split.stages]  # their backwards come in two parts, I and W
+    stages = [
+        fp.compile_stage(stage) for stage in split.stages
+    ]  # their backwards come in two parts, I and W
     plan = fp.make_plan(stages, SCHEDULE, loss=nn.functional.mse_loss, devices="cpu")
     x = torch.randn(rows * SCHEDULE.num_microbatches, width)
     timelines: list[fp.Timeline] = []
@@ -52,15 +55,20 @@ def recorded() -> fp.Timeline:
     """The step that was kept."""
     step = json.loads(STEP.read_text())
     spans = [fp.typing.Span(*times, fp.Action.parse(action)) for *times, action in step["spans"]]
-    return fp.Timeline(tuple(spans), SCHEDULE.num_devices, tuple(step["peak"]), unit="s", name=SCHEDULE.name)
+    return fp.Timeline(
+        tuple(spans), SCHEDULE.num_devices, tuple(step["peak"]), unit="s", name=SCHEDULE.name
+    )
 
 
 def drawn(measured: fp.Timeline) -> str:
-    """The step over the simulation of its schedule with the mean times that were measured, as SVG."""
+    """The step over the simulation of its schedule with the mean times that were measured, as
+    SVG."""
     simulated = fp.simulate(SCHEDULE, measured.cost())
     drawing = fp.draw(
         replace(measured, name="one step on two CPU lanes"),
-        replace(simulated, name="the same schedule, nothing lost between actions", unit=measured.unit),
+        replace(
+            simulated, name="the same schedule, nothing lost between actions", unit=measured.unit
+        ),
     )
     head, mark, body = drawing.svg().partition("<style>")
     return f"{head}{_CARD}{mark}{body}\n"

@@ -1,1 +1,2 @@
-"""The implementation of funcpipe. Import from `funcpipe` and its public modules instead: names here may move."""
+"""The implementation of funcpipe. Import from `funcpipe` and its public modules instead: names here
+may move."""

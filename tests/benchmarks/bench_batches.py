@@ -1,9 +1,10 @@
 """What is gained where no device waits for the others between batches?
 
-    python tests/benchmarks/bench_batches.py [--width 768] [--microbatches 2 4 8] [--batches 4] [--repeats 15]
+    python tests/benchmarks/bench_batches.py [--width 768] [--microbatches 2 4 8] [--batches 4]
+    [--repeats 15]
 
-AdamW (fused) over `--batches` batches, two devices: lanes of one process, then two processes over gloo (`fp.ranks`), each with one
-core. Arms, in turn, round by round:
+AdamW (fused) over `--batches` batches, two devices: lanes of one process, then two processes over
+gloo (`fp.ranks`), each with one core. Arms, in turn, round by round:
 
     run, then step       a loop of `fp.run` and `fp.step`
     steps in runs        a loop of `fp.run(optimizer=)`, of a schedule that steps (`step_params`)
@@ -11,9 +12,9 @@ core. Arms, in turn, round by round:
     torch                in processes: torch.distributed.pipelining's schedule and the optimizer of each rank, batch by batch;
                          no rank waits for the others there either, and nothing is clipped
 
-Stages are 4 x (Linear(width) + GELU), compiled; torch's are eager, which it runs alone, so that its column has an eager
-`run_batches` beside it. A figure is the median over the rounds of the arm's time over that of "run, then step" of the same
-round, eager ones over eager ones.
+Stages are 4 x (Linear(width) + GELU), compiled; torch's are eager, which it runs alone, so that its
+column has an eager `run_batches` beside it. A figure is the median over the rounds of the arm's
+time over that of "run, then step" of the same round, eager ones over eager ones.
 """
 
 from __future__ import annotations
@@ -66,17 +67,24 @@ def own_arms(
         stages, params, _ = zip(*map(fp.from_module, parts(given.width)), strict=True)
         stages = stages if eager else tuple(map(fp.compile_stage, stages))
         plan = fp.make_plan(
-            stages, schedule if name == FIRST else fp.schedules.step_params(schedule), loss=F.mse_loss, devices="cpu"
+            stages,
+            schedule if name == FIRST else fp.schedules.step_params(schedule),
+            loss=F.mse_loss,
+            devices="cpu",
         )
         spread = dist.is_initialized()
         executor = stack.enter_context(fp.ranks(plan, timeout=60.0) if spread else fp.lanes(plan))
         params = fp.place(plan, params, *([executor] if spread else []))
         optimizer = torch.optim.AdamW(fp.leaves(params), lr=1e-4, fused=True)
-        arms[name] = arm(name, plan, params, optimizer, {"executor": executor, "threads_per_lane": 1})
+        arms[name] = arm(
+            name, plan, params, optimizer, {"executor": executor, "threads_per_lane": 1}
+        )
     return arms
 
 
-def arm(name: str, plan: fp.Plan, params: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Arm:
+def arm(
+    name: str, plan: fp.Plan, params: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]
+) -> Arm:
     """One way to train on some batches."""
 
     def after(batches: Batches) -> None:
@@ -138,7 +146,10 @@ def tables(given: argparse.Namespace, say: Callable[[str], None]) -> None:
     for family in FAMILIES:
         for microbatches in given.microbatches:
             rows = given.rows * microbatches
-            batches = [(torch.randn(rows, given.width), torch.randn(rows, given.width)) for _ in range(given.batches)]
+            batches = [
+                (torch.randn(rows, given.width), torch.randn(rows, given.width))
+                for _ in range(given.batches)
+            ]
             with ExitStack() as stack:
                 arms = own_arms(given, family, microbatches, stack, eager=False)
                 if dist.is_initialized() and family == "1F1B":
@@ -171,7 +182,9 @@ def serve(rank: int, given: argparse.Namespace, folder: str) -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=DEVICES)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=DEVICES
+    )
     tables(given, (lambda text: print(text, flush=True)) if rank == 0 else lambda _: None)
     dist.destroy_process_group()
 
@@ -179,14 +192,19 @@ def serve(rank: int, given: argparse.Namespace, folder: str) -> None:
 def main() -> None:
     """One table."""
     assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rows", type=int, default=32, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     given = parser.parse_args()
-    print("| | run, then step, ms | steps in runs | run_batches | eager: run_batches | eager: torch, 1F1B |")
+    print(
+        "| | run, then step, ms | steps in runs | run_batches | eager: run_batches | eager: "
+        "torch, 1F1B |"
+    )
     print("|---|---:|---:|---:|---:|---:|")
     torch.set_num_threads(1)
     tables(given, lambda text: print(text, flush=True))

@@ -1,6 +1,8 @@
-"""Do two CPU lanes use two cores, and are they faster than one thread? ``python tests/benchmarks/bench_lanes.py``.
+"""Do two CPU lanes use two cores, and are they faster than one thread? ``python
+tests/benchmarks/bench_lanes.py``.
 
-Arms run interleaved in one process; ratios are of medians. "cores" is process CPU time over wall time.
+Arms run interleaved in one process; ratios are of medians. "cores" is process CPU time over wall
+time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import funcpipe as fp
 
 
 def arms(
-    width: int, layers: int, rows: int, microbatches: int, lanes: fp.typing.Lanes, plan: fp.Plan, model, params, x
+    width: int,
+    layers: int,
+    rows: int,
+    microbatches: int,
+    lanes: fp.typing.Lanes,
+    plan: fp.Plan,
+    model,
+    params,
+    x,
 ):
     loss = nn.functional.mse_loss
 
@@ -30,7 +40,9 @@ def arms(
     return {
         "plain loop, 1 thread": loop,
         "serial": lambda: fp.run(plan, params, (x, x), executor="serial", threads_per_lane=1),
-        "threads, fresh": lambda: fp.run(plan, params, (x, x), executor="threads", threads_per_lane=1),
+        "threads, fresh": lambda: fp.run(
+            plan, params, (x, x), executor="threads", threads_per_lane=1
+        ),
         "threads, kept": lambda: fp.run(plan, params, (x, x), executor=lanes, threads_per_lane=1),
     }
 
@@ -40,11 +52,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print("| width x layers, rows, M | arm | median ms | x plain loop | cores |\n|---|---|---:|---:|---:|")
-    for width, layers, rows, microbatches in [(1024, 8, 256, 8), (512, 8, 256, 8), (256, 8, 256, 8), (8, 2, 64, 8)]:
+    print(
+        "| width x layers, rows, M | arm | median ms | x plain loop | cores "
+        "|\n|---|---|---:|---:|---:|"
+    )
+    for width, layers, rows, microbatches in [
+        (1024, 8, 256, 8),
+        (512, 8, 256, 8),
+        (256, 8, 256, 8),
+        (8, 2, 64, 8),
+    ]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())])
-        stages, params, _ = zip(fp.from_module(model[:layers]), fp.from_module(model[layers:]), strict=True)
+        model = nn.Sequential(
+            *[m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())]
+        )
+        stages, params, _ = zip(
+            fp.from_module(model[:layers]), fp.from_module(model[layers:]), strict=True
+        )
         schedule = fp.schedules.one_f_one_b(2, microbatches)
         plan = fp.make_plan(stages, schedule, loss=nn.functional.mse_loss, devices="cpu")
         x = torch.randn(rows, width)
@@ -62,7 +86,8 @@ def main() -> None:
             median = statistics.median(wall for wall, _ in samples)
             cores = statistics.median(cpu / wall for wall, cpu in samples)
             print(
-                f"| {width} x {layers}, {rows}, {microbatches} | {name} | {median * 1e3:.1f} | {median / base:.2f} | {cores:.2f} |"
+                f"| {width} x {layers}, {rows}, {microbatches} | {name} | {median * 1e3:.1f} | "
+                f"{median / base:.2f} | {cores:.2f} |"
             )
 
 

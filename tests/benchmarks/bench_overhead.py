@@ -1,9 +1,11 @@
-"""Host time per action over a hand-written loop with the same torch calls. ``python tests/benchmarks/bench_overhead.py``.
+"""Host time per action over a hand-written loop with the same torch calls. ``python
+tests/benchmarks/bench_overhead.py``.
 
-Stages are as small as can be, so that what is left is the library. The loop does the actions in the order of the plan
-with the torch calls that a pipeline cannot do without: detached leaves, lazy copies at the borders, ``backward`` into the
-leaves and the sums. "bound" is the time from the first action to the last (`RunStats.seconds`): stages bound, batch cut;
-"whole run" has everything. Arms run interleaved; figures are medians.
+Stages are as small as can be, so that what is left is the library. The loop does the actions in the
+order of the plan with the torch calls that a pipeline cannot do without: detached leaves, lazy
+copies at the borders, ``backward`` into the leaves and the sums. "bound" is the time from the first
+action to the last (`RunStats.seconds`): stages bound, batch cut; "whole run" has everything. Arms
+run interleaved; figures are medians.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import funcpipe as fp
 
 
 def by_hand(params, x, microbatches: int, order) -> None:
-    """The actions of a plan for a chain of linear stages: leaves, borders, sums, and nothing else."""
+    """The actions of a plan for a chain of linear stages: leaves, borders, sums, and nothing
+    else."""
     aliases = [{key: p.detach().requires_grad_() for key, p in own.items()} for own in params]
     for own in aliases:
         for alias in own.values():
@@ -59,7 +62,10 @@ def main() -> None:
     def linear(params, x):
         return F.linear(x, params["w"], params["b"])
 
-    print("| stages, M | arm | us per action | over the loop, us | of the loop |\n|---|---|---:|---:|---:|")
+    print(
+        "| stages, M | arm | us per action | over the loop, us | of the loop "
+        "|\n|---|---|---:|---:|---:|"
+    )
     for stages, microbatches in [(2, 8), (2, 32), (4, 32)]:
         params = tuple({"w": torch.randn(8, 8) / 3, "b": torch.zeros(8)} for _ in range(stages))
         schedule = fp.schedules.one_f_one_b(stages, microbatches)
@@ -74,8 +80,12 @@ def main() -> None:
         with fp.lanes(plan) as lanes:
             arms = {
                 "by hand": lambda: by_hand(params, x, microbatches, order),
-                "serial": lambda: fp.run(plan, params, (x, x), executor="serial", threads_per_lane=1),
-                "compiled, serial": lambda: fp.run(programs, params, (x, x), executor="serial", threads_per_lane=1),
+                "serial": lambda: fp.run(
+                    plan, params, (x, x), executor="serial", threads_per_lane=1
+                ),
+                "compiled, serial": lambda: fp.run(
+                    programs, params, (x, x), executor="serial", threads_per_lane=1
+                ),
                 "threads": lambda: fp.run(plan, params, (x, x), executor=lanes, threads_per_lane=1),
             }
             times: dict[str, list[float]] = {}
@@ -96,7 +106,10 @@ def main() -> None:
         for name, samples in times.items():
             median = statistics.median(samples)
             ratio = statistics.median(a / b for a, b in zip(samples, times["by hand"], strict=True))
-            print(f"| {stages}, {microbatches} | {name} | {median:.1f} | {median - base:+.1f} | {ratio:.2f} |")
+            print(
+                f"| {stages}, {microbatches} | {name} | {median:.1f} | {median - base:+.1f} | "
+                f"{ratio:.2f} |"
+            )
 
 
 if __name__ == "__main__":

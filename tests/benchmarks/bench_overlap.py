@@ -1,10 +1,13 @@
-"""Is the loader's time hidden? ``python tests/benchmarks/bench_overlap.py [--repeats 9] [--device cuda:0]``.
+"""Is the loader's time hidden? ``python tests/benchmarks/bench_overlap.py [--repeats 9] [--device
+cuda:0]``.
 
-Three stages of 20 ms of sleep, 20 batches, depth 2, against the loop and the ideal (22 times 20 ms). Then real work on
-digits, one intra-op thread: decoding and augmentation (rotated, scaled and resampled to 32x32), the copy, and a step of a
-small convolutional network through `fp.run` on one lane. The arms run one after the other in each repeat: the plain loop,
-the overlap, the overlap in one thread, torch's DataLoader with one worker process over the same decoding, and the step alone
-on batches that lie ready, which nothing can beat. Last, what the machinery costs where there is no work.
+Three stages of 20 ms of sleep, 20 batches, depth 2, against the loop and the ideal (22 times 20
+ms). Then real work on digits, one intra-op thread: decoding and augmentation (rotated, scaled and
+resampled to 32x32), the copy, and a step of a small convolutional network through `fp.run` on one
+lane. The arms run one after the other in each repeat: the plain loop, the overlap, the overlap in
+one thread, torch's DataLoader with one worker process over the same decoding, and the step alone on
+batches that lie ready, which nothing can beat. Last, what the machinery costs where there is no
+work.
 """
 
 from __future__ import annotations
@@ -51,9 +54,17 @@ def sleeps(repeats: int) -> None:
 
     arms: dict[str, Callable[[], None]] = {
         "plain loop": loop,
-        "overlap, three stages": lambda: list(fp.batches.overlap(range(count), [work] * 3, depth=2)) and None,
+        "overlap, three stages": lambda: (
+            list(fp.batches.overlap(range(count), [work] * 3, depth=2)) and None
+        ),
         "overlap, two stages and a fold": lambda: (
-            list(fp.batches.overlap(range(count), [work, work, fp.batches.Fold(lambda s, x: (s, work(x)), 0)], depth=2))
+            list(
+                fp.batches.overlap(
+                    range(count),
+                    [work, work, fp.batches.Fold(lambda s, x: (s, work(x)), 0)],
+                    depth=2,
+                )
+            )
             and None
         ),
     }
@@ -87,7 +98,9 @@ def decode(index: int) -> tuple[Tensor, Tensor]:
     )
     large = interpolate(PIXELS[rows].float() / 16, size=(2 * SIZE, 2 * SIZE), mode="bicubic")
     turned = grid_sample(
-        large, affine_grid(turn, [ROWS, 1, 2 * SIZE, 2 * SIZE], align_corners=False), align_corners=False
+        large,
+        affine_grid(turn, [ROWS, 1, 2 * SIZE, 2 * SIZE], align_corners=False),
+        align_corners=False,
     )
     return interpolate(turned, size=(SIZE, SIZE), mode="area"), LABELS[rows]
 
@@ -118,7 +131,9 @@ def train(
     result = fp.run(plan, params, batch, threads_per_lane=1)
     assert result.grads is not None
     pairs = zip(params, result.grads, strict=True)
-    return tuple({name: one[name].detach() - 0.05 * grads[name] for name in one} for one, grads in pairs), result.loss
+    return tuple(
+        {name: one[name].detach() - 0.05 * grads[name] for name in one} for one, grads in pairs
+    ), result.loss
 
 
 class Decoded(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -146,13 +161,17 @@ def digits(repeats: int, device: str) -> None:
 
     def overlapped(name: str, **options: object) -> None:
         run = fp.batches.overlap(
-            range(BATCHES), [decode, fp.batches.to_device(device), fp.batches.Fold(step, params)], **options
+            range(BATCHES),
+            [decode, fp.batches.to_device(device), fp.batches.Fold(step, params)],
+            **options,
         )  # pyright: ignore
         for loss in run:
             last[name] = loss
         float(last[name])
 
-    loader = torch.utils.data.DataLoader(Decoded(), batch_size=None, num_workers=1, persistent_workers=True)
+    loader = torch.utils.data.DataLoader(
+        Decoded(), batch_size=None, num_workers=1, persistent_workers=True
+    )
     arms: dict[str, Callable[[], None]] = {
         "the step alone, batches ready": lambda: loop("alone", ready),
         "plain loop": lambda: loop("plain", map(decode, range(BATCHES))),
@@ -161,7 +180,9 @@ def digits(repeats: int, device: str) -> None:
         "DataLoader, one worker process": lambda: loop("loader", loader),
     }
     found = interleaved(arms, repeats)
-    losses = [float(one) for one in last.values()]  # the same bits everywhere; a GPU's sums are in no fixed order
+    losses = [
+        float(one) for one in last.values()
+    ]  # the same bits everywhere; a GPU's sums are in no fixed order
     assert max(losses) - min(losses) <= (0 if device == "cpu" else 1e-2), last
     alone, plain = found["the step alone, batches ready"], found["plain loop"]
     for name, one in found.items():
@@ -189,14 +210,19 @@ def overhead(repeats: int) -> None:
 
 def main() -> None:
     """Three tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| three stages of 20 ms, 20 batches | ms | of the ideal |\n|---|---:|---:|")
     sleeps(given.repeats)
-    print("\n| digits, 24 batches of 96 | ms a batch | of the plain loop | of the loader's time hidden |")
+    print(
+        "\n| digits, 24 batches of 96 | ms a batch | of the plain loop | of the loader's time "
+        "hidden |"
+    )
     print("|---|---:|---:|---:|")
     digits(given.repeats, given.device)
     print("\n| no work | us a batch |\n|---|---:|")

@@ -1,14 +1,17 @@
 """Build, check and lower a schedule: funcpipe against torch.distributed.pipelining, in one process.
 
-    python tests/benchmarks/bench_plan.py [--repeats 5] [--sizes 8,2,32 64,2,256] [--families 64,2,256] [--largest 256,2,4096]
+    python tests/benchmarks/bench_plan.py [--repeats 5] [--sizes 8,2,32 64,2,256] [--families
+    64,2,256] [--largest 256,2,4096]
 
-Both do what every rank does before the first step: compute the order of all devices, validate it, add communication.
-torch's part is what the constructor of ``ScheduleInterleaved1F1B`` runs (``_calculate_single_rank_operations`` for
-every rank, ``_validate_schedule``, ``_add_unshard_reshard``, ``_add_reduce_grad``, ``_add_send_recv``), called without
-a process group. Ours is `interleaved`, `check` (across devices, which torch does not do) and `make_plan` for plain
-stages with a loss. The two alternate; printed are the medians over the repeats, their range, and their ratio. Then the same for every
-family with two stages a device (one, where it takes no more) at one size, against torch's class that does the same, or its
-fastest of several stages a device (interleaved 1F1B) where it has none; and one large schedule.
+Both do what every rank does before the first step: compute the order of all devices, validate it,
+add communication. torch's part is what the constructor of ``ScheduleInterleaved1F1B`` runs
+(``_calculate_single_rank_operations`` for every rank, ``_validate_schedule``,
+``_add_unshard_reshard``, ``_add_reduce_grad``, ``_add_send_recv``), called without a process group.
+Ours is `interleaved`, `check` (across devices, which torch does not do) and `make_plan` for plain
+stages with a loss. The two alternate; printed are the medians over the repeats, their range, and
+their ratio. Then the same for every family with two stages a device (one, where it takes no more)
+at one size, against torch's class that does the same, or its fastest of several stages a device
+(interleaved 1F1B) where it has none; and one large schedule.
 """
 
 import argparse
@@ -44,7 +47,9 @@ FAMILIES = {
 }
 
 
-def ours(devices: int, chunks: int, microbatches: int, family: Callable[..., Any] = families.interleaved) -> int:
+def ours(
+    devices: int, chunks: int, microbatches: int, family: Callable[..., Any] = families.interleaved
+) -> int:
     """Build, check, lower; the number of tasks."""
     schedule = family(devices * chunks, microbatches, num_devices=devices)
     check(schedule)
@@ -53,7 +58,9 @@ def ours(devices: int, chunks: int, microbatches: int, family: Callable[..., Any
     return len(plan.program.order)
 
 
-def torchs(devices: int, chunks: int, microbatches: int, name: str = "ScheduleInterleaved1F1B") -> int:
+def torchs(
+    devices: int, chunks: int, microbatches: int, name: str = "ScheduleInterleaved1F1B"
+) -> int:
     """What torch's constructor does to its tables; the number of actions."""
     made: Any = object.__new__(getattr(theirs, name))
     made._num_stages = made.num_stages = devices * chunks
@@ -66,7 +73,9 @@ def torchs(devices: int, chunks: int, microbatches: int, name: str = "ScheduleIn
     lowered: Any = {}
     for rank, row in order.items():
         lowered[rank] = theirs._add_reduce_grad(theirs._add_unshard_reshard(row), microbatches)
-    lowered = theirs._add_send_recv(lowered, stage_to_rank=lambda s: rank_of[s], num_stages=devices * chunks)
+    lowered = theirs._add_send_recv(
+        lowered, stage_to_rank=lambda s: rank_of[s], num_stages=devices * chunks
+    )
     return sum(map(len, lowered.values()))
 
 
@@ -83,20 +92,34 @@ def every_family(size: tuple[int, int, int], repeats: int) -> None:
     for name, (family, cls) in FAMILIES.items():
         pairs = [(seconds(ours, size, family), seconds(torchs, size, cls)) for _ in range(repeats)]
         mine, other = (statistics.median(times) for times in zip(*pairs, strict=True))
-        print(f"{name}: funcpipe {mine:.3f}  torch {cls} {other:.3f}  ratio {other / mine:.1f}x", flush=True)
+        print(
+            f"{name}: funcpipe {mine:.3f}  torch {cls} {other:.3f}  ratio {other / mine:.1f}x",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Alternate, take medians, print one line a size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--sizes", nargs="+", default=["8,2,32", "32,2,128", "64,2,256"], help="devices,chunks,microbatches"
+        "--sizes",
+        nargs="+",
+        default=["8,2,32", "32,2,128", "64,2,256"],
+        help="devices,chunks,microbatches",
     )
     parser.add_argument("--families", default="64,2,256", help="devices,chunks,microbatches")
-    parser.add_argument("--largest", default="256,2,4096", help="devices,chunks,microbatches; funcpipe alone")
+    parser.add_argument(
+        "--largest", default="256,2,4096", help="devices,chunks,microbatches; funcpipe alone"
+    )
     options = parser.parse_args()
-    print("interleaved 1F1B: build + check + lower, median s (range) of", options.repeats, "alternating repeats")
+    print(
+        "interleaved 1F1B: build + check + lower, median s (range) of",
+        options.repeats,
+        "alternating repeats",
+    )
     for text in options.sizes:
         devices, chunks, microbatches = map(int, text.split(","))
         size = (devices, chunks, microbatches)
@@ -105,13 +128,16 @@ def main() -> None:
         shown = [f"{statistics.median(t):.4f} ({min(t):.4f}-{max(t):.4f})" for t in (mine, other)]
         ratio = statistics.median(other) / statistics.median(mine)
         print(
-            f"p={devices} v={chunks} m={microbatches}: funcpipe {shown[0]}  torch {shown[1]}  ratio {ratio:.1f}x",
+            f"p={devices} v={chunks} m={microbatches}: funcpipe {shown[0]}  torch {shown[1]}  "
+            f"ratio {ratio:.1f}x",
             flush=True,
         )
     print(f"every family at p,v,m = {options.families}, median s of {min(3, options.repeats)}")
     every_family(tuple(map(int, options.families.split(","))), min(3, options.repeats))
     devices, chunks, microbatches = map(int, options.largest.split(","))
-    print(f"interleaved at {options.largest}: {seconds(ours, (devices, chunks, microbatches)):.1f} s")
+    print(
+        f"interleaved at {options.largest}: {seconds(ours, (devices, chunks, microbatches)):.1f} s"
+    )
 
 
 if __name__ == "__main__":

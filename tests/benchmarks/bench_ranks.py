@@ -1,20 +1,24 @@
 """Does the clock predict processes whose values take time to arrive?
 
-    python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10] [--spare 0 2] [--repeats 9]
+    python tests/benchmarks/bench_ranks.py [--work pauses] [--processes 2 4] [--latency 0 .1 1 10]
+    [--spare 0 2] [--repeats 9]
 
-`fp.ranks` on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear and GELU; as many
-processes as there are cores) or do next to nothing and sleep (``--work pauses``: F, I and W of ``--forward`` ms a
-device, so any number of processes). The latency is made at the end that receives, on every edge between processes: values, and
-what says that a slot is free, are put into the lane's mailbox one latency after they have come. ``--spare`` are spare slots of the plan.
+`fp.ranks` on one machine, against `fp.simulate`. Stages either compute (``--work chain``: Linear
+and GELU; as many processes as there are cores) or do next to nothing and sleep (``--work pauses``:
+F, I and W of ``--forward`` ms a device, so any number of processes). The latency is made at the end
+that receives, on every edge between processes: values, and what says that a slot is free, are put
+into the lane's mailbox one latency after they have come. ``--spare`` are spare slots of the plan.
 
-Exchanges (what all processes tell each other before and after the actions) have no latency. Each schedule goes through
-its latencies in turn, round by round; figures are medians over the rounds, ratios those of each round's ratio. The costs
-are the mean times of the round's run without latency, and ``comm`` is the latency and the hop that was measured there: the
-median time from the end of an action to the start of one that waited for nothing else, on another process. "whole" is
-`fp.run` on rank 0, "actions" from the first to the last of all ranks; the ratios are of the simulated makespan over these.
-"schedule" is `fp.simulate` of the schedule, "plan" that of the plan, whose lanes wait to send until the slot at the other
-end is free. Rounds in which other processes used the machine, during this run or the one without latency, are left out;
-"clean" says how many were left, and a star that figures are of all, because fewer than five were.
+Exchanges (what all processes tell each other before and after the actions) have no latency. Each
+schedule goes through its latencies in turn, round by round; figures are medians over the rounds,
+ratios those of each round's ratio. The costs are the mean times of the round's run without latency,
+and ``comm`` is the latency and the hop that was measured there: the median time from the end of an
+action to the start of one that waited for nothing else, on another process. "whole" is `fp.run` on
+rank 0, "actions" from the first to the last of all ranks; the ratios are of the simulated makespan
+over these. "schedule" is `fp.simulate` of the schedule, "plan" that of the plan, whose lanes wait
+to send until the slot at the other end is free. Rounds in which other processes used the machine,
+during this run or the one without latency, are left out; "clean" says how many were left, and a
+star that figures are of all, because fewer than five were.
 """
 
 from __future__ import annotations
@@ -160,7 +164,8 @@ def cases(size: int, given: argparse.Namespace) -> Iterator[Case]:
 
 
 class Step(NamedTuple):
-    """What was measured of one run: `fp.run`, its actions, and if other processes left the machine alone."""
+    """What was measured of one run: `fp.run`, its actions, and if other processes left the machine
+    alone."""
 
     whole: float
     timeline: fp.Timeline
@@ -176,7 +181,9 @@ def measure(case: Case, latencies: Sequence[float], repeats: int) -> dict[float,
             for latency, steps in found.items():
                 LateArrivals.latency = latency
                 before, cpu, start = busy(), process_time(), perf_counter()
-                result = fp.run(case.plan, params, case.batch, executor=ranks, threads_per_lane=1, record=True)
+                result = fp.run(
+                    case.plan, params, case.batch, executor=ranks, threads_per_lane=1, record=True
+                )
                 seconds, spent = perf_counter() - start, torch.tensor(process_time() - cpu)
                 dist.all_reduce(spent)
                 clean = undisturbed(before, Spent(seconds, float(spent)))
@@ -234,7 +241,15 @@ def rows(plan: fp.Plan, found: dict[float, list[Step]]) -> Iterator[Row]:
                 slow = replace(cost, comm=cost.comm + latency)
                 clocks = [fp.simulate(what, slow).makespan for what in (plan.schedule, plan)]
                 actions = other.timeline.makespan
-                each.append((other.whole, actions, clocks[0] / actions, clocks[1] / actions, clocks[1] / other.whole))
+                each.append(
+                    (
+                        other.whole,
+                        actions,
+                        clocks[0] / actions,
+                        clocks[1] / actions,
+                        clocks[1] / other.whole,
+                    )
+                )
         yield Row(latency, sum(clean), len(clean), *map(statistics.median, zip(*each, strict=True)))
 
 
@@ -245,7 +260,10 @@ def table(size: int, given: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         mine, its = context.Pipe(duplex=False)
         make = partial(context.Process, target=serve, daemon=True)
-        processes = [make(args=(rank, size, given, folder, its if rank == 0 else None)) for rank in range(size)]
+        processes = [
+            make(args=(rank, size, given, folder, its if rank == 0 else None))
+            for rank in range(size)
+        ]
         for process in processes:
             process.start()
         its.close()
@@ -277,12 +295,23 @@ def line(size: int, name: str, row: Row) -> str:
 def main() -> None:
     """One table for each number of processes."""
     assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", choices=["pauses", "chain"], default="pauses")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--latency", type=float, nargs="+", default=[0.0, 0.1, 1.0, 10.0], help="milliseconds")
-    parser.add_argument("--spare", type=int, nargs="+", default=[0, 2], help="spare slots of the plan")
-    parser.add_argument("--forward", type=float, default=10.0, help="milliseconds that a device sleeps for F, I and W")
+    parser.add_argument(
+        "--latency", type=float, nargs="+", default=[0.0, 0.1, 1.0, 10.0], help="milliseconds"
+    )
+    parser.add_argument(
+        "--spare", type=int, nargs="+", default=[0, 2], help="spare slots of the plan"
+    )
+    parser.add_argument(
+        "--forward",
+        type=float,
+        default=10.0,
+        help="milliseconds that a device sleeps for F, I and W",
+    )
     parser.add_argument("--schedules", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9)
@@ -291,7 +320,8 @@ def main() -> None:
         parser.error("--processes are 2 or more; of the chain, which has 8 layers, 2 or 4")
     for size in given.processes:
         print(
-            "| processes | schedule | latency, ms | whole, ms | actions, ms | schedule / actions | plan / actions | plan / whole | clean |"
+            "| processes | schedule | latency, ms | whole, ms | actions, ms | schedule / actions "
+            "| plan / actions | plan / whole | clean |"
         )
         print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
         for text in table(size, given):

@@ -1,11 +1,15 @@
-"""Does the clock predict a run? ``python tests/benchmarks/bench_simulated.py [--work mlp ...] [--keep] [--rounds 15] [--picture FILE]``.
+"""Does the clock predict a run? ``python tests/benchmarks/bench_simulated.py [--work mlp ...]
+[--keep] [--rounds 15] [--picture FILE]``.
 
-The layers of `bench_peers.py` on two CPU lanes, M = 8. Between runs of a schedule `fp.models.profile_plan` measures its stages in one run of four
-microbatches, of 1F1B for 1F1B and fill-drain, of fill-drain for interleaved, of ZB-H2 (compiled stages) for zero-bubble. Printed are the
-median of the measured makespans, and the median and the quartiles of what `fp.simulate` makes of such a cost over the mean of the two runs
-beside it. What other processes disturb is done again, and does not count if it stays disturbed.
+The layers of `bench_peers.py` on two CPU lanes, M = 8. Between runs of a schedule
+`fp.models.profile_plan` measures its stages in one run of four microbatches, of 1F1B for 1F1B and
+fill-drain, of fill-drain for interleaved, of ZB-H2 (compiled stages) for zero-bubble. Printed are
+the median of the measured makespans, and the median and the quartiles of what `fp.simulate` makes
+of such a cost over the mean of the two runs beside it. What other processes disturb is done again,
+and does not count if it stays disturbed.
 
-``--keep``: glibc keeps the memory that a run gives back (mallopt), so that the next one need not fetch it page by page from the system.
+``--keep``: glibc keeps the memory that a run gives back (mallopt), so that the next one need not
+fetch it page by page from the system.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ LANES, COUNT, PROFILED, PROFILES, ENOUGH = 2, 8, 4, 3, 10
 SIZES = {"mlp": (1024, 256), "gpt2": (128, 32), "resnet": (32, 64), "unet": (16, 64)}
 """Width and rows of each kind of layer."""
 MMAP_THRESHOLD, TRIM_THRESHOLD, TOP_PAD = -3, -1, -2
-"""Of glibc's mallopt: larger allocations come from the system; more free memory goes back to it; it takes so much more."""
+"""Of glibc's mallopt: larger allocations come from the system; more free memory goes back to it; it
+takes so much more."""
 
 
 class Case(NamedTuple):
@@ -70,7 +75,9 @@ def cases(work: Work) -> list[Case]:
         )
         stages = tuple(map(fp.compile_stage, stages)) if compiled else stages
         plan, profiled = (
-            fp.make_plan(stages, maker(count, number, num_devices=LANES), loss=mse_loss, devices="cpu")
+            fp.make_plan(
+                stages, maker(count, number, num_devices=LANES), loss=mse_loss, devices="cpu"
+            )
             for maker, number in ((family, COUNT), (other, PROFILED))
         )
         found.append(Case(name, plan, profiled, params, state))
@@ -88,7 +95,8 @@ def alone(step: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 class Measured(NamedTuple):
-    """Seconds: simulated with what one run has shown, and the makespans of the runs before and after it.
+    """Seconds: simulated with what one run has shown, and the makespans of the runs before and
+    after it.
 
     Attributes:
         clean: did other processes leave the machine alone.
@@ -112,7 +120,9 @@ def measure(case: Case, work: Work, lanes: Any) -> Iterator[Measured]:
     batch = work.x[:rows], work.target[:rows]
 
     def simulated() -> float:
-        cost = fp.models.profile_plan(case.profiled, case.params, batch, repeats=1, warmup=0, **options)
+        cost = fp.models.profile_plan(
+            case.profiled, case.params, batch, repeats=1, warmup=0, **options
+        )
         return fp.simulate(case.plan, cost).makespan
 
     def measured() -> float:
@@ -133,23 +143,32 @@ def measure(case: Case, work: Work, lanes: Any) -> Iterator[Measured]:
 def keep_memory() -> None:
     """Let glibc keep what is freed, and fetch more than is asked for."""
     libc = ctypes.CDLL(None)
-    for option, value in ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, (1 << 31) - 1), (TOP_PAD, 64 << 20)):
+    for option, value in (
+        (MMAP_THRESHOLD, 1 << 30),
+        (TRIM_THRESHOLD, (1 << 31) - 1),
+        (TOP_PAD, 64 << 20),
+    ):
         assert libc.mallopt(option, value), (option, value)
 
 
 def main() -> None:
     """One line for each kind of layer and schedule."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--keep", action="store_true", help="keep memory that was given back")
-    parser.add_argument("--picture", type=Path, help="an SVG of 1F1B of the first work, simulated above measured")
+    parser.add_argument(
+        "--picture", type=Path, help="an SVG of 1F1B of the first work, simulated above measured"
+    )
     given = parser.parse_args()
     if given.keep:
         keep_memory()
     torch.set_num_threads(1)
     print(
-        "| layers | schedule | measured ms | simulated / measured | quartiles | clean |\n|---|---|---:|---:|---|---:|"
+        "| layers | schedule | measured ms | simulated / measured | quartiles | clean "
+        "|\n|---|---|---:|---:|---|---:|"
     )
     for kind in given.work:
         width, rows = SIZES[kind]
@@ -167,13 +186,17 @@ def main() -> None:
 
 
 def row(every: Sequence[Measured]) -> str:
-    """The figures of one schedule: of what nobody disturbed; of all, with a star, where that is too little."""
+    """The figures of one schedule: of what nobody disturbed; of all, with a star, where that is too
+    little."""
     clean = [one for one in every if one.clean]
     used = clean if len(clean) >= ENOUGH else every
     low, middle, high = statistics.quantiles([one.ratio for one in used], n=4)
     measured = statistics.median(one.after for one in used) * 1e3
     star = "*" if used is not clean else ""
-    return f"{measured:.1f} | {middle:.2f}{star} | {low:.2f} to {high:.2f} | {len(clean)} of {len(every)}"
+    return (
+        f"{measured:.1f} | {middle:.2f}{star} | {low:.2f} to {high:.2f} | {len(clean)} of "
+        f"{len(every)}"
+    )
 
 
 def draw(case: Case, work: Work, lanes: Any, path: Path) -> None:

@@ -1,10 +1,12 @@
-"""What splitting a backward costs the host. ``python tests/benchmarks/bench_split_backward.py [--repeats 30]``.
+"""What splitting a backward costs the host. ``python tests/benchmarks/bench_split_backward.py
+[--repeats 30]``.
 
-One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters' gradients, "eager I + W" its
-halves; "I + W" the two programs of a compiled stage, "B" their whole one, "inductor" I + W where torch's compiler built them; all as the recorded
-times of a run's actions. torch's split
-backward (``stage_backward_input``, ``stage_backward_weight``) stands beside its own ``stage_backward``, on the same module with
-the same microbatches. Arms take turns; figures are medians, microseconds a microbatch, and ratios of these.
+One stage, eight microbatches, one thread. "whole" is eager autograd's backward into the parameters'
+gradients, "eager I + W" its halves; "I + W" the two programs of a compiled stage, "B" their whole
+one, "inductor" I + W where torch's compiler built them; all as the recorded times of a run's
+actions. torch's split backward (``stage_backward_input``, ``stage_backward_weight``) stands beside
+its own ``stage_backward``, on the same module with the same microbatches. Arms take turns; figures
+are medians, microseconds a microbatch, and ratios of these.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def works() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """Small and wide stages, and the shape of a microbatch."""
 
     def mlp(width: int, depth: int) -> nn.Sequential:
-        return nn.Sequential(*(one for _ in range(depth) for one in (nn.Linear(width, width), nn.GELU())))
+        return nn.Sequential(
+            *(one for _ in range(depth) for one in (nn.Linear(width, width), nn.GELU()))
+        )
 
     return {
         "Linear(8), 2 rows": (nn.Linear(8, 8), (2, 8)),
@@ -47,7 +51,8 @@ def works() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 
 
 def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Arms that give microseconds a microbatch: B, I + W, of the compiled stage B and I + W, also by torch's compiler."""
+    """Arms that give microseconds a microbatch: B, I + W, of the compiled stage B and I + W, also
+    by torch's compiler."""
     stage, params, state = fp.from_module(model)
     batch = torch.randn(COUNT * shape[0], *shape[1:]), torch.randn(COUNT * shape[0], *shape[1:])
     whole = fp.schedules.one_f_one_b(2, COUNT, num_devices=2)
@@ -63,7 +68,11 @@ def ours(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
             given = {"state": trees[1], "trainable": True, "record": True}
             result = fp.run(plan, trees[0], batch, executor="serial", threads_per_lane=1, **given)
             assert result.timeline is not None
-            spans = [one for one in result.timeline.spans if one.action.stage == 1 and one.action.kind is not fp.Kind.F]
+            spans = [
+                one
+                for one in result.timeline.spans
+                if one.action.stage == 1 and one.action.kind is not fp.Kind.F
+            ]
             return sum(one.end - one.start for one in spans) / COUNT * 1e6
 
         return once
@@ -100,20 +109,26 @@ def torchs(model: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
         _, groups = theirs.stage_backward_input([loss], None, [x], iter(model.parameters()))
         theirs.stage_backward_weight(iter(model.parameters()), groups)
 
-    return {"torch whole": arm(lambda loss, x: theirs.stage_backward(loss, None, [x])), "torch I + W": arm(halves)}
+    return {
+        "torch whole": arm(lambda loss, x: theirs.stage_backward(loss, None, [x])),
+        "torch I + W": arm(halves),
+    }
 
 
 def main() -> None:
     """Take turns, print the table."""
     assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=30)
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = ["whole", "eager I + W", "B", "I + W", "inductor", "torch whole", "torch I + W"]
     print(
-        f"| stage | {' | '.join(names)} | eager I + W / whole | B / whole | I + W / whole | inductor / whole | torch's |\n"
+        f"| stage | {' | '.join(names)} | eager I + W / whole | B / whole | I + W / whole | "
+        "inductor / whole | torch's |\n"
         f"|---|{'---:|' * 12}"
     )
     for title, (model, shape) in works().items():
@@ -125,9 +140,12 @@ def main() -> None:
                 if repeat >= 3:
                     times[name].append(spent)
         found = {name: median(samples) for name, samples in times.items()}
-        ratios = [found[name] / found["whole"] for name in names[1:5]] + [found["torch I + W"] / found["torch whole"]]
+        ratios = [found[name] / found["whole"] for name in names[1:5]] + [
+            found["torch I + W"] / found["torch whole"]
+        ]
         print(
-            f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | {' | '.join(f'{one:.2f}' for one in ratios)} |"
+            f"| {title} | {' | '.join(f'{found[name]:.0f}' for name in names)} | "
+            f"{' | '.join(f'{one:.2f}' for one in ratios)} |"
         )
 
 

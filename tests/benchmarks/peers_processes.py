@@ -1,7 +1,8 @@
-"""Arms of two processes, started once, one step at each signal: torch.distributed.pipelining and `fp.ranks`.
+"""Arms of two processes, started once, one step at each signal: torch.distributed.pipelining and
+`fp.ranks`.
 
-Over gloo; on a GPU, which both share, by NCCL, which is told that they are on two machines: it refuses two processes on one
-device of one host.
+Over gloo; on a GPU, which both share, by NCCL, which is told that they are on two machines: it
+refuses two processes on one device of one host.
 """
 
 from __future__ import annotations
@@ -54,10 +55,17 @@ OWN = {
 }
 """Our arms: the family, the stages that each rank holds, the backend of compiled ones."""
 
-ALONE = {"limit, processes, eager": "", "limit, processes, compiled": "graph", "limit, processes, inductor": "inductor"}
-"""Each rank does its half of the model by itself: what no schedule of these programs goes below. Their backends."""
+ALONE = {
+    "limit, processes, eager": "",
+    "limit, processes, compiled": "graph",
+    "limit, processes, inductor": "inductor",
+}
+"""Each rank does its half of the model by itself: what no schedule of these programs goes below.
+Their backends."""
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its workers would be children of daemons
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # its workers would be children of daemons
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _PATIENCE = 60.0
@@ -72,7 +80,8 @@ class Ranks:
     """The processes of one schedule. Leave the with block to end them."""
 
     def __init__(self, schedule: str, folder: Path, device: str) -> None:
-        """They start with the first step; ``folder`` has the work in ``work.pt``, to do on ``device``."""
+        """They start with the first step; ``folder`` has the work in ``work.pt``, to do on
+        ``device``."""
         self.schedule, self._folder, self._device = schedule, folder, device
         self._store: Any = None
         self._processes: list[Any] = []
@@ -80,9 +89,13 @@ class Ranks:
 
     def _start(self) -> None:
         # A store as torchrun's: who waits at one of a file asks it a hundred times a second.
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not once a process
+        context.set_forkserver_preload(
+            ["torch.distributed.pipelining"]
+        )  # imported once, not once a process
         for rank in range(LANES):
             mine, its = context.Pipe()
             task = rank, self.schedule, self._folder, self._device, self._store.port, its
@@ -106,7 +119,8 @@ class Ranks:
                 process.join()
 
     def step(self) -> Spent:
-        """One step on all ranks: from the first start to the last end, by the clock that they share."""
+        """One step on all ranks: from the first start to the last end, by the clock that they
+        share."""
         starts, ends, cpus = zip(*self._ask("step"), strict=True)
         return Spent(max(ends) - min(starts), sum(cpus))
 
@@ -128,7 +142,10 @@ class Ranks:
         while missing := [pipe for pipe in self._pipes if pipe not in replies]:
             ready = wait(missing, _PATIENCE)
             if not ready:
-                raise RankError(f"ranks {[self._pipes.index(pipe) for pipe in missing]} did not answer {request!r}")
+                raise RankError(
+                    f"ranks {[self._pipes.index(pipe) for pipe in missing]} did not answer "
+                    f"{request!r}"
+                )
             for pipe in ready:
                 replies[pipe] = self._reply(pipe)
         return [replies[pipe] for pipe in self._pipes]
@@ -144,7 +161,8 @@ class Ranks:
 
 
 def _main(rank: int, schedule: str, folder: Path, device: str, port: int, pipe: Connection) -> None:
-    """One rank, on its share of the cores: do what is asked until the end; what fails goes back as text."""
+    """One rank, on its share of the cores: do what is asked until the end; what fails goes back as
+    text."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -168,7 +186,11 @@ def _main(rank: int, schedule: str, folder: Path, device: str, port: int, pipe: 
             elif request == "memory":
                 pipe.send(peak(step, clear) if device == "cpu" else float("nan"))
             else:
-                pipe.send(max((work.error(found, layers=layers) for layers, found in grads()), default=0.0))
+                pipe.send(
+                    max(
+                        (work.error(found, layers=layers) for layers, found in grads()), default=0.0
+                    )
+                )
     except EOFError:
         pass  # the benchmark has ended
     except BaseException as error:
@@ -176,7 +198,8 @@ def _main(rank: int, schedule: str, folder: Path, device: str, port: int, pipe: 
 
 
 def _share(rank: int, device: str) -> None:
-    """One GPU for all ranks, joined by NCCL over sockets; funcpipe's ranks take each for one of its own likewise."""
+    """One GPU for all ranks, joined by NCCL over sockets; funcpipe's ranks take each for one of its
+    own likewise."""
     from funcpipe._src.devices.stream import StreamBackend
 
     os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -186,7 +209,8 @@ def _share(rank: int, device: str) -> None:
 
 
 def _pin(rank: int) -> None:
-    """As funcpipe does with its lanes: torch's V schedules were 6 and 11 % faster with it on two cores."""
+    """As funcpipe does with its lanes: torch's V schedules were 6 and 11 % faster with it on two
+    cores."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         share = len(cores) // LANES
@@ -207,7 +231,9 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     per = work.depth // count
     parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
-    stages = tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
+    stages = (
+        tuple([fp.compile_stage(stage, backend=backend) for stage in stages]) if backend else stages
+    )
     schedule = getattr(fp.schedules, family)(count, work.microbatches, num_devices=LANES)
     # torch's stages have memory to receive in for each microbatch.
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=str(work.device), spare_slots=1)
@@ -218,10 +244,15 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     def step() -> None:
         nonlocal grads
         with work.casting():
-            grads = fp.run(plan, params, (work.x, work.target), state=state, executor=ranks, threads_per_lane=1).grads
+            grads = fp.run(
+                plan, params, (work.x, work.target), state=state, executor=ranks, threads_per_lane=1
+            ).grads
 
     def found() -> list[tuple[slice, Any]]:
-        return [(slice(i * per, (i + 1) * per), [grads[i][key] for key in params[i]]) for i in ranks.stages]
+        return [
+            (slice(i * per, (i + 1) * per), [grads[i][key] for key in params[i]])
+            for i in ranks.stages
+        ]
 
     def clear() -> None:
         nonlocal grads
@@ -231,14 +262,19 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
 
 
 def _alone(rank: int, name: str, work: Work) -> Pipeline:
-    """A rank that does its part of the model with inputs that lie ready; what it gives has no gradients to compare."""
+    """A rank that does its part of the model with inputs that lie ready; what it gives has no
+    gradients to compare."""
     import funcpipe as fp
 
     model, per = work.model(fp), work.depth // LANES
     with torch.no_grad(), work.casting():
         chunks = work.x.chunk(work.microbatches)
         x = torch.cat([model[: rank * per](chunk) for chunk in chunks]) if rank else work.x
-        target = work.target if rank == LANES - 1 else torch.cat([model[:per](chunk) for chunk in chunks])
+        target = (
+            work.target
+            if rank == LANES - 1
+            else torch.cat([model[:per](chunk) for chunk in chunks])
+        )
     stage, params, state = fp.from_module(model[rank * per : (rank + 1) * per])
     stage = fp.compile_stage(stage, backend=ALONE[name]) if ALONE[name] else stage
     schedule = fp.schedules.one_f_one_b(1, work.microbatches)
@@ -246,7 +282,9 @@ def _alone(rank: int, name: str, work: Work) -> Pipeline:
 
     def step() -> None:
         with work.casting():
-            fp.run(plan, (params,), (x, target), state=(state,), executor="serial", threads_per_lane=1)
+            fp.run(
+                plan, (params,), (x, target), state=(state,), executor="serial", threads_per_lane=1
+            )
 
     return step, list, lambda: None
 
@@ -263,7 +301,9 @@ def _pipeline(rank: int, name: str, work: Work) -> Pipeline:
     parts: dict[int, nn.Module] = {i: model[i * per : (i + 1) * per] for i in (rank, second)[:each]}
     stages = [PipelineStage(part, i, count, work.device) for i, part in parts.items()]
     made: Any = get_schedule_class(name)
-    schedule = made(stages[0] if each == 1 else stages, n_microbatches=work.microbatches, loss_fn=F.mse_loss)
+    schedule = made(
+        stages[0] if each == 1 else stages, n_microbatches=work.microbatches, loss_fn=F.mse_loss
+    )
     inputs = (work.x,) if 0 in parts else ()
     target: dict[str, Any] = {"target": work.target} if count - 1 in parts else {}
 

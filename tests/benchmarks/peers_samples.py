@@ -1,4 +1,5 @@
-"""Samples of arms taken in turn: wall time, CPU time, and whether other processes used the machine meanwhile."""
+"""Samples of arms taken in turn: wall time, CPU time, and whether other processes used the machine
+meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _STATUS, _HIGHEST = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Spent(NamedTuple):
-    """Seconds of one step: by the clock, and of processor time in all processes that worked for it."""
+    """Seconds of one step: by the clock, and of processor time in all processes that worked for
+    it."""
 
     wall: float
     cpu: float
@@ -44,7 +46,8 @@ class Sample(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """An arm's samples. The figures are of the clean ones; of all, if there are too few: then they are noisy."""
+    """An arm's samples. The figures are of the clean ones; of all, if there are too few: then they
+    are noisy."""
 
     quartiles: tuple[float, float, float]
     cores: float
@@ -71,9 +74,9 @@ def here(step: Callable[[], object]) -> Callable[[], Spent]:
 def peak(step: Callable[[], object], clear: Callable[[], object]) -> float:
     """MiB by which this process grows at most during a step; nan where the system does not say.
 
-    Before it gradients of earlier steps are dropped, and what the allocator keeps for later goes back to the system. So
-    the figure holds everything that the step needs besides model and batch: activations, gradients, and what is lost
-    between blocks.
+    Before it gradients of earlier steps are dropped, and what the allocator keeps for later goes
+    back to the system. So the figure holds everything that the step needs besides model and batch:
+    activations, gradients, and what is lost between blocks.
     """
     clear()
     if not _HIGHEST.exists():
@@ -91,10 +94,13 @@ def _kib(name: str) -> int:
     return int(row.split()[1])
 
 
-def take(arms: Mapping[str, Callable[[], Spent]], repeats: int, seconds: float) -> dict[str, list[Sample]]:
+def take(
+    arms: Mapping[str, Callable[[], Spent]], repeats: int, seconds: float
+) -> dict[str, list[Sample]]:
     """So many samples of each arm, one of each in every round, the order shuffled.
 
-    A sample that was disturbed is taken again, some times and while there are ``seconds`` left, then kept and marked.
+    A sample that was disturbed is taken again, some times and while there are ``seconds`` left,
+    then kept and marked.
     """
     end = monotonic() + seconds
     order, shuffle = list(arms), random.Random(0).shuffle
@@ -118,13 +124,17 @@ def _sample(step: Callable[[], Spent], end: float) -> Sample:
 
 
 def undisturbed(before: float | None, spent: Spent) -> bool:
-    """Did other processes leave the machine alone; ``before`` is what `busy` said when the step began."""
+    """Did other processes leave the machine alone; ``before`` is what `busy` said when the step
+    began."""
     after = busy()
-    return before is None or after is None or after - before - spent.cpu < FOREIGN * spent.wall + _TICK
+    return (
+        before is None or after is None or after - before - spent.cpu < FOREIGN * spent.wall + _TICK
+    )
 
 
 def busy() -> float | None:
-    """Seconds that all cores worked since the start of the machine, or were taken from it; None where nobody counts."""
+    """Seconds that all cores worked since the start of the machine, or were taken from it; None
+    where nobody counts."""
     if not _STAT.exists():
         return None
     user, nice, system, _, _, _, _, steal = map(int, _STAT.read_text().split(maxsplit=9)[1:9])
@@ -137,6 +147,8 @@ def summary(samples: Sequence[Sample]) -> Summary:
     noisy = len(clean) < min(ENOUGH, len(samples))
     used = samples if noisy else clean
     walls = [sample.wall for sample in used]
-    low, middle, high = statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else walls * 3
+    low, middle, high = (
+        statistics.quantiles(walls, n=4, method="inclusive") if len(walls) > 1 else walls * 3
+    )
     cores = statistics.median(sample.cpu / sample.wall for sample in used)
     return Summary((low, middle, high), cores, len(clean), len(samples), noisy)

@@ -14,21 +14,24 @@ from torch import Tensor
 
 LANES = 2
 LIMITS = {"unet": 1e-4}
-"""How far gradients may be from the plain ones, relative to each tensor's largest; 1e-5 where nothing else is said. Those of
-the U-Net are sums over 4096 pixels a row."""
+"""How far gradients may be from the plain ones, relative to each tensor's largest; 1e-5 where
+nothing else is said. Those of the U-Net are sums over 4096 pixels a row."""
 
 KINDS = {
     "mlp": "Linear({width}) + GELU",
     "gpt2": "transformer block of width {width}, 64 tokens",
     "resnet": "residual block of {width} channels with BatchNorm, 16x16",
-    "unet": "half of them down and half up a U-Net of {width} channels from 64x64, a skip on each level",
+    "unet": (
+        "half of them down and half up a U-Net of {width} channels from 64x64, a skip on each level"
+    ),
 }
 TOKENS, SIDE, TOP = 64, 16, 64
 
 
 @dataclass(frozen=True)
 class Work:
-    """A chain of equal layers with parameters in fp32, and one batch; loss: mean squared error; wanted: every gradient.
+    """A chain of equal layers with parameters in fp32, and one batch; loss: mean squared error;
+    wanted: every gradient.
 
     Attributes:
         kind: of the layers, one of `KINDS`.
@@ -50,7 +53,15 @@ class Work:
 
     @classmethod
     def make(
-        cls, kind: str, width: int, depth: int, rows: int, microbatches: int, autocast: bool, *, reference: bool = True
+        cls,
+        kind: str,
+        width: int,
+        depth: int,
+        rows: int,
+        microbatches: int,
+        autocast: bool,
+        *,
+        reference: bool = True,
     ) -> Work:
         """Weights and data from fixed seeds; without ``reference`` nothing is wanted of them."""
         torch.manual_seed(0)
@@ -69,7 +80,15 @@ class Work:
                 loss = F.mse_loss(model(part), wanted)
             (loss / microbatches).backward()
         return cls(
-            kind, width, depth, microbatches, weights, x, target, [gradients(layer) for layer in model], autocast
+            kind,
+            width,
+            depth,
+            microbatches,
+            weights,
+            x,
+            target,
+            [gradients(layer) for layer in model],
+            autocast,
         )  # pyright: ignore
 
     @property
@@ -118,8 +137,8 @@ class Work:
         """A fresh copy of the model: one child for each layer.
 
         Args:
-            kit: where ``skippable``, ``stash``, ``pop`` and ``Namespace`` are, for a model whose skips go by name; else
-                a layer gets them as further arguments, and hands them on.
+            kit: where ``skippable``, ``stash``, ``pop`` and ``Namespace`` are, for a model whose
+                skips go by name; else a layer gets them as further arguments, and hands them on.
         """
         model = chain(self.kind, self.width, self.depth, kit)
         with torch.no_grad():
@@ -128,7 +147,8 @@ class Work:
         return model.to(self.device)
 
     def error(self, found: Sequence[Tensor | None], *, layers: slice = slice(None)) -> float:
-        """How far some gradients of these layers are from the wanted ones; infinite where one is missing."""
+        """How far some gradients of these layers are from the wanted ones; infinite where one is
+        missing."""
         wanted = [gradient for layer in self.wanted[layers] for gradient in layer]
         if len(found) != len(wanted) or any(gradient is None for gradient in found):
             return float("inf")
@@ -152,7 +172,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Rows, tokens, width."""
         rows, tokens, width = x.shape
-        q, k, v = (part.view(rows, tokens, 4, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            part.view(rows, tokens, 4, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).reshape(rows, tokens, width))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -191,13 +214,16 @@ class Down(nn.Module):
 class Up(nn.Module):
     """A convolution of what comes up, twice as large, and of the skip of this level.
 
-    In two halves, which is the same as one over both joined. That one's gradient of the skip is a slice, and
-    torch.distributed.pipelining cannot send it ("input tensor has to be contiguous").
+    In two halves, which is the same as one over both joined. That one's gradient of the skip is a
+    slice, and torch.distributed.pipelining cannot send it ("input tensor has to be contiguous").
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.one, self.two = (
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+        )
 
     def made(self, x: Tensor, skip: Tensor) -> Tensor:
         """The output."""

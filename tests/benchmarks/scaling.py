@@ -2,10 +2,12 @@
 
     python tests/benchmarks/scaling.py [--devices 8 64 256 1024] [--most 17]
 
-Prints the tables of `docs/scaling.md`. A device has a p-th of the model, whose F, I and W of one microbatch take one unit
-each; where it has v stages, each takes a v-th of that. Residuals likewise: what a forward of the device's whole share keeps
-is one unit, and half of it is left after I. The clock is the one that `fp.simulate` agrees with (eight devices are done by both, and
-compared); without lane programs it goes through millions of actions. What has more than ``--most`` million is left out.
+Prints the tables of `docs/scaling.md`. A device has a p-th of the model, whose F, I and W of one
+microbatch take one unit each; where it has v stages, each takes a v-th of that. Residuals likewise:
+what a forward of the device's whole share keeps is one unit, and half of it is left after I. The
+clock is the one that `fp.simulate` agrees with (eight devices are done by both, and compared);
+without lane programs it goes through millions of actions. What has more than ``--most`` million is
+left out.
 """
 
 from __future__ import annotations
@@ -70,11 +72,19 @@ def look(name: str, devices: int, microbatches: int, latencies: Sequence[float] 
     cost = partial(fp.Cost, *[1 / each] * 3, residual=1 / each, weight_residual=1 / each / 2)
     lanes, place = coded(schedule.orders), schedule.device_of
     durations = durations_of(cost(), len(place))
-    busy = max(sum(durations[code][stage] for code, stage, _ in lane if CODED[code] not in MOVES) for lane in lanes)
+    busy = max(
+        sum(durations[code][stage] for code, stage, _ in lane if CODED[code] not in MOVES)
+        for lane in lanes
+    )
 
     def makespan(latency: float) -> float:
-        starts, _ = clock(lanes, place, microbatches, durations, edges_of(cost(comm=latency), place))
-        return max(row[-1] + durations[lane[-1][0]][lane[-1][1]] for row, lane in zip(starts, lanes, strict=True))
+        starts, _ = clock(
+            lanes, place, microbatches, durations, edges_of(cost(comm=latency), place)
+        )
+        return max(
+            row[-1] + durations[lane[-1][0]][lane[-1][1]]
+            for row, lane in zip(starts, lanes, strict=True)
+        )
 
     whole = makespan(0.0)
     peak = max(residual_peak(order, schedule, cost()) for order in schedule.orders)
@@ -84,13 +94,24 @@ def look(name: str, devices: int, microbatches: int, latencies: Sequence[float] 
             other = fp.simulate(schedule, cost(comm=latency))
             assert abs(other.makespan - makespan(latency)) < 1e-6, (name, latency)
             assert abs(max(other.peak) - peak) < 1e-6, name
-    return Found(1 - busy / whole, peak, values, tuple(makespan(latency) / whole - 1 for latency in latencies))
+    return Found(
+        1 - busy / whole,
+        peak,
+        values,
+        tuple(makespan(latency) / whole - 1 for latency in latencies),
+    )
 
 
-def cells(name: str, pairs: Sequence[tuple[int, int]], show: Callable[[Found], str], most: float) -> Iterator[str]:
+def cells(
+    name: str, pairs: Sequence[tuple[int, int]], show: Callable[[Found], str], most: float
+) -> Iterator[str]:
     """One cell for each (devices, microbatches)."""
     for devices, microbatches in pairs:
-        yield show(look(name, devices, microbatches)) if fits(name, devices, microbatches, most) else "-"
+        yield (
+            show(look(name, devices, microbatches))
+            if fits(name, devices, microbatches, most)
+            else "-"
+        )
         gc.collect()
 
 
@@ -101,7 +122,11 @@ def fits(name: str, devices: int, microbatches: int, most: float) -> bool:
 
 
 def table(
-    title: str, heads: Sequence[str], pairs: Sequence[tuple[int, int]], show: Callable[[Found], str], most: float
+    title: str,
+    heads: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+    show: Callable[[Found], str],
+    most: float,
 ) -> None:
     """A row for each family."""
     print(f"\n| {title} | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
@@ -129,19 +154,27 @@ def latency(devices: int, times: Sequence[int]) -> None:
     heads = [f"M = {time}p, {hop:g}" for time in times for hop in LATENCIES]
     print(f"\n| longer by, p = {devices:,} | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
     for name in FAMILIES:
-        found = [slower for time in times for slower in look(name, devices, time * devices, LATENCIES).slower]
+        found = [
+            slower
+            for time in times
+            for slower in look(name, devices, time * devices, LATENCIES).slower
+        ]
         print(f"| {name} | {' | '.join(f'{one:.1%}' for one in found)} |", flush=True)
 
 
 def meshes(most: float) -> None:
     """The same devices in several meshes."""
     names = ("1F1B", "interleaved, v = 2", "ZB-H1", "ZB-V")
-    print(f"\n| dp x pp x tp | M | {' | '.join(names)} | residuals of 1F1B |\n|---|---:|{'---:|' * (len(names) + 1)}")
+    print(
+        f"\n| dp x pp x tp | M | {' | '.join(names)} | residuals of 1F1B "
+        f"|\n|---|---:|{'---:|' * (len(names) + 1)}"
+    )
     for dp, pp, tp in MESHES:
         count = MICROBATCHES // dp
         shown = [*cells_of(names, pp, count, most)]
         print(
-            f"| {dp} x {pp} x {tp} | {count:,} | {' | '.join(shown)} | {look('1F1B', pp, count).peak / pp / tp:.3g} |",
+            f"| {dp} x {pp} x {tp} | {count:,} | {' | '.join(shown)} | "
+            f"{look('1F1B', pp, count).peak / pp / tp:.3g} |",
             flush=True,
         )
 
@@ -155,7 +188,9 @@ def cells_of(names: Sequence[str], devices: int, microbatches: int, most: float)
 def main() -> None:
     """All tables."""
     assert __doc__
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--most", type=float, default=17.0, help="million actions")
     given = parser.parse_args()
@@ -166,11 +201,27 @@ def main() -> None:
 
     times = (1, 2, 4, 8, 16)
     table(
-        "bubble, p = 64", [f"M = {time}p" for time in times], [(64, 64 * time) for time in times], percent, given.most
+        "bubble, p = 64",
+        [f"M = {time}p" for time in times],
+        [(64, 64 * time) for time in times],
+        percent,
+        given.most,
     )
     table("bubble, M = 2p", sizes, [(p, 2 * p) for p in given.devices], percent, given.most)
-    table("residuals, M = 2p", sizes, [(p, 2 * p) for p in given.devices], lambda found: f"{found.peak:g}", given.most)
-    table("values, M = 2p", sizes, [(p, 2 * p) for p in given.devices], lambda found: f"{found.values:.2f}", given.most)
+    table(
+        "residuals, M = 2p",
+        sizes,
+        [(p, 2 * p) for p in given.devices],
+        lambda found: f"{found.peak:g}",
+        given.most,
+    )
+    table(
+        "values, M = 2p",
+        sizes,
+        [(p, 2 * p) for p in given.devices],
+        lambda found: f"{found.values:.2f}",
+        given.most,
+    )
     print("\n| fewest M with a bubble of at most 10 % | p = 8 | p = 64 |\n|---|---:|---:|")
     for name in FAMILIES:
         print(f"| {name} | {' | '.join(f'{least(name, p, 0.1):,}' for p in (8, 64))} |", flush=True)

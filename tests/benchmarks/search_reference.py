@@ -1,8 +1,10 @@
-"""The shortest schedule by CP-SAT: a model of its own, to hold `fp.search` against. Knows nothing of `funcpipe.lab`.
+"""The shortest schedule by CP-SAT: a model of its own, to hold `fp.search` against. Knows nothing
+of `funcpipe.lab`.
 
-Times are whole numbers here. Where residuals do not move to the host, memory follows from the orders alone, and any start
-that the constraints allow will do. Where they do, the clock decides when memory comes and goes: nothing waits without a
-cause there, so each start must be the end of what it waits for (`_Model.begins`).
+Times are whole numbers here. Where residuals do not move to the host, memory follows from the
+orders alone, and any start that the constraints allow will do. Where they do, the clock decides
+when memory comes and goes: nothing waits without a cause there, so each start must be the end of
+what it waits for (`_Model.begins`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ COMPUTES = (Kind.F, Kind.I, Kind.W, Kind.R)
 _SCALE = 2
 """Memory comes in halves."""
 _EXACT = 60
-"""The most computing actions of a device whose every start is given a cause; with more there are too many choices."""
+"""The most computing actions of a device whose every start is given a cause; with more there are
+too many choices."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,28 @@ class Instance:
         return max(self.placement) + 1
 
     def __str__(self) -> str:
-        words = [name for name in ("remat", "offload") if getattr(self, name)] + ["hops"] * (self.cost.comm != 0)
+        words = [name for name in ("remat", "offload") if getattr(self, name)] + ["hops"] * (
+            self.cost.comm != 0
+        )
         places = "".join(map(str, self.placement))
-        return f"{self.number} | {self.devices}, {self.microbatches} | {places} | {self.limit:g} | {', '.join(words)}"
+        return (
+            f"{self.number} | {self.devices}, {self.microbatches} | {places} | {self.limit:g} | "
+            f"{', '.join(words)}"
+        )
 
 
 def instance(number: int) -> Instance:
-    """A random instance: 2 to 8 devices with 1 or 2 stages each, unequal costs, .6 to 2 times the memory of 1F1B."""
+    """A random instance: 2 to 8 devices with 1 or 2 stages each, unequal costs, .6 to 2 times the
+    memory of 1F1B."""
     rng = Random(number)
     devices, share, microbatches = rng.randint(2, 8), rng.randint(1, 2), rng.randint(4, 16)
     stages = devices * share
     line = [stage // share for stage in range(stages)]
     loop, v = [*range(devices)] * share, [*range(devices), *reversed(range(devices))]
     placement = rng.choice(
-        [line, rng.sample(line, stages)] if share == 1 else [line, loop, v, rng.sample(line, stages)]
+        [line, rng.sample(line, stages)]
+        if share == 1
+        else [line, loop, v, rng.sample(line, stages)]
     )
     shortest = rng.choice((1, 5, 8))
     forward, inward, weight = ([rng.randint(shortest, 10) for _ in range(stages)] for _ in range(3))
@@ -70,11 +81,24 @@ def instance(number: int) -> Instance:
         offload=[rng.randint(1, 9) for _ in range(stages)],
         comm=rng.choice([0, [rng.randint(0, 4) for _ in range(stages - 1)]]),
     )
-    peak = max(fp.simulate(fp.schedules.one_f_one_b(stages, microbatches, num_devices=devices), cost).peak)
-    least = max(sum(residual[stage] for stage in range(stages) if placement[stage] == d) for d in range(devices))
+    peak = max(
+        fp.simulate(fp.schedules.one_f_one_b(stages, microbatches, num_devices=devices), cost).peak
+    )
+    least = max(
+        sum(residual[stage] for stage in range(stages) if placement[stage] == d)
+        for d in range(devices)
+    )
     limit = max(round(rng.uniform(0.6, 2.0) * peak), least)
     allowed = rng.choice(("", "", "remat", "offload"))
-    return Instance(number, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload")
+    return Instance(
+        number,
+        cost,
+        tuple(placement),
+        microbatches,
+        limit,
+        allowed == "remat",
+        allowed == "offload",
+    )
 
 
 def small(seed: int, allowed: str = "") -> Instance:
@@ -83,7 +107,9 @@ def small(seed: int, allowed: str = "") -> Instance:
     devices = rng.randint(1, 3)
     stages = devices + rng.randint(0, 2)
     microbatches = rng.randint(1, 4 if stages < 4 else 3)
-    placement = rng.sample([*range(devices), *(rng.randrange(devices) for _ in range(stages - devices))], stages)
+    placement = rng.sample(
+        [*range(devices), *(rng.randrange(devices) for _ in range(stages - devices))], stages
+    )
     rows = [[rng.randint(1, 6) for _ in range(stages)] for _ in range(4)]
     residual = [rng.randint(0, 3) for _ in range(stages)]
     cost = fp.Cost(
@@ -93,9 +119,14 @@ def small(seed: int, allowed: str = "") -> Instance:
         weight_residual=[size * rng.choice((0, 0.5, 1)) for size in residual],
         comm=[rng.randint(0, 3) for _ in range(stages - 1)],
     )
-    least = max(sum(residual[stage] for stage in range(stages) if placement[stage] == d) for d in range(devices))
+    least = max(
+        sum(residual[stage] for stage in range(stages) if placement[stage] == d)
+        for d in range(devices)
+    )
     limit = max(1, least + rng.choice((0, 0, 1, 2, 3)))
-    return Instance(seed, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload")
+    return Instance(
+        seed, cost, tuple(placement), microbatches, limit, allowed == "remat", allowed == "offload"
+    )
 
 
 class Reference(NamedTuple):
@@ -110,7 +141,9 @@ class Reference(NamedTuple):
     bound: float
 
 
-def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, workers: int = 1) -> Reference:
+def reference(
+    one: Instance, known: fp.Schedule | None, *, seconds: float, workers: int = 1
+) -> Reference:
     """The shortest that CP-SAT finds, and what it proves, in so many seconds.
 
     Args:
@@ -121,8 +154,9 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
     """
     timeline = None if known is None else fp.simulate(known, one.cost)
     makespan, bound = float("inf") if timeline is None else timeline.makespan, 0.0
-    # Microbatches are alike, so they keep their order without loss, if each is held from its F to its backward. Where they
-    # need not be, orders that do are tried first, and what that finds begins the proof over all orders.
+    # Microbatches are alike, so they keep their order without loss, if each is held from its F to
+    # its backward. Where they need not be, orders that do are tried first, and what that finds
+    # begins the proof over all orders.
     moving = one.remat or one.offload
     for ordered, share in ((True, 0.4), (False, 0.6)) if moving else ((True, 1.0),):
         model = _Model(one, timeline, ordered=ordered)
@@ -130,7 +164,9 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
         solver.parameters.max_time_in_seconds = share * seconds
         solver.parameters.num_workers = workers
         solver.parameters.interleave_search = workers == 1
-        solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end Python without a word
+        solver.parameters.catch_sigint_signal = (
+            False  # afterwards Ctrl-C would end Python without a word
+        )
         status = solver.Solve(model.cp)
         if not (moving and ordered) and status != cp_model.INFEASIBLE:
             bound = max(bound, solver.BestObjectiveBound())
@@ -138,7 +174,9 @@ def reference(one: Instance, known: fp.Schedule | None, *, seconds: float, worke
             found = fp.simulate(model.schedule(solver), one.cost)
             fits = max(found.peak) <= one.limit * (1 + 1e-9)
             assert fits or not model.exact, f"{one}: a solution that holds {max(found.peak)}"
-            assert found.makespan <= solver.ObjectiveValue(), f"{one}: a solution that takes {found.makespan}"
+            assert found.makespan <= solver.ObjectiveValue(), (
+                f"{one}: a solution that takes {found.makespan}"
+            )
             if fits and found.makespan < makespan:
                 makespan, timeline = found.makespan, found
         if bound >= makespan:
@@ -163,11 +201,15 @@ class _Model:
         self.horizon = int((work + hops) * one.microbatches if known is None else known.makespan)
         places = [(stage, microbatch) for stage in self.stages for microbatch in self.count]
         self.start = {
-            fp.Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "") for kind in kinds for place in places
+            fp.Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "")
+            for kind in kinds
+            for place in places
         }
         self.again = {place: self.cp.NewBoolVar("") for place in places if one.remat}
         self.away = {place: self.cp.NewBoolVar("") for place in places if one.offload}
-        self.lengths = {action: int(one.cost.of(action.kind, action.stage)) for action in self.start}
+        self.lengths = {
+            action: int(one.cost.of(action.kind, action.stage)) for action in self.start
+        }
         self.busy: dict[tuple[int, str], list[Any]] = defaultdict(list)
         for action in self.start:
             way = action.kind.value if action.kind in (Kind.O, Kind.L) else ""
@@ -194,7 +236,13 @@ class _Model:
 
     def chosen(self, action: fp.Action) -> Any:
         """Whether an action runs; None: it must."""
-        choices = self.again if action.kind is Kind.R else self.away if action.kind in (Kind.O, Kind.L) else {}
+        choices = (
+            self.again
+            if action.kind is Kind.R
+            else self.away
+            if action.kind in (Kind.O, Kind.L)
+            else {}
+        )
         return choices.get((action.stage, action.microbatch))
 
     def _interval(self, action: fp.Action) -> Any:
@@ -204,7 +252,9 @@ class _Model:
         return self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, "")
 
     def _after(self, later: fp.Action, earlier: fp.Action, hop: float = 0) -> None:
-        chosen = [literal for action in (later, earlier) if (literal := self.chosen(action)) is not None]
+        chosen = [
+            literal for action in (later, earlier) if (literal := self.chosen(action)) is not None
+        ]
         constraint = self.cp.Add(self.start[later] >= self.end(earlier) + int(hop))
         if chosen:
             constraint.OnlyEnforceIf(chosen)
@@ -217,7 +267,8 @@ class _Model:
     def _precedes(self, stage: int, microbatch: int) -> None:
         """Everything that must come before something else of this stage and microbatch."""
         forward, inward, weight, again, off, back = (
-            fp.Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
+            fp.Action(kind, stage, microbatch)
+            for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
         )
         self._after(inward, forward)
         self._after(weight, inward)
@@ -242,7 +293,8 @@ class _Model:
         )
         for stage, microbatch in places:
             forward, inward, weight, again, off, back = (
-                fp.Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
+                fp.Action(kind, stage, microbatch)
+                for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
             )
             device = self.one.placement[stage]
             begin = self.start[forward]
@@ -255,7 +307,9 @@ class _Model:
                 cp.Add(begin == self.start[source]).OnlyEnforceIf(literal)
                 if source is back:
                     size = cp.NewIntVar(0, self.horizon, "")
-                    until = cp.NewOptionalIntervalVar(self.start[forward], size, self.end(off), literal, "")
+                    until = cp.NewOptionalIntervalVar(
+                        self.start[forward], size, self.end(off), literal, ""
+                    )
                     held[device].append((until, residual[stage]))
             for last, part in ((inward, residual[stage] - rest[stage]), (weight, rest[stage])):
                 size, end = cp.NewIntVar(0, self.horizon, ""), self.end(last)
@@ -266,10 +320,11 @@ class _Model:
             cp.AddCumulative(intervals, demands, int(_SCALE * self.one.limit))
 
     def _begins(self) -> None:
-        """Nothing starts later than the clock starts it: each start is the end of something that it waits for.
+        """Nothing starts later than the clock starts it: each start is the end of something that it
+        waits for.
 
-        What computes waits for what the device computed before, for its value, for its residual; a move for what the
-        device computed before, or for its link, or for the other half of it.
+        What computes waits for what the device computed before, for its value, for its residual; a
+        move for what the device computed before, or for its link, or for the other half of it.
         """
         for action, start in self.start.items():
             kind, stage, microbatch, _ = action
@@ -281,13 +336,28 @@ class _Model:
                 if other.kind in COMPUTES or (kind in (Kind.O, Kind.L) and other.kind is kind):
                     causes.append((self.end(other), self.chosen(other)))
             if kind is Kind.F and stage:
-                causes.append((self.end(fp.Action(Kind.F, stage - 1, microbatch)) + int(self._hop(stage - 1)), None))
+                causes.append(
+                    (
+                        self.end(fp.Action(Kind.F, stage - 1, microbatch))
+                        + int(self._hop(stage - 1)),
+                        None,
+                    )
+                )
             if kind is Kind.I and stage + 1 < len(self.stages):
-                causes.append((self.end(fp.Action(Kind.I, stage + 1, microbatch)) + int(self._hop(stage)), None))
+                causes.append(
+                    (
+                        self.end(fp.Action(Kind.I, stage + 1, microbatch)) + int(self._hop(stage)),
+                        None,
+                    )
+                )
             if kind is Kind.I:
-                causes.append((self.end(fp.Action(Kind.L, stage, microbatch)), self.away[stage, microbatch]))
+                causes.append(
+                    (self.end(fp.Action(Kind.L, stage, microbatch)), self.away[stage, microbatch])
+                )
             if kind is Kind.L:
-                causes.append((self.end(fp.Action(Kind.O, stage, microbatch)), self.away[stage, microbatch]))
+                causes.append(
+                    (self.end(fp.Action(Kind.O, stage, microbatch)), self.away[stage, microbatch])
+                )
             literals: list[Any] = []
             for moment, condition in causes:
                 literal = self.cp.NewBoolVar("")
@@ -315,7 +385,8 @@ class _Model:
                 self.cp.AddHint(literal, fp.Action(kind, *place) in ran)
 
     def schedule(self, solver: Any) -> fp.Schedule:
-        """The orders of the solution; a move stands before what its device computes while it starts, or starts next."""
+        """The orders of the solution; a move stands before what its device computes while it
+        starts, or starts next."""
         ran = {
             action: solver.Value(start)
             for action, start in self.start.items()
@@ -323,9 +394,15 @@ class _Model:
         }
         orders: list[tuple[fp.Action, ...]] = []
         for device in range(self.one.devices):
-            mine = {action: start for action, start in ran.items() if self.one.placement[action.stage] == device}
+            mine = {
+                action: start
+                for action, start in ran.items()
+                if self.one.placement[action.stage] == device
+            }
             computes = [
-                (start, start + self.lengths[action]) for action, start in mine.items() if action.kind in COMPUTES
+                (start, start + self.lengths[action])
+                for action, start in mine.items()
+                if action.kind in COMPUTES
             ]
             keys: dict[fp.Action, tuple[int, int, int]] = {}
             for action, start in mine.items():

@@ -1,4 +1,5 @@
-"""Careless batches: lists with a value for each row, inputs that carry a graph, marks around trees."""
+"""Careless batches: lists with a value for each row, inputs that carry a graph, marks around
+trees."""
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import funcpipe as fp
 
 
 def plan_of(fn, count=2, **options):
-    return fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, count), loss=F.mse_loss, devices="cpu", **options)
+    return fp.make_plan(
+        [fp.stage(fn)], fp.schedules.fill_drain(1, count), loss=F.mse_loss, devices="cpu", **options
+    )
 
 
 def linear(p, x):
@@ -30,14 +33,17 @@ def test_a_list_with_a_value_for_each_row_is_refused(ids, kind):
     """In every tree of the batch, with its place and the ways out."""
     x, y = torch.ones(8, 2), torch.ones(8, 2)
     plan = plan_of(linear)
-    with pytest.raises(fp.BatchError, match=rf"inputs\['ids'\] is a {kind} for each of 8 rows.*fp.Replicate"):
+    with pytest.raises(
+        fp.BatchError, match=rf"inputs\['ids'\] is a {kind} for each of 8 rows.*fp.Replicate"
+    ):
         fp.run(plan, (torch.eye(2),), ({"x": x, "ids": ids}, y))
     with pytest.raises(fp.BatchError, match=rf"target\['t'\]\[1\] is a {kind}"):
         fp.run(plan, (torch.eye(2),), (x, {"t": (y, ids)}))
 
 
 def test_other_values_beside_tensors_are_shared():
-    """Sizes, lists of another length, lists that are marked: each microbatch gets them whole, in their structure."""
+    """Sizes, lists of another length, lists that are marked: each microbatch gets them whole, in
+    their structure."""
     seen = []
 
     def stage(p, x):
@@ -99,7 +105,9 @@ def test_feeds_and_state_that_ask_for_gradients_are_refused():
         fp.run(plan, (torch.eye(2),), (x, x), feeds={"f": scale * 2})
     kept = fp.stage(lambda p, x, *, state: x @ p * state["s"])
     plan = fp.make_plan([kept], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
-    with pytest.raises(fp.PlanError, match=r"state\[0\]\['s'\] requires a gradient, and state gets none"):
+    with pytest.raises(
+        fp.PlanError, match=r"state\[0\]\['s'\] requires a gradient, and state gets none"
+    ):
         fp.run(plan, (torch.eye(2),), (x, x), state=({"s": nn.Parameter(torch.ones(2))},))
 
 
@@ -109,13 +117,16 @@ def test_where_no_gradients_are_asked_for_inputs_may_have_a_graph():
     stage = fp.stage(linear)
     plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     assert not fp.run(plan, (torch.eye(2),), x).outputs.requires_grad
-    result, pullback = fp.vjp(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), devices="cpu"), (torch.eye(2),), x)
+    result, pullback = fp.vjp(
+        fp.make_plan([stage], fp.schedules.fill_drain(1, 2), devices="cpu"), (torch.eye(2),), x
+    )
     assert torch.equal(pullback(torch.ones_like(result.outputs))[1], torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_loaded_batch_for_a_first_layer_that_writes_in_place(tmp_path, executor):
-    """What ``torch.load`` read has memory without an allocator: a copy that torch makes late crashes the process."""
+    """What ``torch.load`` read has memory without an allocator: a copy that torch makes late
+    crashes the process."""
     torch.save({"x": torch.randn(8, 2), "w": torch.randn(2, 2)}, tmp_path / "all.pt")
     loaded = torch.load(tmp_path / "all.pt")
     before = loaded["x"].clone()
@@ -123,6 +134,10 @@ def test_a_loaded_batch_for_a_first_layer_that_writes_in_place(tmp_path, executo
     def stage(p, x):
         return x.relu_() @ p
 
-    result = fp.run(plan_of(stage), (loaded["w"],), (loaded["x"], torch.ones(8, 2)), executor=executor)
+    result = fp.run(
+        plan_of(stage), (loaded["w"],), (loaded["x"], torch.ones(8, 2)), executor=executor
+    )
     assert torch.equal(loaded["x"], before)
-    torch.testing.assert_close(result.loss, F.mse_loss(before.relu() @ loaded["w"], torch.ones(8, 2)))
+    torch.testing.assert_close(
+        result.loss, F.mse_loss(before.relu() @ loaded["w"], torch.ones(8, 2))
+    )

@@ -1,4 +1,5 @@
-"""Compiled stages that meet ever other sizes and numbers: few programs are kept, the numbers are eager's, and they say why, once."""
+"""Compiled stages that meet ever other sizes and numbers: few programs are kept, the numbers are
+eager's, and they say why, once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def batch(rows):
 
 
 def plan_of(*stages, microbatches=1, loss=F.mse_loss):
-    return fp.make_plan(stages, fp.schedules.zero_bubble(len(stages), microbatches), loss=loss, devices="cpu")
+    return fp.make_plan(
+        stages, fp.schedules.zero_bubble(len(stages), microbatches), loss=loss, devices="cpu"
+    )
 
 
 def heard(work):
@@ -43,7 +46,8 @@ def heard(work):
     return [str(one.message) for one in found]
 
 
-# -- how many programs -------------------------------------------------------------------------------------------------
+# -- how many programs
+# -------------------------------------------------------------------------------
 
 
 def test_ever_other_sizes():
@@ -52,7 +56,10 @@ def test_ever_other_sizes():
 
     def train():
         for rows in (1, 2, 3, 4, 5, 6, 7, 1, 2, 8, 9, 10):
-            found = [fp.run(plan_of(one), params(), batch(rows), threads_per_lane=1) for one in (eager, made)]
+            found = [
+                fp.run(plan_of(one), params(), batch(rows), threads_per_lane=1)
+                for one in (eager, made)
+            ]
             assert_same_result(*found)
             assert len(made.program.found) <= 3
 
@@ -64,7 +71,8 @@ def test_ever_other_sizes():
 
 
 def test_a_few_sizes_are_no_news():
-    """As many as are kept, however often: traced once each, and nothing is said (warnings are errors here)."""
+    """As many as are kept, however often: traced once each, and nothing is said (warnings are
+    errors here)."""
     made = fp.compile_stage(fp.stage(layer), max_programs=3)
     for rows in (1, 2, 3) * 5:
         fp.run(plan_of(made), params(), batch(rows))
@@ -94,7 +102,8 @@ def test_dropped_programs_are_freed():
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_of_more_sizes_than_are_kept(executor, again):
-    """It keeps what it uses, its repeated forwards and split backwards included, and traces each size once."""
+    """It keeps what it uses, its repeated forwards and split backwards included, and traces each
+    size once."""
     stages = [fp.stage(layer) for _ in range(2)]
     made = [fp.compile_stage(one, fuse=False, max_programs=1) for one in stages]
     given = [batch(rows) for rows in (1, 2, 3, 1, 4, 2)]
@@ -103,7 +112,11 @@ def test_a_run_of_more_sizes_than_are_kept(executor, again):
     schedule = fp.schedules.remat(schedule) if again else schedule
     plans = [fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu") for one in (stages, made)]
     found = []
-    heard(lambda: found.extend(fp.run(p, params(2), data, executor=executor, threads_per_lane=1) for p in plans))
+    heard(
+        lambda: found.extend(
+            fp.run(p, params(2), data, executor=executor, threads_per_lane=1) for p in plans
+        )
+    )
     assert_same_result(*found)
     assert [4, 4] == [one.program.made for one in made]
     assert [1, 1] == [len(one.program.found) for one in made]
@@ -113,7 +126,9 @@ def test_runs_that_share_a_stage():
     """Lanes of several runs drop each other's programs all the time."""
     eager, made = fp.stage(layer), fp.compile_stage(fp.stage(layer), fuse=False, max_programs=1)
     wanted = {
-        rows: fp.run(plan_of(eager, eager, microbatches=2), params(2), batch(rows), threads_per_lane=1)
+        rows: fp.run(
+            plan_of(eager, eager, microbatches=2), params(2), batch(rows), threads_per_lane=1
+        )
         for rows in (3, 4, 7)
     }
     wrong = []
@@ -121,7 +136,11 @@ def test_runs_that_share_a_stage():
     def work(rows):
         for _ in range(4):
             found = fp.run(
-                plan_of(made, made, microbatches=2), params(2), batch(rows), executor="threads", threads_per_lane=1
+                plan_of(made, made, microbatches=2),
+                params(2),
+                batch(rows),
+                executor="threads",
+                threads_per_lane=1,
             )
             if not (same(found.grads, wanted[rows].grads) and same(found.loss, wanted[rows].loss)):
                 wrong.append(rows)
@@ -161,7 +180,8 @@ def test_warmup_counts_what_it_made():
     assert 1 == len(made.program.found)
 
 
-# -- Python numbers ----------------------------------------------------------------------------------------------------
+# -- Python numbers
+# -------------------------------------------------------------------------------
 
 
 @fp.stage(feeds=["temperature"])
@@ -183,12 +203,16 @@ def scaled(p, x):
 
 
 def in_feeds(stage, value):
-    return fp.run(plan_of(stage), params(), batch(4), feeds={"temperature": value}, threads_per_lane=1)
+    return fp.run(
+        plan_of(stage), params(), batch(4), feeds={"temperature": value}, threads_per_lane=1
+    )
 
 
 def in_target(stage, value):
     x, y = batch(4)
-    return fp.run(plan_of(stage, loss=weighted), params(), (x, {"y": y, "weight": value}), threads_per_lane=1)
+    return fp.run(
+        plan_of(stage, loss=weighted), params(), (x, {"y": y, "weight": value}), threads_per_lane=1
+    )
 
 
 def in_batch(stage, value):
@@ -217,7 +241,8 @@ PLACES = {
 @pytest.mark.parametrize("kind", [float, int])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_number_that_changes(place, kind):
-    """Eager's bits for each value, and one warning at the fourth that says which it is and what it was."""
+    """Eager's bits for each value, and one warning at the fourth that says which it is and what it
+    was."""
     stage, go = PLACES[place]
     made = fp.compile_stage(stage, fuse=False)
     values = [kind(1 + 2 * n) for n in range(6)]
@@ -253,7 +278,9 @@ def test_only_what_changes_is_named():
     def train():
         for step in range(8):
             for rows in (2, 3):
-                fp.run(plan_of(made), params(), batch(rows), feeds={"a": 0.5, "b": {"n": step // 2}})
+                fp.run(
+                    plan_of(made), params(), batch(rows), feeds={"a": 0.5, "b": {"n": step // 2}}
+                )
 
     (text,) = heard(train)
     assert "feeds['b']['n'] was 0, 1, 2, 3. " in text
@@ -261,7 +288,8 @@ def test_only_what_changes_is_named():
 
 
 def test_two_values_are_no_news():
-    """Training and evaluation have their own; sizes and numbers that do not change have nothing to do with each other."""
+    """Training and evaluation have their own; sizes and numbers that do not change have nothing to
+    do with each other."""
     made = fp.compile_stage(soften)
     for rows in (1, 2, 3, 4):
         for value in (1.0, 0.7):
@@ -276,9 +304,15 @@ def test_a_stage_that_branches_on_a_number():
     @fp.stage(feeds=["t"])
     def stage(p, x, *, feeds):
         t = feeds["t"]
-        return x @ p["w"] if type(t) is float and t > 0.5 else torch.exp(x @ p["w"]) * {0.25: 2.0}.get(t, 3.0)
+        return (
+            x @ p["w"]
+            if type(t) is float and t > 0.5
+            else torch.exp(x @ p["w"]) * {0.25: 2.0}.get(t, 3.0)
+        )
 
     made = fp.compile_stage(stage, fuse=False)
     for value in (0.75, 0.25, 0.5):
-        run = lambda one: fp.run(plan_of(one), params(), batch(4), feeds={"t": value}, threads_per_lane=1)
+        run = lambda one: fp.run(
+            plan_of(one), params(), batch(4), feeds={"t": value}, threads_per_lane=1
+        )
         assert_same_result(run(stage), run(made))

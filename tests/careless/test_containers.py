@@ -1,4 +1,5 @@
-"""Values in containers of every kind: what can be taken apart is a tree, what cannot is refused by name; never silently."""
+"""Values in containers of every kind: what can be taken apart is a tree, what cannot is refused by
+name; never silently."""
 
 import collections
 import concurrent.futures
@@ -47,7 +48,9 @@ class InTorch:
         self.x, self.mask = x, mask
 
 
-torch.utils._pytree.register_pytree_node(InTorch, lambda v: ([v.x, v.mask], None), lambda c, _: InTorch(*c))
+torch.utils._pytree.register_pytree_node(
+    InTorch, lambda v: ([v.x, v.mask], None), lambda c, _: InTorch(*c)
+)
 
 
 class InOptree:
@@ -55,7 +58,9 @@ class InOptree:
         self.x, self.mask = x, mask
 
 
-optree.register_pytree_node(InOptree, lambda v: ((v.x, v.mask), None), lambda _, c: InOptree(*c), namespace="funcpipe")
+optree.register_pytree_node(
+    InOptree, lambda v: ((v.x, v.mask), None), lambda _, c: InOptree(*c), namespace="funcpipe"
+)
 
 
 class Named(NamedTuple):
@@ -96,8 +101,13 @@ def parts(value):
 
 
 def run(make, *, where, executor=None, rows=7, count=3):
-    """A two-stage model with the container at one place; its result and plain autograd's loss and gradients."""
-    x, mask, target = torch.randn(rows, 4), (torch.rand(rows, 4) > 0.5).float(), torch.randn(rows, 4)
+    """A two-stage model with the container at one place; its result and plain autograd's loss and
+    gradients."""
+    x, mask, target = (
+        torch.randn(rows, 4),
+        (torch.rand(rows, 4) > 0.5).float(),
+        torch.randn(rows, 4),
+    )
     w = [torch.randn(4, 4), torch.randn(4, 4)]
 
     def first(p, value):
@@ -115,7 +125,10 @@ def run(make, *, where, executor=None, rows=7, count=3):
     stages = [fp.stage(first, name="first"), fp.stage(second, name="second")]
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, count), loss=loss, devices="cpu")
     params = (make(w[0], torch.ones(4)) if where == "params" else w[0], w[1])
-    batch = (make(x, mask) if where == "batch" else (x, mask), make(target, mask) if where == "target" else target)
+    batch = (
+        make(x, mask) if where == "batch" else (x, mask),
+        make(target, mask) if where == "target" else target,
+    )
     result = fp.run(plan, params, batch, executor=executor)
     leaves = [one.clone().requires_grad_() for one in w]
     F.mse_loss((torch.tanh(x @ leaves[0]) * mask) @ leaves[1], target).backward()
@@ -155,35 +168,58 @@ def test_hidden_tensors_are_refused_in_stashes_stats_state_feeds_and_outputs(kin
 
     def refused(first, match, **options):
         stages = [first, fp.stage(lambda p, x, *, skips: x, pop=["s"])] if first.stash else [first]
-        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 2, backward=False), train=True, devices="cpu")
+        plan = fp.make_plan(
+            stages,
+            fp.schedules.fill_drain(len(stages), 2, backward=False),
+            train=True,
+            devices="cpu",
+        )
         with pytest.raises(fp.FuncpipeError, match=match):
             fp.run(plan, ((),) * len(stages), x, **options)
 
-    refused(fp.stage(lambda p, x: fp.Out(x, stash={"s": make(x, mask)}), stash=["s"]), r"stash\['s'\].*hides tensors")
-    commit = fp.stage(lambda p, x, *, state: fp.Out(x, stats=make(x, mask)), commit=lambda s, stats: s)
+    refused(
+        fp.stage(lambda p, x: fp.Out(x, stash={"s": make(x, mask)}), stash=["s"]),
+        r"stash\['s'\].*hides tensors",
+    )
+    commit = fp.stage(
+        lambda p, x, *, state: fp.Out(x, stats=make(x, mask)), commit=lambda s, stats: s
+    )
     refused(commit, "stats.*hides tensors", state=({"a": x},))
-    refused(fp.stage(lambda p, x, *, state: x), r"state\[0\].*hides tensors", state=(make(x, mask),))
+    refused(
+        fp.stage(lambda p, x, *, state: x), r"state\[0\].*hides tensors", state=(make(x, mask),)
+    )
     feeds = fp.stage(lambda p, x, *, feeds: x, feeds=["f"])
     refused(feeds, r"feeds\['f'\].*hides tensors", feeds={"f": make(x, mask)})
     refused(fp.stage(lambda p, x: make(x, mask)), "y.*hides tensors")
 
 
 def test_a_loss_may_take_any_output_but_the_plan_returns_none_of_it():
-    """What only the loss sees keeps its graph: right gradients. As an output of the run it is refused."""
+    """What only the loss sees keeps its graph: right gradients. As an output of the run it is
+    refused."""
     w, x = torch.randn(4, 4), torch.randn(6, 4)
     stage = fp.stage(lambda p, x: SimpleNamespace(y=x @ p))
     options = {"loss": lambda y, t: y.y.square().mean(), "devices": "cpu"}
-    result = fp.run(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), **options), (w,), (x, None))
+    result = fp.run(
+        fp.make_plan([stage], fp.schedules.fill_drain(1, 2), **options), (w,), (x, None)
+    )
     leaf = w.clone().requires_grad_()
     (x @ leaf).square().mean().backward()
     torch.testing.assert_close(result.grads[0], leaf.grad)
     with pytest.raises(fp.BatchError, match="outputs.*hides tensors"):
-        fp.run(fp.make_plan([stage], fp.schedules.fill_drain(1, 2), outputs=True, **options), (w,), (x, None))
+        fp.run(
+            fp.make_plan([stage], fp.schedules.fill_drain(1, 2), outputs=True, **options),
+            (w,),
+            (x, None),
+        )
 
 
 def test_ready_made_microbatches_are_looked_into():
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
-    good = fp.Microbatches([Plain(torch.ones(2), torch.zeros(2)), Plain(torch.ones(3), torch.zeros(3))])
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu"
+    )
+    good = fp.Microbatches(
+        [Plain(torch.ones(2), torch.zeros(2)), Plain(torch.ones(3), torch.zeros(3))]
+    )
     assert [len(one.x) for one in fp.run(plan, ((),), good).outputs] == [2, 3]
     bad = fp.Microbatches([SimpleNamespace(x=torch.ones(2))] * 2)
     with pytest.raises(fp.BatchError, match=r"inputs\[0\].*hides tensors"):
@@ -193,7 +229,10 @@ def test_ready_made_microbatches_are_looked_into():
 def test_an_optimizer_steps_the_leaves_of_a_dataclass():
     params = (Plain(torch.ones(2, 2), torch.ones(2)),)
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x @ p.x * p.mask)], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: x @ p.x * p.mask)],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     result = fp.run(plan, params, (torch.randn(4, 2), torch.randn(4, 2)))
     fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, result.grads)
@@ -201,7 +240,8 @@ def test_an_optimizer_steps_the_leaves_of_a_dataclass():
     assert [name for name, _ in fp.named_leaves(params)] == ["0.x", "0.mask"]
 
 
-# -- what registered classes and odd trees can do wrong ----------------------------------------------------------------
+# -- what registered classes and odd trees can do wrong
+# -------------------------------------------------------------------------------
 
 
 class Strict:
@@ -211,7 +251,9 @@ class Strict:
         self.x, self.mask = x, count
 
 
-torch.utils._pytree.register_pytree_node(Strict, lambda v: ([v.x, v.mask], None), lambda c, _: Strict(*c))
+torch.utils._pytree.register_pytree_node(
+    Strict, lambda v: ([v.x, v.mask], None), lambda c, _: Strict(*c)
+)
 
 
 @dataclasses.dataclass
@@ -222,18 +264,32 @@ class Endless:
 
 def one_stage(params, batch, fn=lambda p, x: x):
     plan = fp.make_plan(
-        [fp.stage(fn)], fp.schedules.fill_drain(1, 2), loss=lambda y, _: torch.ones(()) * 2, devices="cpu"
+        [fp.stage(fn)],
+        fp.schedules.fill_drain(1, 2),
+        loss=lambda y, _: torch.ones(()) * 2,
+        devices="cpu",
     )
     return fp.run(plan, (params,), (batch, None))
 
 
 @pytest.mark.parametrize("kind", ["strict", "tensordict"])
 def test_gradients_that_a_class_cannot_hold_are_not_lost(kind):
-    """Whole numbers have no gradient; a class that wants one, or a TensorDict, which becomes None, is named."""
+    """Whole numbers have no gradient; a class that wants one, or a TensorDict, which becomes None,
+    is named."""
     numbers = torch.ones(4, dtype=torch.int64)
-    params = {"a": Strict(torch.ones(4), numbers) if kind == "strict" else tensordict(torch.ones(4), numbers)}
-    plan = fp.make_plan([fp.stage(lambda p, x: x * parts(p["a"])[0])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss)
-    with pytest.raises(fp.PlanError, match="cannot be put together with other leaves.*(please|NoneType)"):
+    params = {
+        "a": Strict(torch.ones(4), numbers)
+        if kind == "strict"
+        else tensordict(torch.ones(4), numbers)
+    }
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * parts(p["a"])[0])],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+    )
+    with pytest.raises(
+        fp.PlanError, match="cannot be put together with other leaves.*(please|NoneType)"
+    ):
         fp.run(plan, (params,), (torch.randn(4, 4), torch.randn(4, 4)))
 
 
@@ -256,7 +312,8 @@ def test_a_tree_that_contains_itself_is_refused_by_its_place():
 
 
 def test_a_class_that_is_registered_later_stays_what_it_was():
-    """As a dataclass it is known at once; whoever registers it with torch afterwards changes nothing."""
+    """As a dataclass it is known at once; whoever registers it with torch afterwards changes
+    nothing."""
 
     @dataclasses.dataclass
     class Later:
@@ -273,7 +330,9 @@ def test_a_class_that_is_registered_later_stays_what_it_was():
     assert len(fp.leaves(Later(torch.ones(1), torch.ones(1)))) == 2
     with pytest.raises(fp.FuncpipeError, match="hides tensors"):
         fp.leaves(Unknown(torch.ones(1), torch.ones(1)))
-    torch.utils._pytree.register_pytree_node(Unknown, lambda v: ([v.x, v.mask], None), lambda c, _: Unknown(*c))
+    torch.utils._pytree.register_pytree_node(
+        Unknown, lambda v: ([v.x, v.mask], None), lambda c, _: Unknown(*c)
+    )
     assert len(fp.leaves(Unknown(torch.ones(1), torch.ones(1)))) == 2
 
 
@@ -294,7 +353,8 @@ def test_classes_are_registered_from_many_threads_at_once():
 
 
 def test_ties_find_their_leaves_in_containers_of_every_kind():
-    """By attribute and by number, though the class has a field called keys and cannot be indexed."""
+    """By attribute and by number, though the class has a field called keys and cannot be
+    indexed."""
 
     @dataclasses.dataclass
     class Odd:
@@ -305,7 +365,9 @@ def test_ties_find_their_leaves_in_containers_of_every_kind():
     params = (Odd(3, w), {"a": InTorch(w, None)})
     ties = [((0, "x"), (1, ("a", 0)))]
     stages = [fp.stage(lambda p, x: x * p.x), fp.stage(lambda p, x: x * p["a"].x)]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, ties=ties, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 2), loss=F.mse_loss, ties=ties, devices="cpu"
+    )
     x, target = torch.randn(4, 4), torch.randn(4, 4)
     result = fp.run(plan, params, (x, target))
     leaf = w.clone().requires_grad_()
@@ -316,19 +378,26 @@ def test_ties_find_their_leaves_in_containers_of_every_kind():
     torch.testing.assert_close(norm, leaf.grad.norm())
 
 
-@pytest.mark.parametrize("ids", [collections.deque(range(8)), range(8), set(range(8)), dict.fromkeys(range(8)).keys()])
+@pytest.mark.parametrize(
+    "ids", [collections.deque(range(8)), range(8), set(range(8)), dict.fromkeys(range(8)).keys()]
+)
 def test_one_value_for_each_row_is_no_value_for_all(ids):
     kind = type(ids).__name__
-    with pytest.raises(fp.BatchError, match=rf"inputs\[1\] is a {kind} with one \w+ for each of 8 rows.*fp.Replicate"):
+    with pytest.raises(
+        fp.BatchError,
+        match=rf"inputs\[1\] is a {kind} with one \w+ for each of 8 rows.*fp.Replicate",
+    ):
         one_stage((), (torch.ones(8, 1), ids))
 
 
 def test_a_batch_encoding_forgets_what_is_said_of_all_rows():
-    """Tokens of other rows would be found by number in a microbatch; and the structure would change with every batch."""
+    """Tokens of other rows would be found by number in a microbatch; and the structure would change
+    with every batch."""
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"ids": torch.arange(8)})
     batch._encodings = [object()] * 8
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x["ids"] * (x.encodings is None))], fp.schedules.fill_drain(1, 2, backward=False)
+        [fp.stage(lambda p, x: x["ids"] * (x.encodings is None))],
+        fp.schedules.fill_drain(1, 2, backward=False),
     )
     assert fp.run(plan, ((),), batch).outputs.tolist() == [*range(8)]

@@ -1,4 +1,5 @@
-"""Random trees of every kind of container, in every place: as plain autograd, or refused; never wrong in silence."""
+"""Random trees of every kind of container, in every place: as plain autograd, or refused; never
+wrong in silence."""
 
 import copy
 import re
@@ -8,7 +9,20 @@ import torch
 import torch.nn as nn
 from common import EXECUTORS
 from container_hiding import HIDING, READ_ONCE
-from container_model import PLACES, ROWS, Hiding, Leaf, Model, Node, close, computed, differentiable, leaf, mixed, trees
+from container_model import (
+    PLACES,
+    ROWS,
+    Hiding,
+    Leaf,
+    Model,
+    Node,
+    close,
+    computed,
+    differentiable,
+    leaf,
+    mixed,
+    trees,
+)
 from container_zoo import TREES
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -23,7 +37,8 @@ def examples(count):
     return settings(max_examples=count, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees
+# -------------------------------------------------------------------------------
 
 SCHEDULES = [
     fp.schedules.one_f_one_b(2, 3),
@@ -35,11 +50,16 @@ SCHEDULES = [
 def compare(model, result, expected):
     loss, grads, outputs, state = expected
     close(result.loss, loss)
-    came = [one for one in (*model.find("params", result.grads[0]), result.grads[1]) if one is not None]
+    came = [
+        one for one in (*model.find("params", result.grads[0]), result.grads[1]) if one is not None
+    ]
     assert len(came) == len(grads)
     for one, other in zip(came, grads, strict=True):
         close(one, torch.zeros_like(one) if other is None else other)
-    for place, tree_came, wanted in (("outputs", result.outputs, outputs), ("state", result.state[0], state)):
+    for place, tree_came, wanted in (
+        ("outputs", result.outputs, outputs),
+        ("state", result.state[0], state),
+    ):
         for one, other in zip(model.find(place, tree_came), model.find(place, wanted), strict=True):
             close(one, other)
 
@@ -47,7 +67,9 @@ def compare(model, result, expected):
 def everywhere(recipe, schedule, execute, executor=None):
     """A run with such trees in every place, against plain autograd."""
     model = Model(recipe, PLACES)
-    plan = fp.make_plan(model.stages, schedule, loss=model.loss, outputs=True, train=True, devices="cpu")
+    plan = fp.make_plan(
+        model.stages, schedule, loss=model.loss, outputs=True, train=True, devices="cpu"
+    )
     params, state, feeds, batch = model.values()
     options = {} if executor is None else {"executor": executor}
     result = execute(plan, params, batch, state=state, feeds=feeds, **options)
@@ -71,7 +93,11 @@ def test_every_kind_alone_and_inside_of_others(kind):
     """What random trees may miss: each kind at the root, and below a dict and a dataclass."""
     plain = [one for one in TREES if one.name in ("dict", "Plain")]
     low = Node(kind, (ROWS, ROWS))
-    for recipe in (low, Node(plain[0], (ROWS, low)), Node(plain[1], (Node(plain[0], (low,)), Leaf("word")))):
+    for recipe in (
+        low,
+        Node(plain[0], (ROWS, low)),
+        Node(plain[1], (Node(plain[0], (low,)), Leaf("word"))),
+    ):
         everywhere(recipe, SCHEDULES[0], fp.run, "threads")
 
 
@@ -87,7 +113,11 @@ def test_optimizers_and_sums_see_every_leaf(recipe):
     assert [*map(id, fp.leaves(fp.place(plan, params)))] == [*map(id, fp.leaves(params))]
     twice = fp.accumulate([result, result])
     before = [one.clone() for one in own]
-    fp.step(torch.optim.SGD([one for one in fp.leaves(params) if differentiable(one)], lr=0.5), params, twice)
+    fp.step(
+        torch.optim.SGD([one for one in fp.leaves(params) if differentiable(one)], lr=0.5),
+        params,
+        twice,
+    )
     grads = [one for one in model.find("params", result.grads[0]) if one is not None]
     moved = [(one, old) for one, old in zip(own, before, strict=True) if differentiable(one)]
     for (one, old), gradient in zip(moved, grads, strict=True):
@@ -107,7 +137,8 @@ def test_vjp_and_apply_are_as_plain_autograd(recipe):
     result, pullback = fp.vjp(plan, params, inputs, state=state, feeds=feeds)
     dice = torch.Generator().manual_seed(2)
     cotangents = tree.map_leaves(
-        lambda one: torch.randn(one.shape, generator=dice) if differentiable(one) else None, result.outputs
+        lambda one: torch.randn(one.shape, generator=dice) if differentiable(one) else None,
+        result.outputs,
     )
     grads, input_grads = pullback(cotangents)
     own = [one for one in (*model.find("params", params[0]), params[1]) if differentiable(one)]
@@ -160,13 +191,23 @@ def test_compiled_stages_take_trees():
     model = Model(Node(whole, tuple(Node(kind, (ROWS,)) for kind in TREES[::3])), ("inputs", "y"))
     stages = [fp.compile_stage(model.stages[0]), model.stages[1]]
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 2), loss=model.loss, outputs=True, train=True, devices="cpu"
+        stages,
+        fp.schedules.one_f_one_b(2, 2),
+        loss=model.loss,
+        outputs=True,
+        train=True,
+        devices="cpu",
     )
     params, state, feeds, batch = model.values(rows=6)
-    compare(model, fp.run(plan, params, batch, state=state, feeds=feeds), model.plain(*model.values(rows=6)))
+    compare(
+        model,
+        fp.run(plan, params, batch, state=state, feeds=feeds),
+        model.plain(*model.values(rows=6)),
+    )
 
 
-# -- what is no tree ---------------------------------------------------------------------------------------------------
+# -- what is no tree
+# -------------------------------------------------------------------------------
 
 ROOTS = {
     "params": r"params\[0]",
@@ -184,15 +225,23 @@ ROOTS = {
 def hide(kind, inner):
     """Put what hides somewhere into a tree."""
     hidden = Hiding(kind, inner)
-    inside = st.lists(st.one_of(leaf, st.just(hidden)), max_size=2).map(lambda more: (hidden, *more))
+    inside = st.lists(st.one_of(leaf, st.just(hidden)), max_size=2).map(
+        lambda more: (hidden, *more)
+    )
     plain = [one for one in TREES if one.plain]
     low = st.builds(Node, st.sampled_from(plain), inside)
-    return st.one_of(st.just(hidden), low, st.builds(Node, st.sampled_from(plain), low.map(lambda one: (ROWS, one))))
+    return st.one_of(
+        st.just(hidden),
+        low,
+        st.builds(Node, st.sampled_from(plain), low.map(lambda one: (ROWS, one))),
+    )
 
 
 def refused(recipe, place, match):
     model = Model(recipe, (place,))
-    plan = fp.make_plan(model.stages, SCHEDULES[0], loss=model.loss, outputs=True, train=True, devices="cpu")
+    plan = fp.make_plan(
+        model.stages, SCHEDULES[0], loss=model.loss, outputs=True, train=True, devices="cpu"
+    )
     params, state, feeds, batch = model.values()
     with pytest.raises(fp.FuncpipeError) as caught:
         fp.run(plan, params, batch, state=state, feeds=feeds)
@@ -211,7 +260,11 @@ def refused(recipe, place, match):
 @examples(60)
 def test_what_hides_tensors_is_refused_by_its_place(data, kind, place, inner):
     """At any depth, around any tree; and the stage's check says it too."""
-    refused(data.draw(hide(kind, data.draw(st.one_of(st.just(ROWS), st.just(inner))))), place, "hides tensors")
+    refused(
+        data.draw(hide(kind, data.draw(st.one_of(st.just(ROWS), st.just(inner))))),
+        place,
+        "hides tensors",
+    )
 
 
 @pytest.mark.parametrize("kind", HIDING)
@@ -226,10 +279,14 @@ def test_what_can_be_read_once_is_refused(kind):
         refused(Hiding(kind, Leaf("number")), place, "read only once")
 
 
-@pytest.mark.parametrize("kind", [one for one in HIDING if "context" not in one and one not in ("constant", "key")])
+@pytest.mark.parametrize(
+    "kind", [one for one in HIDING if "context" not in one and one not in ("constant", "key")]
+)
 def test_what_hides_no_tensor_is_a_leaf(kind):
     """A namespace of numbers is a value like any other."""
-    recipe = Node(next(one for one in TREES if one.name == "dict"), (ROWS, Hiding(kind, Leaf("number"))))
+    recipe = Node(
+        next(one for one in TREES if one.name == "dict"), (ROWS, Hiding(kind, Leaf("number")))
+    )
     everywhere(recipe, SCHEDULES[0], fp.run, "serial")
 
 

@@ -1,4 +1,5 @@
-"""Losses as users write them: torch's own with all their options, sums, padding, what cannot be a loss of a plan."""
+"""Losses as users write them: torch's own with all their options, sums, padding, what cannot be a
+loss of a plan."""
 
 import pickle
 from functools import partial
@@ -26,7 +27,9 @@ def numbers():
 
 
 def plan_of(loss, count=4, stages=STAGES, **options):
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(2, count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, count), loss=loss, devices="cpu", **options
+    )
 
 
 def whole(loss, x, target):
@@ -54,7 +57,8 @@ def labels(rows=10, classes=5, ignored=(0, 1, 2, 7), ignore_index=-100):
     return target
 
 
-# -- what torch's losses mean ------------------------------------------------------------------------------------------
+# -- what torch's losses mean
+# -------------------------------------------------------------------------------
 
 
 CLASSES = {
@@ -77,7 +81,8 @@ CLASSES = {
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("ignored", [(), (0, 1, 2, 7)], ids=["", "padded"])
 def test_cross_entropy_is_that_of_the_whole_batch(name, ignored):
-    """Class weights, ignored targets (the first microbatch has no other), sums; microbatches have 3, 3, 2 and 2 rows."""
+    """Class weights, ignored targets (the first microbatch has no other), sums; microbatches have
+    3, 3, 2 and 2 rows."""
     loss = CLASSES[name]
     ignore_index = {"ignore_index": 3, "both": 1, "nll": 2}.get(name, -100)
     target = labels(ignored=ignored, ignore_index=ignore_index)
@@ -95,13 +100,17 @@ def test_class_weights_count():
     torch.manual_seed(0)
     loss, x, target = nn.CrossEntropyLoss(weight=WEIGHTS), f64(8, 5), labels(8, ignored=())
     result = assert_exact(loss, x, target)
-    assert abs(float(result.loss - sum(loss(*rows) for rows in zip(x.split(2), target.split(2))) / 4)) > 1e-3
+    assert (
+        abs(float(result.loss - sum(loss(*rows) for rows in zip(x.split(2), target.split(2))) / 4))
+        > 1e-3
+    )
     with pytest.raises(fp.BatchError, match="classes have weights"):
         fp.run(plan_of(lambda y, t: loss(y, t)), numbers(), (x, target))
 
 
 def test_pixels_and_probabilities():
-    """Targets (rows, height, width) with ignored pixels; probabilities count by rows, whatever the class weights."""
+    """Targets (rows, height, width) with ignored pixels; probabilities count by rows, whatever the
+    class weights."""
     target = torch.randint(0, 5, (10, 2, 3))
     target[:3] = -100
     target[5, 0] = -100
@@ -112,7 +121,10 @@ def test_pixels_and_probabilities():
 POSITIVE = ("BCE", "PoissonNLL")
 ELEMENTS = {
     "BCE": (nn.BCELoss, F.binary_cross_entropy),
-    "BCEWithLogits": (partial(nn.BCEWithLogitsLoss, pos_weight=WEIGHTS[:3]), F.binary_cross_entropy_with_logits),
+    "BCEWithLogits": (
+        partial(nn.BCEWithLogitsLoss, pos_weight=WEIGHTS[:3]),
+        F.binary_cross_entropy_with_logits,
+    ),
     "Huber": (nn.HuberLoss, F.huber_loss),
     "KLDiv": (nn.KLDivLoss, F.kl_div),
     "L1": (nn.L1Loss, F.l1_loss),
@@ -159,22 +171,41 @@ def test_every_other_loss_is_that_of_the_whole_batch(name, reduction):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["sum", "weighted", "ignore_index"])
 def test_every_executor_and_the_oracle(name, compiled, executor):
-    """With programs, with remat, with a loss scale; a microbatch that counts nothing adds exactly nothing."""
-    loss, x, target = CLASSES[name], f64(10, 5), labels(ignore_index=3 if name == "ignore_index" else -100)
+    """With programs, with remat, with a loss scale; a microbatch that counts nothing adds exactly
+    nothing."""
+    loss, x, target = (
+        CLASSES[name],
+        f64(10, 5),
+        labels(ignore_index=3 if name == "ignore_index" else -100),
+    )
     if name == "sum" and compiled:
-        loss = nn.CrossEntropyLoss(reduction="sum")  # a program refuses tensors that it was not given
-    stages = [fp.compile_stage(one, fuse=False, fallback=name == "weighted") for one in STAGES] if compiled else STAGES
-    for schedule in (fp.schedules.zero_bubble(2, 4), fp.schedules.remat(fp.schedules.one_f_one_b(2, 4))):
+        loss = nn.CrossEntropyLoss(
+            reduction="sum"
+        )  # a program refuses tensors that it was not given
+    stages = (
+        [fp.compile_stage(one, fuse=False, fallback=name == "weighted") for one in STAGES]
+        if compiled
+        else STAGES
+    )
+    for schedule in (
+        fp.schedules.zero_bubble(2, 4),
+        fp.schedules.remat(fp.schedules.one_f_one_b(2, 4)),
+    ):
         plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
         result = assert_exact(loss, x, target, plan, executor=executor, loss_scale=8.0)
         assert_same_result(fp.run_sequential(plan, numbers(), (x, target), loss_scale=8.0), result)
-    forwards = fp.make_plan(stages, fp.schedules.fill_drain(2, 4, backward=False), loss=loss, devices="cpu")
+    forwards = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 4, backward=False), loss=loss, devices="cpu"
+    )
     torch.testing.assert_close(fp.run(forwards, numbers(), (x, target)).loss, result.loss)
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), CLASSES["weighted"]], ids=["sum", "weighted"])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(reduction="sum"), CLASSES["weighted"]], ids=["sum", "weighted"]
+)
 def test_accumulated_parts_are_one_batch(loss):
-    """Sums add up, means count by what divided them; also where the parts have other loss scales."""
+    """Sums add up, means count by what divided them; also where the parts have other loss
+    scales."""
     summed = isinstance(loss, nn.MSELoss)
     x, target = f64(10, 5), f64(10, 5) if summed else labels()
     parts = [
@@ -189,7 +220,9 @@ def test_accumulated_parts_are_one_batch(loss):
     torch.testing.assert_close(again.loss, value)
     assert total.weight == again.weight
     mean = fp.run(plan_of(F.mse_loss, 2), numbers(), (x, x))
-    with pytest.raises(fp.PlanError if summed else AssertionError, match="means and sums" if summed else "no match"):
+    with pytest.raises(
+        fp.PlanError if summed else AssertionError, match="means and sums" if summed else "no match"
+    ):
         assert not fp.accumulate([parts[0], mean]), "no match"
 
 
@@ -203,7 +236,9 @@ def test_the_weight_of_the_user_goes_first():
     result = assert_exact(F.cross_entropy, x, target, plan)
     assert 6.0 == result.weight
     assert 0.0 == result.losses[0]
-    torch.testing.assert_close(result.losses[1], F.cross_entropy((x * 1.5 + 0.25)[3:6], target[3:6]))
+    torch.testing.assert_close(
+        result.losses[1], F.cross_entropy((x * 1.5 + 0.25)[3:6], target[3:6])
+    )
 
 
 def test_a_loss_that_weighs_its_microbatches():
@@ -230,11 +265,14 @@ def test_a_loss_that_weighs_its_microbatches():
 
 
 def test_modules_of_your_own_that_say_sum():
-    """``reduction="sum"`` of a subclass with its own forward is believed; a subclass without one is torch's."""
+    """``reduction="sum"`` of a subclass with its own forward is believed; a subclass without one is
+    torch's."""
 
     class Own(nn.MSELoss):
         def forward(self, y, target):
-            return (y - target).abs().sum() if self.reduction == "sum" else (y - target).abs().mean()
+            return (
+                (y - target).abs().sum() if self.reduction == "sum" else (y - target).abs().mean()
+            )
 
     class Same(nn.CrossEntropyLoss):
         pass
@@ -261,7 +299,11 @@ def test_auxiliary_losses_count_by_rows():
     torch.testing.assert_close(result.loss, value + (x * scale.detach()).square().mean())
     torch.testing.assert_close(result.grads, (grads[0] + scale.grad, grads[1]))
     with pytest.raises(fp.BatchError, match=r"nothing divides; give make_plan\(\.\.\., weight="):
-        fp.run(plan_of(partial(F.cross_entropy, reduction="sum"), stages=stages), numbers(), (x, target))
+        fp.run(
+            plan_of(partial(F.cross_entropy, reduction="sum"), stages=stages),
+            numbers(),
+            (x, target),
+        )
 
 
 def test_a_nan_that_does_not_count_is_no_fault():
@@ -278,16 +320,24 @@ def test_plans_travel():
     plan = plan_of(nn.CrossEntropyLoss(weight=WEIGHTS))
     counts = pickle.loads(pickle.dumps(plan.counts))
     assert float(counts.weigh(None, torch.tensor([1, 2, -100]))) == 4.0
-    assert plan_of(F.mse_loss).counts == plan_of(nn.L1Loss()).counts != plan_of(lambda y, t: y.sum()).counts
+    assert (
+        plan_of(F.mse_loss).counts
+        == plan_of(nn.L1Loss()).counts
+        != plan_of(lambda y, t: y.sum()).counts
+    )
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (nn.MSELoss(reduction="none"), r"MSELoss with reduction='none'.*one number.*reduction='mean' or 'sum'"),
+        (
+            nn.MSELoss(reduction="none"),
+            r"MSELoss with reduction='none'.*one number.*reduction='mean' or 'sum'",
+        ),
         (partial(F.cross_entropy, reduction="none"), r"cross_entropy with reduction='none'"),
         (partial(F.l1_loss, reduce=False), r"l1_loss with reduction='none'"),
         (partial(F.l1_loss, reduction="average"), r"reduction='average'"),
@@ -308,10 +358,16 @@ def test_nothing_that_counts():
     ran = []
     stages = (fp.stage(lambda p, x: ran.append(1)), STAGES[1])
     with pytest.raises(fp.BatchError, match="0 for every microbatch"):
-        fp.run(plan_of(F.cross_entropy, stages=stages), numbers(), (f64(8, 5), torch.full((8,), -100)))
+        fp.run(
+            plan_of(F.cross_entropy, stages=stages), numbers(), (f64(8, 5), torch.full((8,), -100))
+        )
     negative = nn.CrossEntropyLoss(weight=-WEIGHTS)
     with pytest.raises(fp.BatchError, match="number from 0; for microbatch 0"):
-        fp.run(plan_of(negative, stages=stages), numbers(), (f64(8, 5), torch.zeros(8, dtype=torch.long)))
+        fp.run(
+            plan_of(negative, stages=stages),
+            numbers(),
+            (f64(8, 5), torch.zeros(8, dtype=torch.long)),
+        )
     assert [] == ran
 
 
@@ -347,14 +403,17 @@ class Tagger(nn.Module):
         return {"logits": x, "loss": None if labels is None else F.cross_entropy(x, labels)}
 
 
-@pytest.mark.parametrize("target", [None, torch.zeros(4, dtype=torch.long)], ids=["no labels", "labels as the target"])
+@pytest.mark.parametrize(
+    "target", [None, torch.zeros(4, dtype=torch.long)], ids=["no labels", "labels as the target"]
+)
 def test_a_model_that_computes_its_loss_gets_its_labels_among_the_inputs(target):
     """Where they were forgotten, or are the target as elsewhere, the message says where they go."""
     split = fp.split(Tagger(), 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=split.loss, devices="cpu")
     tokens = torch.arange(4)
     with pytest.raises(
-        fp.PlanError, match=r"output has no loss; .* put labels among the inputs, \({..., 'labels': labels}, None\)"
+        fp.PlanError,
+        match=r"output has no loss; .* put labels among the inputs, \({..., 'labels': labels}, None\)",
     ):
         fp.run(plan, split.params, ({"tokens": tokens}, target))
     assert fp.run(plan, split.params, ({"tokens": tokens, "labels": tokens % 4}, None)).loss > 0

@@ -96,7 +96,14 @@ CASES = {
 
 by_name = lambda p, x: x["item"] @ p["w"]
 CASES |= {
-    "key": ([fp.stage(by_name)], [{"w": W}], {"user": X}, None, r"x: \['user'\] float32 \[2, 3\]", 0),
+    "key": (
+        [fp.stage(by_name)],
+        [{"w": W}],
+        {"user": X},
+        None,
+        r"x: \['user'\] float32 \[2, 3\]",
+        0,
+    ),
     "params": ([fp.stage(by_name)], [{"v": W}], {"item": X}, None, r"params: \['v'\] float32", 0),
     "list": (
         [fp.stage(lambda p, x: [x]), fp.stage(by_name)],
@@ -139,7 +146,9 @@ def test_long_trees_are_cut_short_and_errors_of_users_stay_as_they_are():
             return x["x"] @ p["w0"].T
         raise RuntimeError("size of tensor a")
 
-    plan = fp.make_plan([fp.stage(breaks)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(breaks)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu"
+    )
     with pytest.raises(RuntimeError, match="size of tensor a") as caught:
         fp.run(plan, ((),), {"x": X, "n": 3})
     assert len(caught.value.__notes__) == 1

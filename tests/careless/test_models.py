@@ -35,7 +35,10 @@ def split():
 
 def apart(params):
     """The same numbers, every tensor its own."""
-    return tuple({name: one.detach().clone().requires_grad_() for name, one in tree.items()} for tree in params)
+    return tuple(
+        {name: one.detach().clone().requires_grad_() for name, one in tree.items()}
+        for tree in params
+    )
 
 
 def whole(split, x):
@@ -47,28 +50,50 @@ def whole(split, x):
 
 def test_a_plan_of_a_split_has_its_stages_loss_ties_and_state(split):
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2))
-    assert (plan.stages, plan.loss, plan.ties, plan.state) == (split.stages, split.loss, split.ties, split.state)
+    assert (plan.stages, plan.loss, plan.ties, plan.state) == (
+        split.stages,
+        split.loss,
+        split.ties,
+        split.state,
+    )
     assert fp.make_plan(split, fp.schedules.fill_drain(3, 2, backward=False)).loss is None
     own = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), loss=F.mse_loss)
     assert own.loss is F.mse_loss
-    assert pickle.loads(pickle.dumps(fp.make_plan(split, fp.schedules.fill_drain(3, 2)))).ties == split.ties
+    assert (
+        pickle.loads(pickle.dumps(fp.make_plan(split, fp.schedules.fill_drain(3, 2)))).ties
+        == split.ties
+    )
 
 
 def test_ties_are_not_forgotten(split):
-    """Tied weights in separate tensors (copies on devices, a checkpoint) get one gradient, though nobody gives ties=."""
+    """Tied weights in separate tensors (copies on devices, a checkpoint) get one gradient, though
+    nobody gives ties=."""
     x = torch.randint(0, 11, (4, 5))
     for plan in (
         fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), devices="cpu"),
         fp.make_plan(split.stages, fp.schedules.one_f_one_b(3, 2), loss=split.loss, devices="cpu"),
-        fp.make_plan(split.stages, fp.schedules.one_f_one_b(3, 2), loss=split.loss, ties=split.ties, devices="cpu"),
+        fp.make_plan(
+            split.stages,
+            fp.schedules.one_f_one_b(3, 2),
+            loss=split.loss,
+            ties=split.ties,
+            devices="cpu",
+        ),
     ):
         params = apart(split.params)
         model, optimizer = whole(split, x), torch.optim.SGD(fp.leaves(params), lr=0.1)
         result = fp.run(plan, params, (x, None), state=plan.state)
         torch.testing.assert_close(result.grads[0]["embed.weight"], model.embed.weight.grad)
         norm = fp.step(optimizer, params, result)
-        torch.testing.assert_close(norm, nn.utils.get_total_norm([one.grad for one in model.parameters()]))
-        homes = [tree[name] for tree in params for name in tree if name in ("embed.weight", "head.weight")]
+        torch.testing.assert_close(
+            norm, nn.utils.get_total_norm([one.grad for one in model.parameters()])
+        )
+        homes = [
+            tree[name]
+            for tree in params
+            for name in tree
+            if name in ("embed.weight", "head.weight")
+        ]
         assert len(homes) == 2
         assert torch.equal(*homes)
 
@@ -77,21 +102,32 @@ def test_ties_of_composed_and_compiled_stages_stay(split):
     first, *rest = split.stages
     both = fp.compose(first, rest[0])
     plan = fp.make_plan(
-        [both, fp.compile_stage(rest[1])], fp.schedules.fill_drain(2, 2), loss=split.loss, devices="cpu"
+        [both, fp.compile_stage(rest[1])],
+        fp.schedules.fill_drain(2, 2),
+        loss=split.loss,
+        devices="cpu",
     )
     assert plan.ties == (((0, (0, "embed.weight")), (1, split.ties[0][1][1])),)
     params = apart(split.params)
     x = torch.randint(0, 11, (4, 5))
     result = fp.run(plan, (params[:2], params[2]), (x, None))
-    torch.testing.assert_close(result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad)
-    inside = fp.make_plan([fp.compose(*split.stages)], fp.schedules.fill_drain(1, 2), loss=split.loss, devices="cpu")
+    torch.testing.assert_close(
+        result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad
+    )
+    inside = fp.make_plan(
+        [fp.compose(*split.stages)], fp.schedules.fill_drain(1, 2), loss=split.loss, devices="cpu"
+    )
     result = fp.run(inside, (params,), (x, None))
-    torch.testing.assert_close(result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad)
+    torch.testing.assert_close(
+        result.grads[0][0]["embed.weight"], whole(split, x).embed.weight.grad
+    )
 
 
 def test_ties_that_name_some_of_a_group_are_refused(split):
     ((first, _),) = split.ties
-    with pytest.raises(fp.PlanError, match=r"are one parameter \('embed.weight'\), and ties= names only some"):
+    with pytest.raises(
+        fp.PlanError, match=r"are one parameter \('embed.weight'\), and ties= names only some"
+    ):
         fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), ties=[[first, (1, "body.0.weight")]])
 
 
@@ -103,7 +139,9 @@ def test_placing_tied_parameters_apart_needs_a_tie():
     schedule = fp.schedules.one_f_one_b(2, 2)
     with pytest.raises(fp.PlanError, match="are one tensor in two stages"):
         fp.place(fp.make_plan(stages, schedule, loss=F.mse_loss, devices=["cpu", "meta"]), params)
-    tied = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=["cpu", "meta"], ties=[[(0, "w"), (1, "w")]])
+    tied = fp.make_plan(
+        stages, schedule, loss=F.mse_loss, devices=["cpu", "meta"], ties=[[(0, "w"), (1, "w")]]
+    )
     assert [tree["w"].device.type for tree in fp.place(tied, params)] == ["cpu", "meta"]
 
 
@@ -112,11 +150,15 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
     split = fp.split(model, 2)
     batch = torch.randn(4, 2), torch.randn(4, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
-    with pytest.raises(fp.PlanError, match=r"a batch changes that of stage [01].*plan\.state.*result\.state"):
+    with pytest.raises(
+        fp.PlanError, match=r"a batch changes that of stage [01].*plan\.state.*result\.state"
+    ):
         fp.run(plan, split.params, batch)
     assert fp.run(plan, split.params, batch, state=plan.state).state is not None
     still = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
-    with pytest.raises(fp.PlanError, match=r"training changes that of stage [01].*result\.state, or plan\.state"):
+    with pytest.raises(
+        fp.PlanError, match=r"training changes that of stage [01].*result\.state, or plan\.state"
+    ):
         fp.run(still, split.params, batch[0])
     result = fp.run(still, split.params, batch[0], state=plan.state)
     model.eval()
@@ -169,11 +211,16 @@ def test_a_step_of_a_result_with_a_scaler(setting):
 def test_results_that_cannot_be_stepped_say_why(setting):
     plan, params, batch = setting
     optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
-    result = fp.run(fp.make_plan(plan.stages, plan.schedule.forwards(), devices="cpu"), params, batch[0])
+    result = fp.run(
+        fp.make_plan(plan.stages, plan.schedule.forwards(), devices="cpu"), params, batch[0]
+    )
     with pytest.raises(fp.PlanError, match="the result has no gradients"):
         fp.step(optimizer, params, result)
     result = fp.run(plan, params, batch)
-    with pytest.raises(fp.PlanError, match=r"params\[0\]\['v'\] has no gradient(.|\n)*grads\[0\]\['w'\] belongs to no"):
+    with pytest.raises(
+        fp.PlanError,
+        match=r"params\[0\]\['v'\] has no gradient(.|\n)*grads\[0\]\['w'\] belongs to no",
+    ):
         fp.step(optimizer, ({"v": params[0]["w"]}, params[1]), result)
     with pytest.raises(fp.PlanError, match="the backwards have run already.*fp.step"):
         result.loss.backward()
@@ -184,17 +231,29 @@ def test_accumulated_results_keep_ties_and_scale(split):
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), devices="cpu")
     params = apart(split.params)
     x = torch.randint(0, 11, (4, 5))
-    parts = [fp.run(plan, params, (one, None), state=plan.state, loss_scale=4.0) for one in (x[:2], x[2:])]
+    parts = [
+        fp.run(plan, params, (one, None), state=plan.state, loss_scale=4.0)
+        for one in (x[:2], x[2:])
+    ]
     total = fp.accumulate(parts)
     before = params[0]["embed.weight"].clone()
     fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, total)
-    torch.testing.assert_close(params[0]["embed.weight"], before - whole(split, x).embed.weight.grad)
+    torch.testing.assert_close(
+        params[0]["embed.weight"], before - whole(split, x).embed.weight.grad
+    )
 
 
 def test_a_tuple_of_from_module_and_a_bare_tree_are_named(setting):
     plan, params, batch = setting
-    with pytest.raises(fp.PlanError, match=r"returns \(stage, params, state\): stages, params, state = zip"):
-        fp.make_plan([fp.from_module(nn.Linear(2, 2)), fp.from_module(nn.Linear(2, 2))], fp.schedules.fill_drain(2, 2))
-    one = fp.make_plan([plan.stages[0]], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    with pytest.raises(
+        fp.PlanError, match=r"returns \(stage, params, state\): stages, params, state = zip"
+    ):
+        fp.make_plan(
+            [fp.from_module(nn.Linear(2, 2)), fp.from_module(nn.Linear(2, 2))],
+            fp.schedules.fill_drain(2, 2),
+        )
+    one = fp.make_plan(
+        [plan.stages[0]], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match=r"got a dict; for one stage that is \(params,\)"):
         fp.run(one, params[0], batch)

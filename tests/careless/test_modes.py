@@ -1,4 +1,5 @@
-"""model.eval() before a stage is made: a layer trains where it was in training mode and the plan trains, everywhere."""
+"""model.eval() before a stage is made: a layer trains where it was in training mode and the plan
+trains, everywhere."""
 
 import copy
 
@@ -73,7 +74,10 @@ WAYS = {
     "Sequential": (row, lambda model: both(fp.split(model, 2))),
     "layers": (stack, lambda model: both(fp.split(model, 2))),
     "traced": (stack, lambda model: both(fp.split(model, 2, example=features()))),
-    "traced, unchecked": (stack, lambda model: both(fp.split(model, 2, example=features(), check=False))),
+    "traced, unchecked": (
+        stack,
+        lambda model: both(fp.split(model, 2, example=features(), check=False)),
+    ),
     "transmitted": (stack, lambda model: both(fp.split(model, 2, ties="transmit"))),
     "composed": (row, composed),
     "compiled": (row, compiled),
@@ -90,7 +94,8 @@ def names(tree):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_in_evaluation_stays_there(way, executor):
-    """A plan that trains it: running statistics, no dropout, nothing committed, gradients of the model in evaluation."""
+    """A plan that trains it: running statistics, no dropout, nothing committed, gradients of the
+    model in evaluation."""
     make, cut = WAYS[way]
     plain = make().eval()
     for norm in plain.modules():
@@ -99,10 +104,17 @@ def test_a_module_in_evaluation_stays_there(way, executor):
     stages, params, state = cut(plain)
     assert all(part.evaluation for part in stages)
     plan = fp.make_plan(
-        stages, fp.schedules.remat(fp.schedules.one_f_one_b(len(stages), 3)), loss=square, outputs=True, devices="cpu"
+        stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(len(stages), 3)),
+        loss=square,
+        outputs=True,
+        devices="cpu",
     )
     for number in range(len(stages)):
-        assert f"  stage {number} stays in evaluation mode, as its module was: model.train() before" in str(plan)
+        assert (
+            f"  stage {number} stays in evaluation mode, as its module was: model.train() before"
+            in str(plan)
+        )
     result = fp.run(plan, params, (features(), None), state=state, executor=executor)
     expected = plain(features())
     square(expected, None).backward()
@@ -112,20 +124,25 @@ def test_a_module_in_evaluation_stays_there(way, executor):
     found = names(result.grads)
     for name, value in plain.named_parameters():
         torch.testing.assert_close(found[name], value.grad, rtol=1e-10, atol=1e-12)
-    evaluate = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu")
+    evaluate = fp.make_plan(
+        stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu"
+    )
     assert "evaluation mode" not in str(evaluate)
     assert torch.equal(fp.run(evaluate, params, features(), state=state).outputs, result.outputs)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_in_training_follows_the_plan(way):
-    """Trains where the plan trains, evaluates where it does not; what the model becomes later changes nothing."""
+    """Trains where the plan trains, evaluates where it does not; what the model becomes later
+    changes nothing."""
     make, cut = WAYS[way]
     plain = make()
     stages, params, state = cut(plain)
     plain.eval()
     assert not any(part.evaluation for part in stages)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 3), loss=square, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 3), loss=square, outputs=True, devices="cpu"
+    )
     assert "evaluation mode" not in str(plan)
     with pytest.raises(fp.DrawError, match="seed"):
         fp.run(plan, params, (features(), None), state=state)
@@ -133,7 +150,9 @@ def test_a_module_in_training_follows_the_plan(way):
     assert 1 == int(next(value for name, value in names(result.state).items() if "tracked" in name))
     if "unchecked" in way:
         return  # nobody looked whether the trace is right in evaluation mode, so it is refused
-    evaluate = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu")
+    evaluate = fp.make_plan(
+        stages, fp.schedules.fill_drain(len(stages), 3, backward=False), devices="cpu"
+    )
     found = fp.run(evaluate, params, features(), state=state).outputs
     torch.testing.assert_close(found, plain(features()), rtol=1e-12, atol=1e-12)
 
@@ -141,7 +160,8 @@ def test_a_module_in_training_follows_the_plan(way):
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "transmitted"])
 @pytest.mark.parametrize("root", [True, False])
 def test_layers_keep_their_own_modes(way, root):
-    """Frozen norms in a training model, and a training norm in a model whose root says evaluation."""
+    """Frozen norms in a training model, and a training norm in a model whose root says
+    evaluation."""
     make, cut = WAYS[way]
     plain = make()
     frozen, training = (one for one in plain.modules() if isinstance(one, Block))
@@ -149,7 +169,9 @@ def test_layers_keep_their_own_modes(way, root):
     training.drop.eval()
     plain.training = root
     stages, params, state = cut(plain)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 1), loss=square, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 1), loss=square, outputs=True, devices="cpu"
+    )
     result = fp.run(plan, params, (features(), None), state=state)
     torch.testing.assert_close(result.outputs, plain(features()), rtol=1e-12, atol=1e-12)
     buffers = dict(plain.named_buffers())
@@ -159,9 +181,12 @@ def test_layers_keep_their_own_modes(way, root):
 
 
 def test_a_pipe_follows_its_layers_at_every_call():
-    """Wrapped in either mode, put into the other and back: what the Sequential would do, in each call."""
+    """Wrapped in either mode, put into the other and back: what the Sequential would do, in each
+    call."""
     for begin in (True, False):
-        plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().train(begin)
+        plain = (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().train(begin)
+        )
         pipe = fp.Pipe(copy.deepcopy(plain), chunks=1, balance=[2, 1], devices="cpu")
         assert begin is pipe.training
         for mode in (begin, False, True, False, True, True):
@@ -169,7 +194,9 @@ def test_a_pipe_follows_its_layers_at_every_call():
             pipe.train(mode)
             torch.testing.assert_close(pipe(features()), plain(features()), rtol=1e-12, atol=1e-12)
             for name, value in plain.named_buffers():
-                torch.testing.assert_close(dict(pipe.named_buffers())[name], value, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    dict(pipe.named_buffers())[name], value, rtol=1e-12, atol=1e-12
+                )
         plain[1].eval()
         pipe[1].eval()
         torch.testing.assert_close(pipe(features()), plain(features()), rtol=1e-12, atol=1e-12)
@@ -177,7 +204,9 @@ def test_a_pipe_follows_its_layers_at_every_call():
 
 def test_a_pipe_of_layers_in_evaluation_can_be_trained_later():
     """Dropout off, then on, then off: pipe.train() is all that it takes."""
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double().eval(), chunks=2, devices="cpu")
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double().eval(), chunks=2, devices="cpu"
+    )
     zeros = [int((pipe.train(mode)(features()) == 0).sum()) for mode in (False, True, False)]
     assert 0 == zeros[0] == zeros[2] < zeros[1]
 

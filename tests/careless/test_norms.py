@@ -1,4 +1,5 @@
-"""Batch norm that is not nn.BatchNorm's own forward, and other writes into buffers: exact, or refused by name."""
+"""Batch norm that is not nn.BatchNorm's own forward, and other writes into buffers: exact, or
+refused by name."""
 
 import copy
 import pickle
@@ -23,7 +24,8 @@ def square(y, target):
     return y.square().mean()
 
 
-# -- layers as people write them ---------------------------------------------------------------------------------------
+# -- layers as people write them
+# -------------------------------------------------------------------------------
 
 
 class Copied(nn.BatchNorm1d):
@@ -36,7 +38,14 @@ class Copied(nn.BatchNorm1d):
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         x = F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, factor, self.eps
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            factor,
+            self.eps,
         )
         return F.leaky_relu(x)
 
@@ -53,7 +62,15 @@ class Uncounted(nn.BatchNorm1d):
 
     def forward(self, x):
         return torch.batch_norm(
-            x, self.weight, self.bias, self.running_mean, self.running_var, self.training, 0.3, self.eps, True
+            x,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.training,
+            0.3,
+            self.eps,
+            True,
         )
 
 
@@ -63,7 +80,11 @@ class Rebinds(nn.BatchNorm1d):
     def forward(self, x):
         self.num_batches_tracked = self.num_batches_tracked + 1
         return F.batch_norm(
-            input=x, running_mean=self.running_mean, running_var=self.running_var, training=self.training, momentum=0.2
+            input=x,
+            running_mean=self.running_mean,
+            running_var=self.running_var,
+            training=self.training,
+            momentum=0.2,
         )
 
 
@@ -123,24 +144,36 @@ def trained(plan, params, state, runner=fp.run, batches=3, **options):
 
 def close(found, wanted):
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
-# -- deferred exactly --------------------------------------------------------------------------------------------------
+# -- deferred exactly
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [*LAYERS, "recomputed"])
 def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
-    """from_module and a cut Sequential, remat, both executors, the plain loop: as the model by whole, uneven batches."""
+    """from_module and a cut Sequential, remat, both executors, the plain loop: as the model by
+    whole, uneven batches."""
     plain = model({**LAYERS, "recomputed": Recomputed}[layer])
     made = fp.split(plain, 2)
-    plan = fp.make_plan(made.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
+    plan = fp.make_plan(
+        made.stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
+        loss=square,
+        devices="cpu",
+    )
     wanted = after(plain)
     for options in ({"executor": "serial"}, {"executor": "threads"}, {"runner": fp.run_sequential}):
         close(trained(plan, made.params, made.state, **options), wanted)
     whole, params, state = fp.from_module(plain)
     one = fp.make_plan(
-        [pickle.loads(pickle.dumps(whole))], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu"
+        [pickle.loads(pickle.dumps(whole))],
+        fp.schedules.fill_drain(1, COUNT),
+        loss=square,
+        devices="cpu",
     )
     close(trained(one, (params,), (state,)), wanted)
     assert all(map(torch.equal, after(plain, 0).values(), dict(plain.named_buffers()).values()))
@@ -150,7 +183,9 @@ def test_a_layer_with_a_forward_of_its_own_is_deferred(layer):
 def test_compiled_they_are_deferred_too(layer):
     plain = model(LAYERS[layer])
     whole, params, state = fp.from_module(plain)
-    plan = fp.make_plan([fp.compile_stage(whole)], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
+    plan = fp.make_plan(
+        [fp.compile_stage(whole)], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu"
+    )
     close(trained(plan, (params,), (state,)), after(plain))
 
 
@@ -159,7 +194,13 @@ def test_compiled_they_are_deferred_too(layer):
 def test_in_a_pipe(layer, deferred):
     """Deferred: as the whole batch; else as the layer itself, microbatch after microbatch."""
     plain = model(LAYERS[layer])
-    pipe = fp.Pipe(copy.deepcopy(plain), chunks=COUNT, deferred_batch_norm=deferred, balance=[1, 2], devices="cpu")
+    pipe = fp.Pipe(
+        copy.deepcopy(plain),
+        chunks=COUNT,
+        deferred_batch_norm=deferred,
+        balance=[1, 2],
+        devices="cpu",
+    )
     for number in range(3):
         pipe(features() + number).sum().backward()
         for part in [features()] if deferred else features().tensor_split(COUNT):
@@ -199,7 +240,9 @@ class Lends(nn.Module):
 
     def forward(self, x):
         norm = self.norm
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training, 0.02)
+        return F.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training, 0.02
+        )
 
 
 class InRegion(nn.Module):
@@ -228,22 +271,35 @@ def test_a_traced_batch_norm_is_deferred_whoever_calls_it(layer):
     torch.manual_seed(1)
     plain = Model(TRACED[layer]).double()
     made = fp.split(plain, at=["last"], example=features())
-    plan = fp.make_plan(made.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)), loss=square, devices="cpu")
-    wanted = {name: value for name, value in after(plain).items() if name in made.state[0] or value.any()}
+    plan = fp.make_plan(
+        made.stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(2, COUNT)),
+        loss=square,
+        devices="cpu",
+    )
+    wanted = {
+        name: value for name, value in after(plain).items() if name in made.state[0] or value.any()
+    }
     close(trained(plan, made.params, made.state), wanted)
     close(trained(plan, made.params, made.state, runner=fp.run_sequential), wanted)
 
 
 def test_a_training_layer_in_evaluation_defers_nothing():
-    """layer.eval() inside a training model: running statistics are used and kept, whatever forward it has."""
+    """layer.eval() inside a training model: running statistics are used and kept, whatever forward
+    it has."""
     plain = model(LAYERS["copied"])
     plain[1].eval()
     plain[1].running_mean += 1
     made = fp.split(plain, 2)
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        made.stages, fp.schedules.one_f_one_b(2, COUNT), loss=square, outputs=True, devices="cpu"
+    )
     result = fp.run(plan, made.params, (features(), None), state=made.state)
     torch.testing.assert_close(result.outputs, plain(features()), rtol=1e-12, atol=1e-12)
-    close({name: value for tree in result.state for name, value in (tree or {}).items()}, dict(plain.named_buffers()))
+    close(
+        {name: value for tree in result.state for name, value in (tree or {}).items()},
+        dict(plain.named_buffers()),
+    )
 
 
 class Insists(nn.BatchNorm1d):
@@ -254,24 +310,30 @@ class Insists(nn.BatchNorm1d):
 
 
 def test_a_layer_that_insists_on_the_batch_in_evaluation():
-    """Its model would update it in evaluation too: so does a plan that trains; one that does not keeps the state."""
+    """Its model would update it in evaluation too: so does a plan that trains; one that does not
+    keeps the state."""
     plain = model(lambda: Insists(3)).eval()
     part, params, state = fp.from_module(plain)
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
     assert part.evaluation
     close(trained(plan, (params,), (state,)), after(plain))
-    evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu")
+    evaluate = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu"
+    )
     assert fp.run(evaluate, (params,), features(), state=(state,)).state[0] is state
 
 
 def test_one_value_per_channel_names_the_layer():
     plan_of = fp.from_module(model(LAYERS["copied"]))
     plan = fp.make_plan(plan_of[:1], fp.schedules.fill_drain(1, ROWS), loss=square, devices="cpu")
-    with pytest.raises(fp.BatchError, match=r"layer '1': batch norm in training needs more than one value"):
+    with pytest.raises(
+        fp.BatchError, match=r"layer '1': batch norm in training needs more than one value"
+    ):
         fp.run(plan, plan_of[1:2], (features(), None), state=plan_of[2:])
 
 
-# -- refused by name ---------------------------------------------------------------------------------------------------
+# -- refused by name
+# -------------------------------------------------------------------------------
 
 
 class Hidden(nn.Module):
@@ -303,7 +365,10 @@ class Swapped(ByHand):
 REFUSED = {
     "given": (Given, ["centre", "spread"]),
     "lends": (Lends, ["norm.running_mean", "norm.running_var"]),
-    "instance norm": (lambda: nn.InstanceNorm1d(3, track_running_stats=True), ["running_mean", "running_var"]),
+    "instance norm": (
+        lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+        ["running_mean", "running_var"],
+    ),
     "hidden": (Hidden, ["average"]),
     "by hand": (ByHand, ["running_mean"]),
     "swapped": (Swapped, ["running_mean", "running_var"]),
@@ -313,7 +378,8 @@ REFUSED = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
-    """In runs, the plain loop, check_stage and a Pipe; the message says which buffers, and what to do."""
+    """In runs, the plain loop, check_stage and a Pipe; the message says which buffers, and what to
+    do."""
     layer, names = REFUSED[kind]
     images = [nn.Unflatten(1, (3, 1)), nn.Linear(1, 4)] if kind == "instance norm" else []
     plain = nn.Sequential(*images, layer()).double()
@@ -337,7 +403,11 @@ def test_what_cannot_be_deferred_is_refused_before_a_gradient(kind, compiled):
             check_stage(part, params, features(), state=state)
     part, params, state = fp.from_module(plain.eval())
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
-    if kind not in ("hidden", "by hand", "swapped"):  # these write in evaluation too, or compute without parameters
+    if kind not in (
+        "hidden",
+        "by hand",
+        "swapped",
+    ):  # these write in evaluation too, or compute without parameters
         assert fp.run(plan, (params,), (features(), None), state=(state,)).loss.isfinite()
 
 
@@ -363,7 +433,9 @@ def test_a_forward_is_looked_at_once(monkeypatch):
         plan = fp.make_plan([whole], fp.schedules.fill_drain(1, COUNT), loss=square, devices="cpu")
         trained(plan, (params,), (state,) if state else None, batches=2)
         assert count == len(looks)
-        evaluate = fp.make_plan([whole], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu")
+        evaluate = fp.make_plan(
+            [whole], fp.schedules.fill_drain(1, COUNT, backward=False), devices="cpu"
+        )
         for _ in range(2):
             fp.run(evaluate, (params,), features(), state=(state,) if state else None)
         assert 2 * count == len(looks)
@@ -388,7 +460,10 @@ class Decays(Given):
 
 @pytest.mark.parametrize(
     ("layer", "text"),
-    [(Slices, "batch norm updates a part of 'norm.centre'"), (Decays, "writes into 'norm.centre', which a batch norm")],
+    [
+        (Slices, "batch norm updates a part of 'norm.centre'"),
+        (Decays, "writes into 'norm.centre', which a batch norm"),
+    ],
 )
 def test_a_trace_that_cannot_be_deferred_is_refused(layer, text):
     with pytest.raises(fp.PlanError, match="not pure") as caught:
@@ -396,7 +471,8 @@ def test_a_trace_that_cannot_be_deferred_is_refused(layer, text):
     assert text in str(caught.value)
 
 
-# -- other buffers of a traced model -----------------------------------------------------------------------------------
+# -- other buffers of a traced model
+# -------------------------------------------------------------------------------
 
 
 class Average(nn.Module):

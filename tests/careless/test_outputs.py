@@ -9,7 +9,12 @@ import funcpipe as fp
 
 
 def plan_of(fn, merge=None, count=3):
-    return fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, count, backward=False), merge=merge, devices="cpu")
+    return fp.make_plan(
+        [fp.stage(fn)],
+        fp.schedules.fill_drain(1, count, backward=False),
+        merge=merge,
+        devices="cpu",
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -17,7 +22,15 @@ def plan_of(fn, merge=None, count=3):
 def test_each_rule(executor, rows):
     """Over uneven microbatches: what one call over the whole batch gives."""
     x = torch.randn(rows, 4)
-    fn = lambda x: {"y": x, "t": x.T, "m": x.mean(0), "s": x.sum(0), "e": x.sum(0), "n": len(x), "k": "word"}
+    fn = lambda x: {
+        "y": x,
+        "t": x.T,
+        "m": x.mean(0),
+        "s": x.sum(0),
+        "e": x.sum(0),
+        "n": len(x),
+        "k": "word",
+    }
     rules = {"y": 0, "t": -1, "m": "mean", "s": "sum", "e": "each", "n": None, "k": None}
     out = fp.run(plan_of(lambda p, x: fn(x), rules), ((),), x, executor=executor).outputs
     assert torch.equal(out["y"], x)
@@ -42,7 +55,8 @@ def test_a_rule_holds_for_all_below():
 
 @pytest.mark.parametrize("rows", [6, 7])
 def test_statistics_that_are_as_long_as_rows_are_not_taken_for_rows_by_chance(rows):
-    """[2, 4] beside microbatches of 2 rows were joined, beside 3 rows they were not: now a rule decides."""
+    """[2, 4] beside microbatches of 2 rows were joined, beside 3 rows they were not: now a rule
+    decides."""
     x = torch.randn(rows, 4)
     stats = lambda p, x: torch.stack([x.mean(0), x.var(0)])
     out = fp.run(plan_of(stats, "each"), ((),), x).outputs
@@ -53,10 +67,13 @@ def test_statistics_that_are_as_long_as_rows_are_not_taken_for_rows_by_chance(ro
 def test_what_does_not_fit_its_rule_is_refused_with_every_place():
     x = torch.randn(7, 4)
     with pytest.raises(
-        fp.BatchError, match=r"outputs has shapes .* axis 0 is not that of the rows \(3, 2, 2\).*merge="
+        fp.BatchError,
+        match=r"outputs has shapes .* axis 0 is not that of the rows \(3, 2, 2\).*merge=",
     ):
         fp.run(plan_of(lambda p, x: x.T), ((),), x)
-    with pytest.raises(fp.BatchError, match=r"outputs\[0\] has shapes.*no mean(.|\n)*outputs\[1\].*no axis 2"):
+    with pytest.raises(
+        fp.BatchError, match=r"outputs\[0\] has shapes.*no mean(.|\n)*outputs\[1\].*no axis 2"
+    ):
         fp.run(plan_of(lambda p, x: (x, x), ("mean", 2)), ((),), x)
     with pytest.raises(fp.BatchError, match="of which there is no mean"):
         fp.run(plan_of(lambda p, x: x.long().sum(0), "mean"), ((),), x)
@@ -76,7 +93,9 @@ def test_inputs_cut_along_another_axis_need_a_rule_before_anything_runs():
         return x * 2
 
     x = torch.arange(8.0).reshape(2, 4)
-    with pytest.raises(fp.BatchError, match=r"cut along axis 1, and nothing says how outputs are joined.*merge=1"):
+    with pytest.raises(
+        fp.BatchError, match=r"cut along axis 1, and nothing says how outputs are joined.*merge=1"
+    ):
         fp.run(plan_of(turned, count=2), ((),), fp.Axis(x, 1))
     assert not calls
     assert torch.equal(fp.run(plan_of(turned, 1, 2), ((),), fp.Axis(x, 1)).outputs, x * 2)

@@ -1,4 +1,5 @@
-"""Models that compute their loss themselves, trained with padded labels: exact against the model in one piece."""
+"""Models that compute their loss themselves, trained with padded labels: exact against the model in
+one piece."""
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ import funcpipe as fp
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -21,19 +27,31 @@ def llama(**options):
 
 
 def bert(kind, **options):
-    sizes = {"max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return getattr(transformers, kind)(transformers.BertConfig(vocab_size=40, **SMALL, **sizes, **options))
+    sizes = {
+        "max_position_embeddings": 16,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return getattr(transformers, kind)(
+        transformers.BertConfig(vocab_size=40, **SMALL, **sizes, **options)
+    )
 
 
 MODELS = {
     "Llama": lambda: llama(tie_word_embeddings=True),
     "GPT2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16, **NO_DROPOUT)
+        transformers.GPT2Config(
+            vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16, **NO_DROPOUT
+        )
     ),
     "Bert, masked": lambda: bert("BertForMaskedLM"),
     "Bert, tokens": lambda: bert("BertForTokenClassification", num_labels=5),
-    "Llama, tokens": lambda: llama(kind="LlamaForTokenClassification", num_labels=5, classifier_dropout=0.0),
-    "Llama, rows": lambda: llama(kind="LlamaForSequenceClassification", num_labels=5, pad_token_id=0),
+    "Llama, tokens": lambda: llama(
+        kind="LlamaForTokenClassification", num_labels=5, classifier_dropout=0.0
+    ),
+    "Llama, rows": lambda: llama(
+        kind="LlamaForSequenceClassification", num_labels=5, pad_token_id=0
+    ),
 }
 
 
@@ -59,7 +77,11 @@ def assert_exact(model, split, batch, count=4, **options):
     whole = model(**batch)
     whole.loss.backward()
     plan = fp.make_plan(
-        split.stages, fp.schedules.one_f_one_b(len(split), count), loss=split.loss, ties=split.ties, devices="cpu"
+        split.stages,
+        fp.schedules.one_f_one_b(len(split), count),
+        loss=split.loss,
+        ties=split.ties,
+        devices="cpu",
     )
     result = fp.run(plan, split.params, (batch, None), state=split.state, **options)
     torch.testing.assert_close(result.loss, whole.loss.detach(), rtol=1e-5, atol=1e-6)
@@ -67,13 +89,16 @@ def assert_exact(model, split, batch, count=4, **options):
     for key, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[key], parameter.grad, rtol=1e-4, atol=1e-6, msg=key)
-    assert_same_result(fp.run_sequential(plan, split.params, (batch, None), state=split.state), result)
+    assert_same_result(
+        fp.run_sequential(plan, split.params, (batch, None), state=split.state), result
+    )
     return result
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_labels_that_count(name):
-    """Tokens that are predicted, masked or classified, rows that have a class: each model's own mean."""
+    """Tokens that are predicted, masked or classified, rows that have a class: each model's own
+    mean."""
     torch.manual_seed(0)
     model, batch = MODELS[name](), batch_of(name)
     result = assert_exact(model, fp.split(model, 2), batch, check="finite")
@@ -89,7 +114,9 @@ def test_adapters():
     from funcpipe._src.models.counting import Labels
 
     batch = batch_of("Llama")
-    adapted = peft.get_peft_model(MODELS["Llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = peft.get_peft_model(
+        MODELS["Llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
     assert int((batch["labels"][:, 1:] != -100).sum()) == int(Labels(adapted)(batch))
     prompted = peft.get_peft_model(
         MODELS["Llama"](), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -109,13 +136,22 @@ def test_evaluation_and_accumulation():
     """Forwards alone; two runs as one."""
     model, batch = MODELS["Llama"](), batch_of("Llama")
     split = fp.split(model, 2)
-    forwards = fp.make_plan(split.stages, fp.schedules.fill_drain(2, 4, backward=False), loss=split.loss, outputs=False)
-    torch.testing.assert_close(
-        fp.run(forwards, split.params, (batch, None), state=split.state).loss, model(**batch).loss.detach()
+    forwards = fp.make_plan(
+        split.stages, fp.schedules.fill_drain(2, 4, backward=False), loss=split.loss, outputs=False
     )
-    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 2), loss=split.loss, ties=split.ties)
-    parts = [{name: value[part] for name, value in batch.items()} for part in (slice(0, 5), slice(5, 8))]
-    total = fp.accumulate([fp.run(plan, split.params, (part, None), state=split.state) for part in parts])
+    torch.testing.assert_close(
+        fp.run(forwards, split.params, (batch, None), state=split.state).loss,
+        model(**batch).loss.detach(),
+    )
+    plan = fp.make_plan(
+        split.stages, fp.schedules.one_f_one_b(2, 2), loss=split.loss, ties=split.ties
+    )
+    parts = [
+        {name: value[part] for name, value in batch.items()} for part in (slice(0, 5), slice(5, 8))
+    ]
+    total = fp.accumulate(
+        [fp.run(plan, split.params, (part, None), state=split.state) for part in parts]
+    )
     torch.testing.assert_close(total.loss, model(**batch).loss.detach())
 
 
@@ -123,10 +159,16 @@ def test_labels_by_position_and_without_padding():
     """Inputs as a tuple go by the names of forward; without ignored labels all is as it was."""
     model, batch = MODELS["Llama"](), batch_of("Llama")
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
+    plan = fp.make_plan(
+        split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties
+    )
     weigh = plan.counts.weigh
     by_position = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
-    assert int(weigh(by_position, None)) == int(weigh(batch, None)) == int((batch["labels"][:, 1:] != -100).sum())
+    assert (
+        int(weigh(by_position, None))
+        == int(weigh(batch, None))
+        == int((batch["labels"][:, 1:] != -100).sum())
+    )
     full = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
     result = fp.run(plan, split.params, (full, None), state=split.state)
     torch.testing.assert_close(result.loss, model(**full).loss.detach())
@@ -160,15 +202,23 @@ def test_what_is_not_known_is_refused():
     model, batch = Own(), {"tokens": padded["input_ids"], "labels": padded["labels"]}
     split = fp.split(model, 2)
     plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss)
-    with pytest.raises(fp.BatchError, match=r"'labels' of -100.*loss of Own.*weigh\(self, inputs, target\)"):
+    with pytest.raises(
+        fp.BatchError, match=r"'labels' of -100.*loss of Own.*weigh\(self, inputs, target\)"
+    ):
         fp.run(plan, split.params, (batch, None))
     told = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=Tokens())
-    torch.testing.assert_close(fp.run(told, split.params, (batch, None)).loss, model(**batch)["loss"].detach())
+    torch.testing.assert_close(
+        fp.run(told, split.params, (batch, None)).loss, model(**batch)["loss"].detach()
+    )
     whole = {"tokens": padded["input_ids"], "labels": padded["input_ids"]}
-    torch.testing.assert_close(fp.run(plan, split.params, (whole, None)).loss, model(**whole)["loss"].detach())
+    torch.testing.assert_close(
+        fp.run(plan, split.params, (whole, None)).loss, model(**whole)["loss"].detach()
+    )
     model = MODELS["Llama"]()
     split = fp.split(model, 2)
-    plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties)
+    plan = fp.make_plan(
+        split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss, ties=split.ties
+    )
     given = {**padded, "num_items_in_batch": fp.Replicate(torch.tensor(9))}
     with pytest.raises(fp.BatchError, match="num_items_in_batch"):
         fp.run(plan, split.params, (given, None), state=split.state)

@@ -1,4 +1,5 @@
-"""Splits as a user would ask for them in passing: each works, or is refused with what, where and what mends it."""
+"""Splits as a user would ask for them in passing: each works, or is refused with what, where and
+what mends it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ def trains_like_itself(made, model, batch, *, train=True, options=None):
     loss = lambda y, target: F.mse_loss(y, target)
     x, target = batch
     plan = fp.make_plan(
-        made.stages, fp.schedules.one_f_one_b(len(made), 2), loss=loss, ties=made.ties, devices="cpu", train=train
+        made.stages,
+        fp.schedules.one_f_one_b(len(made), 2),
+        loss=loss,
+        ties=made.ties,
+        devices="cpu",
+        train=train,
     )
     result = fp.run(plan, made.params, batch, state=made.state)
     own = copy.deepcopy(model)
@@ -45,13 +51,16 @@ def trains_like_itself(made, model, batch, *, train=True, options=None):
         torch.testing.assert_close(found[name], parameter.grad)
 
 
-# -- cuts that split chooses itself ------------------------------------------------------------------------------------
+# -- cuts that split chooses itself
+# -------------------------------------------------------------------------------
 
 
 def activated(count, *, norm=False):
     """Linear layers, each with an in-place ReLU."""
     norms = lambda: [nn.BatchNorm1d(8)] if norm else []
-    return Stack(*[one for _ in range(count) for one in (nn.Linear(8, 8), *norms(), nn.ReLU(inplace=True))])
+    return Stack(
+        *[one for _ in range(count) for one in (nn.Linear(8, 8), *norms(), nn.ReLU(inplace=True))]
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -89,7 +98,9 @@ def test_a_cut_moves_into_a_block_that_begins_with_a_write():
 def test_cuts_that_a_user_names_stay_refused():
     model, x = activated(2), torch.randn(4, 8)
     for wrong in ({"at": {"layers.1": "before"}}, {"balance": [1, 3]}):
-        with pytest.raises(fp.PlanError, match="relu_ in stage 1 writes in place into linear of stage 0"):
+        with pytest.raises(
+            fp.PlanError, match="relu_ in stage 1 writes in place into linear of stage 0"
+        ):
             fp.split(model, **wrong, example=x)
     with pytest.raises(fp.PlanError, match="3 stages are more than the 2 units"):
         fp.split(model, 3, example=x)
@@ -101,7 +112,8 @@ def test_the_output_of_a_batch_norm_in_evaluation_is_not_its_input():
     trains_like_itself(made, model, (torch.randn(4, 8), torch.randn(4, 8)), train=False)
 
 
-# -- split_point -------------------------------------------------------------------------------------------------------
+# -- split_point
+# -------------------------------------------------------------------------------
 
 
 def test_split_points_are_where_a_number_of_stages_cuts():
@@ -113,7 +125,10 @@ def test_split_points_are_where_a_number_of_stages_cuts():
 def test_split_points_and_another_number_of_stages():
     model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
     for wrong in (1, 3):
-        with pytest.raises(fp.PlanError, match=rf"num_stages is {wrong}, but its forward calls split_point\(\) once"):
+        with pytest.raises(
+            fp.PlanError,
+            match=rf"num_stages is {wrong}, but its forward calls split_point\(\) once",
+        ):
             fp.split(model, wrong, example=torch.randn(4, 8))
     assert len(fp.split(model, 3, policy=fp.models.by_parameters, example=torch.randn(4, 8))) == 3
 
@@ -122,7 +137,8 @@ def test_split_points_without_a_trace():
     model = Stack(*(nn.Linear(8, 8) for _ in range(4)), marks=(1,))
     for wrong in (model, nn.Sequential(model, nn.Linear(8, 8))):
         with pytest.raises(
-            fp.PlanError, match=r"the forward of Stack calls fp.models.split_point\(\), .* give example="
+            fp.PlanError,
+            match=r"the forward of Stack calls fp.models.split_point\(\), .* give example=",
         ):
             fp.split(wrong, 2)
     assert len(fp.split(model, balance=[1, 3])) == 2
@@ -138,13 +154,19 @@ def test_two_split_points_at_one_place():
         fp.split(Twice(nn.Linear(8, 8), nn.Linear(8, 8), marks=(1,)), example=torch.randn(4, 8))
 
 
-# -- what a model collects over its blocks -----------------------------------------------------------------------------
+# -- what a model collects over its blocks
+# -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
     def __init__(self, sink, *, attribute=False):
         super().__init__()
-        self.inner, self.sink, self.attribute, self.aux = nn.Linear(8, 8), sink, attribute, torch.zeros(())
+        self.inner, self.sink, self.attribute, self.aux = (
+            nn.Linear(8, 8),
+            sink,
+            attribute,
+            torch.zeros(()),
+        )
 
     def forward(self, x):
         y = self.inner(x).tanh()
@@ -195,7 +217,9 @@ def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(ki
 def test_what_blocks_hand_out_is_refused_when_compiled():
     made = fp.split(Collects(), 2)
     stages = [fp.compile_stage(stage) for stage in made.stages]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match=r"output\[1\]\[0\] is made of what blocks hand out"):
         fp.run(plan, made.params, (torch.randn(4, 8), None))
 
@@ -211,7 +235,9 @@ def test_attentions_of_all_blocks(name):
     with pytest.raises(fp.PlanError, match=rf"config.{name} is True: it collects .* example="):
         fp.split(model, 2)
     made = fp.split(model, 2, example=inputs)
-    found = fp.apply(made.stages, made.params, inputs, state=made.state).y[name.removeprefix("output_")]
+    found = fp.apply(made.stages, made.params, inputs, state=made.state).y[
+        name.removeprefix("output_")
+    ]
     for mine, theirs in zip(found, model(**inputs)[name.removeprefix("output_")], strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -226,11 +252,13 @@ def test_attentions_asked_for_by_position():
         fp.apply(made.stages, made.params, (torch.randn(4, 8), True))
 
 
-# -- marks in an example -----------------------------------------------------------------------------------------------
+# -- marks in an example
+# -------------------------------------------------------------------------------
 
 
 class Marked(nn.Module):
-    """Rows of ``x`` along axis 0, of ``mask`` along axis 1; a table that happens to have as many rows as the example."""
+    """Rows of ``x`` along axis 0, of ``mask`` along axis 1; a table that happens to have as many
+    rows as the example."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +290,9 @@ def test_marks_in_an_example_say_where_its_rows_are():
 def test_marks_that_do_not_fit_the_example():
     model, table = Marked(), torch.randn(4, 8)
     x = torch.randn(4, 8)
-    with pytest.raises(fp.BatchError, match=r"example\[1\] has 3 rows along axis 1, and what comes before it has 4"):
+    with pytest.raises(
+        fp.BatchError, match=r"example\[1\] has 3 rows along axis 1, and what comes before it has 4"
+    ):
         fp.split(model, 2, example=(x, fp.Axis(torch.randn(4, 3), 1), table))
     with pytest.raises(fp.BatchError, match=r"example\[1\] is a Tensor without an axis 2"):
         fp.split(model, 2, example=(x, fp.Axis(torch.randn(3, 4), 2), table))
@@ -278,13 +308,21 @@ def test_marks_in_the_example_of_a_measurement():
     given = {"device": "cpu"}
     stage, params, _ = fp.from_module(Scale())
     example = (torch.randn(4, 8), fp.Replicate(torch.randn(8, 8)))
-    assert len(fp.models.profile([stage], example, params=[params], repeats=1, warmup=0, **given).forward) == 1
+    assert (
+        len(
+            fp.models.profile(
+                [stage], example, params=[params], repeats=1, warmup=0, **given
+            ).forward
+        )
+        == 1
+    )
     assert fp.models.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
     with pytest.raises(fp.PlanError, match=r"an example is one input"):
         fp.models.memory([stage], fp.Microbatches([example]), params=[params])
 
 
-# -- wrapped models ----------------------------------------------------------------------------------------------------
+# -- wrapped models
+# -------------------------------------------------------------------------------
 
 
 class Plain(Stack):
@@ -361,15 +399,21 @@ def test_attributes_beyond_a_wrapper(traced, shared):
         torch.testing.assert_close(found[name], grad)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # peft asks transformers for it
 @pytest.mark.parametrize("traced", [False, True])
 def test_peft(traced):
     peft = pytest.importorskip("peft")
     inputs = batch("llama")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     model = peft.get_peft_model(zoo("llama"), config)
     made = fp.split(model, 2, **({"example": inputs} if traced else {}))
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    plan = fp.make_plan(
+        made.stages, fp.schedules.one_f_one_b(2, 2), loss=made.loss, ties=made.ties, devices="cpu"
+    )
     result = fp.run(plan, made.params, (inputs, None), state=made.state)
     wanted = model(**inputs).loss
     wanted.backward()
@@ -380,7 +424,8 @@ def test_peft(traced):
             torch.testing.assert_close(found[name], parameter.grad)
 
 
-# -- stages of a cut without a trace, compiled -------------------------------------------------------------------------
+# -- stages of a cut without a trace, compiled
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "dropout"), [("llama", 0.0), ("bert", 0.2)])
@@ -391,22 +436,35 @@ def test_blocks_with_an_attention_mask_compile(name, dropout):
     found = []
     for compiled in (True, False):
         made = fp.split(model, 2)
-        stages = [fp.compile_stage(stage, fuse=False) for stage in made.stages] if compiled else made.stages
-        plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 3), loss=made.loss, ties=made.ties, devices="cpu")
+        stages = (
+            [fp.compile_stage(stage, fuse=False) for stage in made.stages]
+            if compiled
+            else made.stages
+        )
+        plan = fp.make_plan(
+            stages, fp.schedules.zero_bubble(2, 3), loss=made.loss, ties=made.ties, devices="cpu"
+        )
         found.append(fp.run(plan, made.params, (inputs, None), state=made.state, seed=3))
     torch.testing.assert_close(found[0].loss, found[1].loss, rtol=0, atol=1e-12)
     for mine, theirs in zip(found[0].grads, found[1].grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-# -- hooks on what a Pipe shows of its stages --------------------------------------------------------------------------
+# -- hooks on what a Pipe shows of its stages
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
 )
 def test_hooks_on_partitions_are_refused_and_on_their_layers_called(register):
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), chunks=2, balance=[2, 1], devices="cpu")
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        chunks=2,
+        balance=[2, 1],
+        devices="cpu",
+    )
     called: list[str] = []
     x = torch.randn(4, 4, requires_grad=True)
     handle = getattr(pipe.partitions[1][-1], register)(lambda *_: called.append("layer"))
@@ -414,7 +472,9 @@ def test_hooks_on_partitions_are_refused_and_on_their_layers_called(register):
     handle.remove()
     assert called
     handle = getattr(pipe.partitions[1], register)(lambda *_: called.append("view"))
-    with pytest.raises(fp.PlanError, match=r"pipe.partitions\[1\] has \w+ hooks, which would never be called"):
+    with pytest.raises(
+        fp.PlanError, match=r"pipe.partitions\[1\] has \w+ hooks, which would never be called"
+    ):
         pipe(x)
     with pytest.raises(fp.PlanError, match="never be called"):
         copy.deepcopy(pipe)(x)
@@ -424,7 +484,8 @@ def test_hooks_on_partitions_are_refused_and_on_their_layers_called(register):
     assert [list(view._modules) for view in pipe.partitions] == [["0", "1"], ["2"]]
 
 
-# -- TorchScript -------------------------------------------------------------------------------------------------------
+# -- TorchScript
+# -------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):
@@ -437,7 +498,9 @@ class Inner(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 8))])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 8))]
+)
 def test_torchscript_layers_are_refused_by_name(make):
     x = torch.randn(4, 8)
     ways = [
@@ -445,7 +508,9 @@ def test_torchscript_layers_are_refused_by_name(make):
         lambda: fp.split(Plain(Inner(), make(Inner())), 2),
     ]
     for way in ways:
-        with pytest.raises(fp.PlanError, match=r"'layers.1' is TorchScript .* give the module that it was scripted"):
+        with pytest.raises(
+            fp.PlanError, match=r"'layers.1' is TorchScript .* give the module that it was scripted"
+        ):
             way()
     row = nn.Sequential(Inner(), make(Inner()))
     for way in (

@@ -59,7 +59,8 @@ def _closures():
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_stage_that_closes_over_what_requires_a_gradient_is_refused(name, run, place):
-    """Before any gradient is used: with the names under which the function finds them, stage and microbatch."""
+    """Before any gradient is used: with the names under which the function finds them, stage and
+    microbatch."""
     fn, match = _closures()[name]
     stages = [fp.stage(lambda p, x: x * p, name="own")] * 2
     stages[place] = fp.stage(fn, name="closes")
@@ -81,7 +82,8 @@ def test_it_is_refused_in_a_compiled_stage_too():
 
 
 def test_constants_frozen_modules_and_leaves_of_its_own_are_no_fault():
-    """What requires no gradient is a constant; what the stage differentiates by itself is its own in every call."""
+    """What requires no gradient is a constant; what the stage differentiates by itself is its own
+    in every call."""
     frozen, table = nn.Linear(2, 2).requires_grad_(False), torch.randn(2)
 
     def forces(p, x):
@@ -125,7 +127,9 @@ def test_writes_behind_torch_s_back_are_refused_and_change_nothing(run):
 
     params = ({"w": torch.ones(2)},)
     for _ in range(2):
-        with pytest.raises(fp.PlanError, match=r"wrote into its parameters(.|\n)*params\[0\]\['w'\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"wrote into its parameters(.|\n)*params\[0\]\['w'\]"
+        ):
             run(plan_of(fp.stage(writes)), params, batch())
         assert torch.equal(params[0]["w"], torch.ones(2))
 
@@ -140,14 +144,20 @@ def test_putting_other_values_into_params_is_refused(run, grow):
         return x * p["w"]
 
     params = ({"w": torch.ones(2)},)
-    with pytest.raises(fp.StageError, match=r"puts other values into its params \((params\['w'\]|its keys changed)"):
+    with pytest.raises(
+        fp.StageError, match=r"puts other values into its params \((params\['w'\]|its keys changed)"
+    ):
         run(plan_of(fp.stage(rebinds)), params, batch())
     assert list(params[0]) == ["w"]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_stage_that_returns_nothing_is_named_itself(run):
-    stages = [fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: None, name="forgot"), fp.stage(lambda p, x: x * p)]
+    stages = [
+        fp.stage(lambda p, x: x * p),
+        fp.stage(lambda p, x: None, name="forgot"),
+        fp.stage(lambda p, x: x * p),
+    ]
     with pytest.raises(fp.StageError, match="returned None: is a `return` missing") as caught:
         run(plan_of(*stages), tuple(torch.ones(2) for _ in range(3)), batch())
     assert caught.value.funcpipe.stage == 1
@@ -160,7 +170,9 @@ def test_hooks_on_parameters_are_refused(run):
         weight = nn.Parameter(torch.ones(2))
         handle = getattr(weight, register)(lambda *_: None)
         plan = plan_of(fp.stage(lambda p, x: x * p["w"]))
-        with pytest.raises(fp.PlanError, match=r"params\[0\]\['w'\] has hooks on its gradient.*result.grads\[0\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"params\[0\]\['w'\] has hooks on its gradient.*result.grads\[0\]"
+        ):
             run(plan, ({"w": weight},), batch())
         assert run(plan, ({"w": weight},), batch(), trainable=False).grads[0]["w"] is None
         handle.remove()

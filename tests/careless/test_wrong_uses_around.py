@@ -1,4 +1,5 @@
-"""Careless places: a run inside of torch.compile, of a loader's worker, of torch.func, of a stage; wrong options."""
+"""Careless places: a run inside of torch.compile, of a loader's worker, of torch.func, of a stage;
+wrong options."""
 
 import abc
 import pickle
@@ -18,7 +19,9 @@ def test_inside_of_torch_compile_a_run_is_what_it_is(call):
     def loss(params, given):
         return call(plan, params, given).loss * 2
 
-    torch.testing.assert_close(torch.compile(loss, backend="eager")(params, given), call(plan, params, given).loss * 2)
+    torch.testing.assert_close(
+        torch.compile(loss, backend="eager")(params, given), call(plan, params, given).loss * 2
+    )
 
 
 class Loaded(torch.utils.data.Dataset):
@@ -35,7 +38,12 @@ class Loaded(torch.utils.data.Dataset):
 
     def rows(self):
         """Both, from a worker."""
-        options = {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
+        options = {
+            "batch_size": 2,
+            "num_workers": 1,
+            "multiprocessing_context": "fork",
+            "timeout": 60,
+        }
         return next(iter(torch.utils.data.DataLoader(self, **options)))
 
 

@@ -1,4 +1,5 @@
-"""Careless plans: stages, schedule, loss, devices and ties that are something else than they should be."""
+"""Careless plans: stages, schedule, loss, devices and ties that are something else than they should
+be."""
 
 import pytest
 import torch
@@ -15,9 +16,15 @@ def test_stages_come_first_and_are_stages():
     whole, stages, _ = parts()
     for given, mend in (
         (SCHEDULE, r"stages is a Schedule; the stages come first: make_plan\(stages, schedule\)"),
-        (whole, r"stages is a Sequential, a model in one piece: fp.split\(model, num_stages\) cuts it"),
+        (
+            whole,
+            r"stages is a Sequential, a model in one piece: fp.split\(model, num_stages\) cuts it",
+        ),
         (nn.ModuleList(whole), "stages is a ModuleList, a model in one piece"),
-        (fp.Pipe(whole, chunks=2, devices=["cpu", "cpu"]), "stages is a Pipe, a model in one piece"),
+        (
+            fp.Pipe(whole, chunks=2, devices=["cpu", "cpu"]),
+            "stages is a Pipe, a model in one piece",
+        ),
         ([lambda params, x: x] * 2, r"stage 1 is a function; make it one with fp.stage\(fn\)"),
         (2, "stages is a int; give a sequence of stages"),
     ):
@@ -28,7 +35,9 @@ def test_stages_come_first_and_are_stages():
 
 @pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b, "1f1b", 4])
 def test_a_schedule_is_made_by_a_call(schedule):
-    with pytest.raises(fp.PlanError, match=r"make one with fp.schedules.one_f_one_b\(...\) or Schedule.parse"):
+    with pytest.raises(
+        fp.PlanError, match=r"make one with fp.schedules.one_f_one_b\(...\) or Schedule.parse"
+    ):
         fp.make_plan(parts()[1], schedule)
 
 
@@ -41,7 +50,10 @@ def test_stages_and_microbatches_mixed_up():
     ("loss", "mend"),
     [
         (nn.CrossEntropyLoss, r"make an instance: loss=CrossEntropyLoss\(\)"),
-        ("cross_entropy", r"loss is a str, not a function \(y, target\) -> loss; give the function itself"),
+        (
+            "cross_entropy",
+            r"loss is a str, not a function \(y, target\) -> loss; give the function itself",
+        ),
         (torch.tensor(1.0), "loss is a Tensor, not a function .* not its name or what it returned"),
         (lambda y: y.mean(), r"loss is called with \(y, target\), but <lambda> takes \(y\)"),
         (lambda y, target, mask: y.mean(), r"but <lambda> takes \(y, target, mask\)"),
@@ -67,8 +79,14 @@ def test_a_weight_is_a_function_of_the_target(weight, mend):
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        (lambda y, t: None, "the loss is a floating number in a tensor: the mean .* got a NoneType"),
-        (lambda y, t: F.cross_entropy(y, t).item(), "the loss is a floating number in a tensor.* got a float"),
+        (
+            lambda y, t: None,
+            "the loss is a floating number in a tensor: the mean .* got a NoneType",
+        ),
+        (
+            lambda y, t: F.cross_entropy(y, t).item(),
+            "the loss is a floating number in a tensor.* got a float",
+        ),
         (lambda y, t: F.cross_entropy(y, t, reduction="none"), r"got a tensor of shape \(2,\)"),
         (lambda y, t: {"loss": F.cross_entropy(y, t)}, "got a dict"),
         (lambda y, t: (y.argmax(1) == t).sum(), r"got a tensor of shape \(\), torch.int64"),
@@ -95,7 +113,9 @@ def test_what_a_loss_returns_is_looked_at_before_any_backward(loss, told, execut
 def test_what_should_come_back_beside_the_loss_is_aux():
     whole, stages, params = parts()
     given = batch(10)
-    plan = plan_of(stages, loss=lambda y, t: fp.Loss(F.cross_entropy(y, t), aux=(y.argmax(1) == t).sum()))
+    plan = plan_of(
+        stages, loss=lambda y, t: fp.Loss(F.cross_entropy(y, t), aux=(y.argmax(1) == t).sum())
+    )
     result = fp.run(plan, params, given)
     equals_plain(whole, given, result)
     assert sum(result.aux) == (whole(given[0]).argmax(1) == given[1]).sum()
@@ -113,18 +133,29 @@ def test_a_loss_that_calls_backward_is_refused():
 
 
 @pytest.mark.parametrize(
-    "loss", [lambda y, t: F.cross_entropy(y, t).detach(), torch.no_grad()(lambda y, t: F.cross_entropy(y, t))]
+    "loss",
+    [
+        lambda y, t: F.cross_entropy(y, t).detach(),
+        torch.no_grad()(lambda y, t: F.cross_entropy(y, t)),
+    ],
 )
 def test_a_loss_without_a_graph_is_refused(loss):
     _, stages, params = parts()
-    with pytest.raises(fp.PlanError, match="no gradient reached any of the parameters: the loss hangs on none of them"):
+    with pytest.raises(
+        fp.PlanError,
+        match="no gradient reached any of the parameters: the loss hangs on none of them",
+    ):
         fp.run(plan_of(stages, loss=loss), params, batch())
 
 
 def test_a_loss_of_one_element_is_a_number():
     whole, stages, params = parts()
     given = batch()
-    equals_plain(whole, given, fp.run(plan_of(stages, loss=lambda y, t: F.cross_entropy(y, t)[None]), params, given))
+    equals_plain(
+        whole,
+        given,
+        fp.run(plan_of(stages, loss=lambda y, t: F.cross_entropy(y, t)[None]), params, given),
+    )
 
 
 def test_weight_decay_by_hand_inside_of_the_loss_is_refused():
@@ -133,19 +164,24 @@ def test_weight_decay_by_hand_inside_of_the_loss_is_refused():
     def loss(y, target):
         return F.cross_entropy(y, target) + sum(p.square().sum() for p in whole.parameters())
 
-    with pytest.raises(fp.PlanError, match=r"the loss computes with parameters themselves, .* fp.Out\(y, loss="):
+    with pytest.raises(
+        fp.PlanError, match=r"the loss computes with parameters themselves, .* fp.Out\(y, loss="
+    ):
         fp.run(plan_of(stages, loss=loss), params, batch())
 
 
 def test_devices_are_as_many_as_lanes_and_exist():
     _, stages, params = parts()
-    with pytest.raises(fp.PlanError, match=r"the schedule has 2 devices, but devices= names 3; .* fp.devices\(2\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"the schedule has 2 devices, but devices= names 3; .* fp.devices\(2\)"
+    ):
         fp.make_plan(stages, SCHEDULE, devices=["cpu"] * 3)
     for devices in ("gpu", ["cpu", "nowhere"]):
         plan = fp.make_plan(stages, SCHEDULE, loss=F.cross_entropy, devices=devices)
         for call in (lambda p=plan: fp.place(p, params), lambda p=plan: fp.run(p, params, batch())):
             with pytest.raises(
-                fp.PlacementError, match=r"the plan's devices are not here; make it with fp.devices\(n\)"
+                fp.PlacementError,
+                match=r"the plan's devices are not here; make it with fp.devices\(n\)",
             ):
                 call()
 
@@ -172,7 +208,10 @@ def test_ties_are_groups_of_places(ties, told):
 @pytest.mark.parametrize(
     ("group", "told"),
     [
-        ([(0, "0.weight"), (1, "9.weight")], r"params\[1\] has no leaf at '9.weight'; did you mean '2.weight'"),
+        (
+            [(0, "0.weight"), (1, "9.weight")],
+            r"params\[1\] has no leaf at '9.weight'; did you mean '2.weight'",
+        ),
         ([(0, "0.weight"), (1, "2.weight")], "differ in shape"),
     ],
 )
@@ -187,7 +226,9 @@ def test_one_layer_twice_is_tied_or_refused():
     whole = nn.Sequential(layer, nn.Tanh(), layer)
     given = torch.randn(8, 4), torch.randn(8, 4)
     _, stages, params = parts(whole)
-    with pytest.raises(fp.PlanError, match=r"one tensor in two stages; say so.*make_plan\(..., ties=\["):
+    with pytest.raises(
+        fp.PlanError, match=r"one tensor in two stages; say so.*make_plan\(..., ties=\["
+    ):
         fp.run(plan_of(stages, loss=F.mse_loss), params, given)
     split = fp.split(whole, 2)
     plan = fp.make_plan(split, SCHEDULE, loss=F.mse_loss, devices="cpu")
@@ -207,14 +248,21 @@ def test_a_plan_is_what_calls_take_first():
         "warmup": lambda: fp.warmup(fp.compile_stage(plan.stages[0]), params[0], given),
     }
     for name, call in calls.items():
-        with pytest.raises(fp.PlanError, match=rf"^{name} takes a plan; got a \w+; make one: fp.make_plan"):
+        with pytest.raises(
+            fp.PlanError, match=rf"^{name} takes a plan; got a \w+; make one: fp.make_plan"
+        ):
             call()
 
 
 def test_a_plan_that_backs_up_is_not_run_without_gradients():
     _, plan, params = setup()
     for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode, pytest.raises(fp.PlanError, match=r"evaluate with the forwards alone: .*schedule.forwards\(\)"):
+        with (
+            mode,
+            pytest.raises(
+                fp.PlanError, match=r"evaluate with the forwards alone: .*schedule.forwards\(\)"
+            ),
+        ):
             fp.run(plan, params, batch())
 
 
@@ -229,7 +277,9 @@ def test_evaluation_under_inference_mode_is_right():
 def test_train_and_eval_are_the_plans_matter():
     whole, stages, params = parts(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     x, _ = batch()
-    outputs = fp.run(fp.make_plan(stages, SCHEDULE.forwards(), devices="cpu"), params, x).outputs  # train is still on
+    outputs = fp.run(
+        fp.make_plan(stages, SCHEDULE.forwards(), devices="cpu"), params, x
+    ).outputs  # train is still on
     torch.testing.assert_close(outputs, whole.eval()(x))
 
 

@@ -1,4 +1,5 @@
-"""Careless stages: what is no stage function, what a loop makes of closures, and what a stage computes besides."""
+"""Careless stages: what is no stage function, what a loop makes of closures, and what a stage
+computes besides."""
 
 import copy
 import functools
@@ -37,7 +38,10 @@ def scaled(params, x, *, scale):
 @pytest.mark.parametrize(
     ("function", "mend"),
     [
-        (nn.Linear, r"Linear is a class, and a stage is made of an instance: fp.from_module\(Linear\(...\)\)"),
+        (
+            nn.Linear,
+            r"Linear is a class, and a stage is made of an instance: fp.from_module\(Linear\(...\)\)",
+        ),
         (Net, r"Net is a class.*fp.stage\(Net\(...\)\)"),
         (nn.Linear(4, 4), "stage, params, state = fp.from_module"),
         (fp.stage(Net().forward), "'forward' is a stage already"),
@@ -68,13 +72,17 @@ def test_what_is_no_function_of_params_and_x_is_refused_where_the_stage_is_made(
 )
 def test_other_forms_of_such_functions_are_fine(function):
     x = torch.randn(8, 4)
-    plan = fp.make_plan([fp.stage(function)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(function)], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu"
+    )
     assert torch.equal(x, fp.run(plan, (W,), x).outputs)
 
 
 @pytest.mark.parametrize("word", ["stash", "pop", "feeds"])
 def test_one_string_is_not_a_row_of_names(word):
-    with pytest.raises(fp.PlanError, match=rf"{word}='mask': give a sequence of names, {word}=\['mask'\]"):
+    with pytest.raises(
+        fp.PlanError, match=rf"{word}='mask': give a sequence of names, {word}=\['mask'\]"
+    ):
         fp.stage(lambda params, x, **extras: x, **{word: "mask"})
     if word == "feeds":
         with pytest.raises(fp.PlanError, match=r"feeds=\['mask'\]"):
@@ -84,7 +92,10 @@ def test_one_string_is_not_a_row_of_names(word):
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ([1.0, 10.0, 100.0], r"stage 0 and others are one function, made in a loop.*'s' was 1.0 .* is 100.0 now"),
+        (
+            [1.0, 10.0, 100.0],
+            r"stage 0 and others are one function, made in a loop.*'s' was 1.0 .* is 100.0 now",
+        ),
         ([torch.tanh, torch.relu], "'s' was tanh when the stage was made, and is relu now"),
         ([nn.ReLU(), nn.Tanh()], r"'s' was ReLU\(\) .* is Tanh\(\) now.*hold it in a default"),
         ([torch.ones(4), torch.zeros(4)], r"'s' was .* when the stage was made"),
@@ -104,7 +115,8 @@ def test_functions_made_in_a_loop_that_read_its_variable_are_refused(values, tol
 def test_so_are_those_that_read_a_global_one():
     names: dict = {"fp": fp}
     exec(
-        "stages = []\nfor k in (2.0, 3.0):\n    @fp.stage\n    def one(params, x): return x * k\n    stages.append(one)",
+        "stages = []\nfor k in (2.0, 3.0):\n    @fp.stage\n    def one(params, x): return x * k\n  "
+        "  stages.append(one)",
         names,
     )
     with pytest.raises(fp.PlanError, match=r"stage 0 \('one'\) and others .* 'k' was 2.0"):
@@ -136,29 +148,49 @@ def test_values_that_are_the_same_or_change_after_the_plan_was_made_are_no_fault
 
 
 def shared(block):
-    stage = fp.stage(lambda params, x: torch.func.functional_call(block, params, (x,)), name="block")
-    params = tuple({name: torch.randn_like(one) for name, one in block.named_parameters()} for _ in range(3))
-    return plan_of([stage] * 3, count=8, loss=F.mse_loss), params, (torch.randn(64, 4), torch.randn(64, 4))
+    stage = fp.stage(
+        lambda params, x: torch.func.functional_call(block, params, (x,)), name="block"
+    )
+    params = tuple(
+        {name: torch.randn_like(one) for name, one in block.named_parameters()} for _ in range(3)
+    )
+    return (
+        plan_of([stage] * 3, count=8, loss=F.mse_loss),
+        params,
+        (torch.randn(64, 4), torch.randn(64, 4)),
+    )
 
 
 def test_one_module_called_with_the_parameters_of_several_lanes_is_run_by_one_thread():
-    """`functional_call` puts parameters into the module: two lanes would compute with each other's."""
+    """`functional_call` puts parameters into the module: two lanes would compute with each
+    other's."""
     plan, params, given = shared(nn.Linear(4, 4))
     result, expected = fp.run(plan, params, given), fp.run_sequential(plan, params, given)
     assert result.stats.executor == "serial"
     assert "the module 'block', which stages of lanes [0, 1, 2] call" in result.stats.reason
     assert all(map(torch.equal, fp.leaves(result.grads), fp.leaves(expected.grads)))
     for executor in ("threads", fp.lanes(plan)):
-        with pytest.raises(fp.PlanError, match=r"executor='serial'; or give each stage .* copy.deepcopy\(module\)"):
+        with pytest.raises(
+            fp.PlanError, match=r"executor='serial'; or give each stage .* copy.deepcopy\(module\)"
+        ):
             fp.run(plan, params, given, executor=executor)
 
 
 def test_a_copy_for_each_stage_runs_in_threads():
     block = nn.Linear(4, 4)
     blocks = [copy.deepcopy(block) for _ in range(2)]
-    stages = [fp.stage(lambda p, x, own=own: torch.func.functional_call(own, p, (x,))) for own in blocks]
-    params = tuple({name: torch.randn_like(one) for name, one in block.named_parameters()} for _ in range(2))
-    assert fp.run(plan_of(stages, loss=F.mse_loss), params, (X, ZEROS), executor="threads").stats.executor == "threads"
+    stages = [
+        fp.stage(lambda p, x, own=own: torch.func.functional_call(own, p, (x,))) for own in blocks
+    ]
+    params = tuple(
+        {name: torch.randn_like(one) for name, one in block.named_parameters()} for _ in range(2)
+    )
+    assert (
+        fp.run(
+            plan_of(stages, loss=F.mse_loss), params, (X, ZEROS), executor="threads"
+        ).stats.executor
+        == "threads"
+    )
 
 
 def backward_of_a_sum(params, x):
@@ -179,7 +211,9 @@ def backward_that_frees(params, x):
     return y
 
 
-@pytest.mark.parametrize("function", [backward_of_a_sum, backward_that_retains, backward_that_frees])
+@pytest.mark.parametrize(
+    "function", [backward_of_a_sum, backward_that_retains, backward_that_frees]
+)
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_a_stage_that_calls_backward_itself_is_refused(function, executor):
     with pytest.raises(fp.PlanError, match=r"calls backward itself, and that is what the run does"):
@@ -209,9 +243,13 @@ def under_no_grad(params, x):
     return x @ params["w"]
 
 
-@pytest.mark.parametrize("function", [through_numpy, under_no_grad, lambda p, x: x @ p["w"].detach()])
+@pytest.mark.parametrize(
+    "function", [through_numpy, under_no_grad, lambda p, x: x @ p["w"].detach()]
+)
 def test_where_no_parameter_gets_a_gradient_the_run_says_so(function):
-    with pytest.raises(fp.PlanError, match=r"no gradient reached any of the parameters.*schedule.forwards\(\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"no gradient reached any of the parameters.*schedule.forwards\(\)"
+    ):
         squares(function, {"w": torch.eye(4)})
 
 
@@ -268,13 +306,21 @@ def test_python_state_is_found_by_check_stage():
 def test_compose_and_apply_take_stages():
     whole, stages, params = parts()
     x, _ = batch()
-    with pytest.raises(fp.PlanError, match=r"compose takes stages, compose\(first, second\); among them came: list"):
+    with pytest.raises(
+        fp.PlanError, match=r"compose takes stages, compose\(first, second\); among them came: list"
+    ):
         fp.compose(list(stages))
     with pytest.raises(fp.PlanError, match="came: function; make them with fp.stage"):
         fp.compose(lambda params, x: x)
     plan = plan_of(stages)
-    for given, came in ((plan, "Plan"), (whole, "Linear, Tanh, Linear"), (lambda params, x: x, "function")):
-        with pytest.raises(fp.PlanError, match=rf"apply takes stages, apply\(\[first, second\].*came: {came}"):
+    for given, came in (
+        (plan, "Plan"),
+        (whole, "Linear, Tanh, Linear"),
+        (lambda params, x: x, "function"),
+    ):
+        with pytest.raises(
+            fp.PlanError, match=rf"apply takes stages, apply\(\[first, second\].*came: {came}"
+        ):
             fp.apply(given, params, x)
     one, own, _ = fp.from_module(nn.Linear(4, 4))
     assert fp.apply(one, [own], x).y.shape == (8, 4)
@@ -286,7 +332,8 @@ def test_params_of_a_composition_are_one_tuple():
     both = fp.compose(fp.stage(Net().forward, name="a"), fp.stage(Net().forward, name="b"))
     plan = plan_of([both], loss=F.mse_loss)
     with pytest.raises(
-        fp.PlanError, match=r"composition of 2 stages \(a, b\) is a tuple with one tree per stage; got a dict"
+        fp.PlanError,
+        match=r"composition of 2 stages \(a, b\) is a tuple with one tree per stage; got a dict",
     ):
         fp.run(plan, (W,), (X, ZEROS))
     with pytest.raises(fp.PlanError, match=r"got 2; for one stage that is \(params,\)"):
@@ -302,5 +349,9 @@ def test_modules_in_wrappers_are_modules():
         inner = next(iter(params)).split(".")[0]
         found = ({name.removeprefix(f"{inner}."): one for name, one in result.grads[0].items()},)
         equals_plain(
-            whole, given, fp.run(plan_of([stage]), (params,), given).__class__(**{**vars(result), "grads": found})
+            whole,
+            given,
+            fp.run(plan_of([stage]), (params,), given).__class__(
+                **{**vars(result), "grads": found}
+            ),
         )

@@ -1,4 +1,5 @@
-"""Careless use of what stands around a run: Pipe, split, compile, batches, schedules, costs, pictures, testing."""
+"""Careless use of what stands around a run: Pipe, split, compile, batches, schedules, costs,
+pictures, testing."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from small import batch, equals_plain, model, parts, plan_of, setup
 import funcpipe as fp
 from funcpipe.testing import FaultAt, assert_matches_sequential, check_stage
 
-# -- Pipe --------------------------------------------------------------------------------------------------------------
+# -- Pipe
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,9 @@ def test_a_pipe_is_called_with_tensors_and_stays_where_it_is():
             pipe(strange)
     with pytest.raises(fp.BatchError, match="the batch has no rows"):
         pipe(x[:0])
-    with pytest.raises(TypeError, match=r"name the devices when it is made: fp.Pipe\(sequential, devices=\[...\]\)"):
+    with pytest.raises(
+        TypeError, match=r"name the devices when it is made: fp.Pipe\(sequential, devices=\[...\]\)"
+    ):
         pipe.to("meta")
     with pytest.raises(fp.PlanError, match=r"run takes a plan; got a Pipe"):
         fp.run(pipe, (), batch())
@@ -57,7 +61,8 @@ def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused(
         total.backward()
 
 
-# -- split, from_module ------------------------------------------------------------------------------------------------
+# -- split, from_module
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,11 @@ def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused(
         ((model(), "2"), {}, "num_stages is a positive int or None; got '2'"),
         ((model(), [2, 1]), {}, r"num_stages is a positive int or None; got \[2, 1\]"),
         ((model(),), {"balance": [1, 1]}, "sum to the 3 units of the model"),
-        ((model(),), {"at": {"7": "before"}}, r"no layer of that name to cut at; there are 0, 1, 2"),
+        (
+            (model(),),
+            {"at": {"7": "before"}},
+            r"no layer of that name to cut at; there are 0, 1, 2",
+        ),
         ((model(),), {"at": {"2": "front"}}, "is 'before' or 'after'; got 'front'"),
         ((model(), 3), {"at": ["2"]}, "num_stages is 3, but the cuts make 2 stages"),
         ((model(), 2), {"ties": "copy"}, "ties is 'replicate', 'transmit'"),
@@ -102,7 +111,9 @@ def test_a_model_without_blocks_is_traced_with_a_good_example():
             fp.split(TwoLayers(), 2, **options)
     split = fp.split(TwoLayers(), 2, example=torch.randn(4, 3, 4))
     plan = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
-    with pytest.raises(fp.BatchError, match=r"x was float32 \[rows, 3, 4\]; got \(3, 5, 4\): dimension 1 is fixed"):
+    with pytest.raises(
+        fp.BatchError, match=r"x was float32 \[rows, 3, 4\]; got \(3, 5, 4\): dimension 1 is fixed"
+    ):
         fp.run(plan, split.params, torch.randn(6, 5, 4))
 
 
@@ -114,24 +125,36 @@ def test_a_split_is_not_its_params_nor_a_result():
         fp.run(plan, split, batch())
     result = fp.run(plan, split.params, batch())
     with pytest.raises(
-        fp.PlanError, match=r"merge takes one tree for each stage: merge\(params, result.state\); got a Result"
+        fp.PlanError,
+        match=r"merge takes one tree for each stage: merge\(params, result.state\); got a Result",
     ):
         split.merge(result)
     with pytest.raises(fp.PlanError, match="'a' is no name of the model"):
         split.load_state_dict({"a": torch.ones(1)})
     with pytest.raises(fp.PlanError, match=r"the plan has no loss, .* make_plan\(..., loss=fn\)"):
-        fp.run(fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), devices="cpu"), split.params, batch())
+        fp.run(
+            fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), devices="cpu"),
+            split.params,
+            batch(),
+        )
 
 
 def test_from_module_takes_a_module_that_is_there():
-    for strange, told in ((nn.Linear, "got a type"), ([nn.Linear(4, 4)], "got a list"), (F.relu, r"fp.stage\(fn\)")):
+    for strange, told in (
+        (nn.Linear, "got a type"),
+        ([nn.Linear(4, 4)], "got a list"),
+        (F.relu, r"fp.stage\(fn\)"),
+    ):
         with pytest.raises(fp.PlanError, match=f"from_module takes an nn.Module; .*{told}"):
             fp.from_module(strange)
-    with pytest.raises(fp.PlanError, match="are not initialised yet; call the module once on an example first"):
+    with pytest.raises(
+        fp.PlanError, match="are not initialised yet; call the module once on an example first"
+    ):
         fp.from_module(nn.LazyLinear(4))
 
 
-# -- compile, lanes, graphs --------------------------------------------------------------------------------------------
+# -- compile, lanes, graphs
+# -------------------------------------------------------------------------------
 
 
 def test_compile_and_programs_take_stages():
@@ -140,7 +163,9 @@ def test_compile_and_programs_take_stages():
         with pytest.raises(fp.PlanError, match="compile_stage takes a stage; got a"):
             fp.compile_stage(strange)
     for strange in (plan.stages[0], plan):
-        with pytest.raises(fp.PlanError, match=r"programs takes a compiled stage: fp.compile_stage\(stage\)"):
+        with pytest.raises(
+            fp.PlanError, match=r"programs takes a compiled stage: fp.compile_stage\(stage\)"
+        ):
             fp.make_programs(strange, params[0], batch()[0])
     with pytest.raises(fp.PlanError, match="backend is one of"):
         fp.compile_stage(plan.stages[0], backend="tensorrt")
@@ -163,7 +188,8 @@ def test_lanes_and_graphs_of_other_plans_or_after_their_end_are_refused():
             fp.run(plan, params, batch(), executor=ended)
 
 
-# -- batches on their way ----------------------------------------------------------------------------------------------
+# -- batches on their way
+# -------------------------------------------------------------------------------
 
 
 def yields(x):
@@ -185,9 +211,15 @@ async def waits(x):
             [fp.stage(lambda params, x: x)],
             r"stage 0 is a stage of a plan; .* lambda batch: fp.run\(plan, params, batch\)",
         ),
-        ([fp.batches.Fold(lambda s, x: (s, x), 0), abs], "stage 0 is a Fold, and only the last can be one"),
+        (
+            [fp.batches.Fold(lambda s, x: (s, x), 0), abs],
+            "stage 0 is a Fold, and only the last can be one",
+        ),
         ([fp.batches.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
-        ([fp.batches.BatchStage(lambda s, x: x, lag=1)], r"end the stages with fp.batches.Fold\(step, state\)"),
+        (
+            [fp.batches.BatchStage(lambda s, x: x, lag=1)],
+            r"end the stages with fp.batches.Fold\(step, state\)",
+        ),
         ([fp.batches.BatchStage(abs, seed="a")], "seed= is a whole number"),
     ],
 )
@@ -199,7 +231,9 @@ def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
 def test_the_source_the_depth_and_what_a_fold_returns():
     data = torch.utils.data.TensorDataset(*batch())
     for source in (5, data):
-        with pytest.raises(fp.PlanError, match="the source of an overlap is an iterable of batches"):
+        with pytest.raises(
+            fp.PlanError, match="the source of an overlap is an iterable of batches"
+        ):
             list(fp.batches.overlap(source, [abs]))
     for depth in (-1, 2.5):
         with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):
@@ -207,9 +241,13 @@ def test_the_source_the_depth_and_what_a_fold_returns():
     for fold in (lambda s, x: s + x, lambda s, x: torch.zeros(2)):
         with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\)"):
             list(fp.batches.overlap(range(3), [fp.batches.Fold(fold, 0)]))
-    with pytest.raises(fp.PlanError, match="to_device takes a device, or a tree of them; got 'gpu'"):
+    with pytest.raises(
+        fp.PlanError, match="to_device takes a device, or a tree of them; got 'gpu'"
+    ):
         fp.batches.to_device("gpu")
-    with pytest.raises(fp.BatchError, match="to_device has devices for other branches than this batch has"):
+    with pytest.raises(
+        fp.BatchError, match="to_device has devices for other branches than this batch has"
+    ):
         list(fp.batches.overlap([{"x": torch.ones(1)}], [fp.batches.to_device({"y": "cpu"})]))
 
 
@@ -232,7 +270,11 @@ def test_training_in_the_loop_or_in_the_last_stage_is_right():
             losses.append(
                 [
                     train(one)
-                    for one in (fp.batches.overlap(given, [fp.batches.to_device("cpu")]) if where == "loop" else given)
+                    for one in (
+                        fp.batches.overlap(given, [fp.batches.to_device("cpu")])
+                        if where == "loop"
+                        else given
+                    )
                 ]
             )
     assert losses[0] == losses[1] == losses[2]
@@ -256,11 +298,14 @@ def test_windows_that_are_kept_for_later_say_that_they_are_over():
 def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
     with pytest.raises(fp.PlanError, match=r"accumulate_grads\(grad_fn, window\); got a list"):
         fp.batches.accumulate_grads([torch.ones(1)], lambda x: ({"w": x}, None))
-    with pytest.raises(fp.PlanError, match=r"grad_fn returns \(gradients, anything else\), .* got a dict"):
+    with pytest.raises(
+        fp.PlanError, match=r"grad_fn returns \(gradients, anything else\), .* got a dict"
+    ):
         fp.batches.accumulate_grads(lambda x: {"w": x}, [torch.ones(1)])
 
 
-# -- schedules, costs, pictures ----------------------------------------------------------------------------------------
+# -- schedules, costs, pictures
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +314,10 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         (lambda: fp.schedules.one_f_one_b(0, 4), "num_stages is positive; got 0"),
         (lambda: fp.schedules.one_f_one_b(2, 4.0), "num_microbatches is a whole number; got 4.0"),
         (lambda: fp.schedules.one_f_one_b("2", 4), "num_stages is a whole number; got '2'"),
-        (lambda: fp.schedules.one_f_one_b(2, 4, num_devices=4), "num_devices is at most num_stages"),
+        (
+            lambda: fp.schedules.one_f_one_b(2, 4, num_devices=4),
+            "num_devices is at most num_stages",
+        ),
         (lambda: fp.schedules.zbv(3, 4), "take num_stages=4"),
         (lambda: fp.schedules.dualpipe_v(8, 4), "take more microbatches, or fp.schedules.zbv"),
         (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is no action"),
@@ -279,23 +327,38 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             lambda: fp.Schedule.parse(["0F0 0B0"]),
             r"parse takes text, a line for each device, such as '0F0 0B0'; got a list",
         ),
-        (lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")), "a stage lives on one device"),
+        (
+            lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")),
+            "a stage lives on one device",
+        ),
         (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "number them from 0"),
-        (lambda: fp.Schedule(["0F0 0B0"]), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: fp.Schedule(["0F0 0B0"]),
+            r"a tuple of Actions; got str; Schedule.parse reads text",
+        ),  # pyright: ignore[reportArgumentType]
         (lambda: fp.Schedule("0F0 0B0"), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
         (lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)), r"a tuple of Actions; got Action$"),  # pyright: ignore[reportArgumentType]
         (lambda: fp.Schedule({0: []}), r"a tuple of Actions; got dict$"),  # pyright: ignore[reportArgumentType]
         (lambda: fp.schedules.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
         (lambda: fp.schedules.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
         (lambda: fp.schedules.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),
-        (lambda: fp.schedules.to_json(setup()[1]), r"of a plan: fp.schedules.to_json\(plan.schedule\)"),
+        (
+            lambda: fp.schedules.to_json(setup()[1]),
+            r"of a plan: fp.schedules.to_json\(plan.schedule\)",
+        ),
         (
             lambda: fp.schedules.remat(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
             "has R already; apply remat once",
         ),
         (lambda: fp.schedules.remat(setup()[1]), r"fp.schedules.remat\(plan.schedule\)"),
-        (lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]), r"keep is a function \(action\) -> bool"),
-        (lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)), "has no backwards"),
+        (
+            lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]),
+            r"keep is a function \(action\) -> bool",
+        ),
+        (
+            lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)),
+            "has no backwards",
+        ),
         (
             lambda: fp.schedules.offload(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
             "is computed again or moved, not both",
@@ -306,12 +369,20 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), 3.0),
             r"simulate takes a Cost .* fp.Cost\(forward=..., backward=...\)",
         ),
-        (lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])), "one for each of 2 stages"),
         (
-            lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])),
+            lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(forward=[1, 2, 3])),
+            "one for each of 2 stages",
+        ),
+        (
+            lambda: fp.simulate(
+                fp.schedules.one_f_one_b(2, 4), fp.Cost([1, 2], backward=[1, 2, 3])
+            ),
             "backward has 3 numbers",
         ),
-        (lambda: fp.Cost(forward=torch.ones(2)), "forward is a number from 0, or a sequence of them"),
+        (
+            lambda: fp.Cost(forward=torch.ones(2)),
+            "forward is a number from 0, or a sequence of them",
+        ),
         (lambda: fp.Cost(forward=float("nan")), "forward is a number from 0"),
         (
             lambda: fp.search([1.0], num_devices=1, num_microbatches=2),
@@ -331,18 +402,36 @@ def test_schedules_and_costs_say_what_is_wrong(call, told):
             lambda: fp.models.balance(5, 2),
             r"balance takes the time of each layer, \[1.0, 2.0, ...\], or the Cost that fp.models.profile",
         ),
-        (lambda: fp.models.balance(model(), 2), "or the Cost that fp.models.profile.* got a Sequential"),
-        (lambda: fp.models.balance([1.0, 2.0], 3), "num_parts is from 1 to the number of layers, 2; got 3"),
+        (
+            lambda: fp.models.balance(model(), 2),
+            "or the Cost that fp.models.profile.* got a Sequential",
+        ),
+        (
+            lambda: fp.models.balance([1.0, 2.0], 3),
+            "num_parts is from 1 to the number of layers, 2; got 3",
+        ),
         (lambda: fp.models.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
-        (lambda: fp.models.plan_for(model(), num_devices=2, num_microbatches=2), "cost is a Cost of the layers"),
+        (
+            lambda: fp.models.plan_for(model(), num_devices=2, num_microbatches=2),
+            "cost is a Cost of the layers",
+        ),
         (
             lambda: fp.models.profile(nn.Linear(4, 4), torch.ones(2, 4)),
             "layers are an nn.Sequential, a list of modules",
         ),
         (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "stages come with params="),
-        (lambda: fp.models.profile(model(), torch.ones(2, 4), repeats=0), "repeats is an int from 1"),
-        (lambda: fp.models.memory(nn.Linear(4, 4), torch.ones(2, 4)), "layers are an nn.Sequential, a list of modules"),
-        (lambda: fp.models.memory(model(), torch.ones(2, 4), optimizer="adamx"), "did you mean 'adamax'"),
+        (
+            lambda: fp.models.profile(model(), torch.ones(2, 4), repeats=0),
+            "repeats is an int from 1",
+        ),
+        (
+            lambda: fp.models.memory(nn.Linear(4, 4), torch.ones(2, 4)),
+            "layers are an nn.Sequential, a list of modules",
+        ),
+        (
+            lambda: fp.models.memory(model(), torch.ones(2, 4), optimizer="adamx"),
+            "did you mean 'adamax'",
+        ),
         (lambda: fp.report(setup()[1], _result()), r"use fp.run\(..., record=True\)"),
     ],
 )
@@ -368,19 +457,35 @@ def test_pictures_are_of_schedules_plans_and_timelines(tmp_path):
         fp.draw(fp.schedules.one_f_one_b(2, 2)).save(tmp_path / "picture.png")
 
 
-# -- testing -----------------------------------------------------------------------------------------------------------
+# -- testing
+# -------------------------------------------------------------------------------
 
 
 def test_the_helpers_for_tests_say_what_they_take():
     _, plan, params = setup()
     stage, x = plan.stages[0], batch()[0]
     for call, told in (
-        (lambda: check_stage(nn.Linear(4, 4), {}, x), "check_stage takes a stage; got a Linear; make it one with"),
-        (lambda: check_stage(stage, (params[0],), x), "params is a tuple, not a dict by the module's names"),
-        (lambda: check_stage(stage, params[0], x, allow="unused"), r"give a collection of names, allow=\['unused'\]"),
-        (lambda: check_stage(stage, params[0], x, allow=["un-used"]), "allow names 'un-used'; the faults are"),
+        (
+            lambda: check_stage(nn.Linear(4, 4), {}, x),
+            "check_stage takes a stage; got a Linear; make it one with",
+        ),
+        (
+            lambda: check_stage(stage, (params[0],), x),
+            "params is a tuple, not a dict by the module's names",
+        ),
+        (
+            lambda: check_stage(stage, params[0], x, allow="unused"),
+            r"give a collection of names, allow=\['unused'\]",
+        ),
+        (
+            lambda: check_stage(stage, params[0], x, allow=["un-used"]),
+            "allow names 'un-used'; the faults are",
+        ),
         (lambda: assert_matches_sequential(stage, params[0], x), "takes a plan; got a Stage"),
-        (lambda: FaultAt(0, 0, "F")(plan), "takes stages and gives stages, before the plan is made; got a Plan"),
+        (
+            lambda: FaultAt(0, 0, "F")(plan),
+            "takes stages and gives stages, before the plan is made; got a Plan",
+        ),
         (lambda: FaultAt(7, 0, "F")(plan.stages), "was given 2 stages; the last is stage 1"),
         (lambda: FaultAt(0, 0, "forward"), "kind is F, B, I or R; got 'forward'"),
     ):

@@ -1,4 +1,5 @@
-"""Careless training: params, batches, seeds, state, optimizers and gradients as habits from elsewhere have them."""
+"""Careless training: params, batches, seeds, state, optimizers and gradients as habits from
+elsewhere have them."""
 
 import copy
 
@@ -16,7 +17,8 @@ def sgd(params):
     return torch.optim.SGD(fp.leaves(params), lr=0.1)
 
 
-# -- params ------------------------------------------------------------------------------------------------------------
+# -- params
+# -------------------------------------------------------------------------------
 
 
 def test_params_are_one_tree_for_each_stage():
@@ -29,7 +31,9 @@ def test_params_are_one_tree_for_each_stage():
         dict(enumerate(params)),
         None,
     ):
-        with pytest.raises(fp.PlanError, match="params is a tuple with one tree for each of 2 stages"):
+        with pytest.raises(
+            fp.PlanError, match="params is a tuple with one tree for each of 2 stages"
+        ):
             fp.run(plan, given, batch())
     with pytest.raises(fp.PlanError, match=r"params\[0\] is a Sequential, which hides tensors"):
         fp.run(plan, (whole[:2], whole[2:]), batch())
@@ -48,15 +52,20 @@ def test_of_functions_by_their_sizes():
     stages = [fp.stage(lambda params, x: x @ params["w"], name=name) for name in ("a", "b")]
     params = {"w": torch.randn(4, 6)}, {"w": torch.randn(6, 2)}
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        fp.run(plan_of(stages, loss=F.mse_loss), params[::-1], (torch.randn(8, 4), torch.randn(8, 2)))
+        fp.run(
+            plan_of(stages, loss=F.mse_loss), params[::-1], (torch.randn(8, 4), torch.randn(8, 2))
+        )
     assert "got x: float32 [2, 4]; params: ['w'] float32 [6, 2]" in caught.value.__notes__
 
 
 def test_arrays_are_no_parameters():
     with pytest.raises(
-        fp.PlanError, match=r"params\[0\]\['w'\] is a ndarray, and gradients are of tensors: torch.from_numpy"
+        fp.PlanError,
+        match=r"params\[0\]\['w'\] is a ndarray, and gradients are of tensors: torch.from_numpy",
     ):
-        squares(lambda params, x: x @ torch.as_tensor(params["w"]), {"w": np.eye(4, dtype="float32")})
+        squares(
+            lambda params, x: x @ torch.as_tensor(params["w"]), {"w": np.eye(4, dtype="float32")}
+        )
     with_number = {"w": torch.eye(4), "scale": np.float32(1.0)}
     assert squares(lambda params, x: x @ params["w"] * params["scale"], with_number).loss == 1
 
@@ -76,13 +85,19 @@ def test_parameters_made_under_inference_mode_have_gradients_and_torch_refuses_t
 
 def test_a_model_that_is_frozen_as_a_whole_is_not_trained():
     _, stages, params = parts(model().requires_grad_(False))
-    with pytest.raises(fp.PlanError, match=r"every parameter is frozen.*trainable=True.*schedule.forwards\(\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"every parameter is frozen.*trainable=True.*schedule.forwards\(\)"
+    ):
         fp.run(plan_of(stages), params, batch())
     assert fp.run(plan_of(stages), params, batch(), trainable=True).grads[0]["0.weight"] is not None
-    adapters = ({"base": nn.Parameter(torch.eye(4), requires_grad=False), "lora": torch.zeros(4, 4)},)
+    adapters = (
+        {"base": nn.Parameter(torch.eye(4), requires_grad=False), "lora": torch.zeros(4, 4)},
+    )
     stage = fp.stage(lambda params, x: x @ (params["base"] + params["lora"]))
     given = torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.raises(fp.PlanError, match="every parameter is frozen"):  # or the base would be trained
+    with pytest.raises(
+        fp.PlanError, match="every parameter is frozen"
+    ):  # or the base would be trained
         fp.run(plan_of([stage], loss=F.mse_loss), adapters, given)
     adapters[0]["lora"].requires_grad_()
     assert fp.run(plan_of([stage], loss=F.mse_loss), adapters, given).grads[0]["base"] is None
@@ -129,7 +144,8 @@ def test_a_state_dict_that_is_loaded_later_counts():
     equals_plain(whole, doubled, fp.run(plan, params, doubled))
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches
+# -------------------------------------------------------------------------------
 
 
 def test_a_batch_is_inputs_and_target():
@@ -160,7 +176,10 @@ def test_a_batch_is_inputs_and_target():
         (lambda x, y: (["a"] * 8, y), "inputs is a list with one str for each of 8 rows"),
         (lambda x, y: ({x}, y), "inputs is a set, which hides tensors"),
         (lambda x, y: (list(x), list(y)), r"target\[0\] is a 0-dim tensor and has no rows"),
-        (lambda x, y: (x[0], y[0]), "target is a 0-dim tensor and has no rows; share it: fp.Replicate"),
+        (
+            lambda x, y: (x[0], y[0]),
+            "target is a 0-dim tensor and has no rows; share it: fp.Replicate",
+        ),
         (lambda x, y: (x[:0], y[:0]), "the batch has no rows: inputs, target"),
         (
             lambda x, y: (x[:, None].expand(8, 5, 4).transpose(0, 1), y),
@@ -168,7 +187,10 @@ def test_a_batch_is_inputs_and_target():
         ),
         (lambda x, y: (fp.Axis(x, 5), y), "has shape .* and no axis 5"),
         (lambda x, y: (fp.Microbatches(x), y), "inputs is cut into 8 microbatches, the plan has 4"),
-        (lambda x, y: (x.requires_grad_() * 1, y), r"no gradient goes from a run into its batch.*x.detach\(\)"),
+        (
+            lambda x, y: (x.requires_grad_() * 1, y),
+            r"no gradient goes from a run into its batch.*x.detach\(\)",
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(change, told):
@@ -187,7 +209,9 @@ def test_any_number_of_rows_is_right(rows):
 def test_two_targets_and_other_forms_of_batches_are_right():
     whole, stages, params = parts()
     x, y = batch()
-    both = lambda output, target: F.cross_entropy(output, target["a"]) + F.cross_entropy(output, target["b"])
+    both = lambda output, target: (
+        F.cross_entropy(output, target["a"]) + F.cross_entropy(output, target["b"])
+    )
     plan = plan_of(stages, loss=both)
     equals_plain(whole, (x, {"a": y, "b": y}), fp.run(plan, params, (x, {"a": y, "b": y})), both)
     with torch.inference_mode():
@@ -217,7 +241,8 @@ def test_feeds_are_a_dict_by_name():
             fp.run(plan, ((),), (x, x), feeds=feeds)
 
 
-# -- seeds and state ---------------------------------------------------------------------------------------------------
+# -- seeds and state
+# -------------------------------------------------------------------------------
 
 
 def dropping():
@@ -234,32 +259,45 @@ def test_a_seed_is_an_int():
             fp.run(plan, params, given, seed=seed)
     with pytest.raises(RuntimeError, match=r"no seed was given: run\(..., seed=step\)"):
         fp.run(plan, params, given)
-    losses = {float(fp.run(plan, params, given, seed=seed).loss) for seed in (3, np.int64(3), torch.tensor(3))}
+    losses = {
+        float(fp.run(plan, params, given, seed=seed).loss)
+        for seed in (3, np.int64(3), torch.tensor(3))
+    }
     assert len(losses) == 1
 
 
 def test_fold_in_takes_ints_of_any_kind_and_names():
-    assert fp.fold_in(0, 3) == fp.fold_in(0, torch.tensor(3)) == fp.fold_in(np.int64(0), np.int32(3))
+    assert (
+        fp.fold_in(0, 3) == fp.fold_in(0, torch.tensor(3)) == fp.fold_in(np.int64(0), np.int32(3))
+    )
     for data in (1.5, (1, 2), None):
-        with pytest.raises(fp.PlanError, match=r"fold_in takes a seed and an int or a name: fold_in\(seed, step\)"):
+        with pytest.raises(
+            fp.PlanError, match=r"fold_in takes a seed and an int or a name: fold_in\(seed, step\)"
+        ):
             fp.fold_in(0, data)
 
 
 def normed():
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     split = fp.split(nn.Sequential(*layers), balance=[2, 2])
-    return split, fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    return split, fp.make_plan(
+        split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
+    )
 
 
 def test_state_that_is_forgotten_or_of_another_order_is_refused():
     split, plan = normed()
     given = torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.raises(fp.PlanError, match="state= is missing: .* the result.state of the one before"):
+    with pytest.raises(
+        fp.PlanError, match="state= is missing: .* the result.state of the one before"
+    ):
         fp.run(plan, split.params, given)
     with pytest.raises(fp.PlanError, match=r"state lacks '1.running_mean'; is it '3.running_mean'"):
         fp.run(plan, split.params, given, state=split.state[::-1])
     _, bare, params = setup()
-    with pytest.raises(fp.PlanError, match=r"stage 0 declares no state, but state\[0\] is not \(\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"stage 0 declares no state, but state\[0\] is not \(\)"
+    ):
         fp.run(bare, params, batch(), state=({"a": torch.ones(1)}, ()))
 
 
@@ -269,10 +307,15 @@ def test_state_is_threaded_or_it_stands_still():
     for _ in range(3):
         state = fp.run(plan, split.params, given, state=state).state
         still = fp.run(plan, split.params, given, state=split.state).state
-    assert [int(one[0]["1.num_batches_tracked"]) for one in (state, still, split.state)] == [3, 1, 0]
+    assert [int(one[0]["1.num_batches_tracked"]) for one in (state, still, split.state)] == [
+        3,
+        1,
+        0,
+    ]
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- optimizers
+# -------------------------------------------------------------------------------
 
 
 def test_torchs_habit_of_backward_is_told_what_to_do():
@@ -280,7 +323,10 @@ def test_torchs_habit_of_backward_is_told_what_to_do():
     optimizer = sgd(params)
     result = fp.run(plan, params, batch())
     optimizer.zero_grad()
-    with pytest.raises(fp.PlanError, match=r"the backwards have run already: .* fp.step\(optimizer, params, result\)"):
+    with pytest.raises(
+        fp.PlanError,
+        match=r"the backwards have run already: .* fp.step\(optimizer, params, result\)",
+    ):
         result.loss.backward()
 
 
@@ -291,7 +337,9 @@ def test_zero_grad_and_old_gradients_do_not_matter():
     F.cross_entropy(expected(given[0]), given[1]).backward()
     torch.optim.SGD(expected.parameters(), lr=0.1).step()
     F.cross_entropy(whole(given[0]), given[1]).backward()  # left there, by a habit
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)  # the model's: on their device they are the very params
+    optimizer = torch.optim.SGD(
+        whole.parameters(), lr=0.1
+    )  # the model's: on their device they are the very params
     result = fp.run(plan, fp.place(plan, params), given)
     optimizer.zero_grad(set_to_none=False)
     fp.step(optimizer, params, result)
@@ -301,7 +349,10 @@ def test_zero_grad_and_old_gradients_do_not_matter():
 def test_optimizers_over_other_tensors_are_refused():
     whole, plan, params = setup()
     other = torch.optim.SGD(copy.deepcopy(whole).parameters(), lr=0.1)
-    with pytest.raises(fp.PlanError, match=r"the optimizer holds none .* make it after fp.place, over the very params"):
+    with pytest.raises(
+        fp.PlanError,
+        match=r"the optimizer holds none .* make it after fp.place, over the very params",
+    ):
         fp.step(other, params, fp.run(plan, params, batch()))
 
 
@@ -333,7 +384,9 @@ def test_step_takes_an_optimizer_the_params_and_a_result():
 def test_step_of_an_evaluation_is_refused():
     _, stages, params = parts()
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
-    with pytest.raises(fp.PlanError, match="the result has no gradients: its schedule has no backwards"):
+    with pytest.raises(
+        fp.PlanError, match="the result has no gradients: its schedule has no backwards"
+    ):
         fp.step(sgd(params), params, fp.run(plan, params, batch()[0]))
 
 
@@ -342,10 +395,15 @@ def test_a_norm_is_of_gradients_alone():
     result = fp.run(plan, params, batch(), loss_scale=8.0)
     plain = fp.run(plan, params, batch(), loss_scale=1.0)
     torch.testing.assert_close(fp.global_norm(result) * 8, fp.global_norm(result.grads))
-    assert fp.global_norm(plain) == fp.global_norm(plain.grads) == fp.global_norm(fp.leaves(plain.grads))
+    assert (
+        fp.global_norm(plain)
+        == fp.global_norm(plain.grads)
+        == fp.global_norm(fp.leaves(plain.grads))
+    )
     for strange in (whole, whole.parameters()):
         with pytest.raises(
-            fp.PlanError, match=r"is no tree of tensors; give the params .* list\(module.parameters\(\)\)"
+            fp.PlanError,
+            match=r"is no tree of tensors; give the params .* list\(module.parameters\(\)\)",
         ):
             fp.global_norm(strange)
 
@@ -354,7 +412,9 @@ def test_leaves_are_of_trees():
     whole = model()
     for strange in (whole, whole.parameters(), [whole[0]], (whole[0], whole[2])):
         for leaves in (fp.leaves, fp.named_leaves):
-            with pytest.raises(fp.PlanError, match=r"is no tree of tensors; give the params that are run"):
+            with pytest.raises(
+                fp.PlanError, match=r"is no tree of tensors; give the params that are run"
+            ):
                 leaves(strange)
     assert len(fp.leaves(list(whole.parameters()))) == 4
 
@@ -362,7 +422,9 @@ def test_leaves_are_of_trees():
 def test_place_takes_a_tree_for_each_stage():
     whole, plan, params = setup()
     for strange in (whole, params[0], params[:1]):
-        with pytest.raises(fp.PlacementError, match="place takes a tuple with one tree for each of 2 stages"):
+        with pytest.raises(
+            fp.PlacementError, match="place takes a tuple with one tree for each of 2 stages"
+        ):
             fp.place(plan, strange)
 
 
@@ -374,16 +436,23 @@ def test_accumulate_takes_results_of_one_plan():
         (result, r"accumulate\(\[first, second\]\)"),
         ([], "one or more results"),
         ([result.grads], "takes results of fp.run; among them came: tuple"),
-        ([result, fp.run(plan_of(stages), others, batch())], "result 1 has gradients of other leaves"),
+        (
+            [result, fp.run(plan_of(stages), others, batch())],
+            "result 1 has gradients of other leaves",
+        ),
     ):
         with pytest.raises(fp.PlanError, match=mend):
             fp.accumulate(given)
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(8.0), 0, -1.0, torch.amp.GradScaler("cpu"), fp.batches.loss_scale()])
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(8.0), 0, -1.0, torch.amp.GradScaler("cpu"), fp.batches.loss_scale()]
+)
 def test_a_loss_scale_is_a_number(scale):
     _, plan, params = setup()
-    with pytest.raises(fp.PlanError, match=r"loss_scale is a number above 0 \(a scaler's get_scale\(\)\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"loss_scale is a number above 0 \(a scaler's get_scale\(\)\)"
+    ):
         fp.run(plan, params, batch(), loss_scale=scale)
 
 
@@ -391,7 +460,9 @@ def test_the_functions_of_loss_scaling_take_the_state_first():
     _, plan, params = setup()
     result, state = fp.run(plan, params, batch(), loss_scale=8.0), fp.batches.loss_scale(8.0)
     for given in ((result.grads, state), (8.0, result.grads)):
-        with pytest.raises(fp.PlanError, match=r"unscale takes the state first, unscale\(state, grads\)"):
+        with pytest.raises(
+            fp.PlanError, match=r"unscale takes the state first, unscale\(state, grads\)"
+        ):
             fp.batches.unscale(*given)
     with pytest.raises(fp.PlanError, match=r"unscale\(state, result.grads\)"):
         fp.batches.unscale(state, result)
@@ -402,7 +473,8 @@ def test_the_functions_of_loss_scaling_take_the_state_first():
         assert fp.batches.select(found, torch.ones(1), torch.zeros(1)) == 1.0
 
 
-# -- vjp ---------------------------------------------------------------------------------------------------------------
+# -- vjp
+# -------------------------------------------------------------------------------
 
 
 def forwards_first():
@@ -413,7 +485,13 @@ def forwards_first():
 def test_a_pullback_is_called_once_with_cotangents_like_the_outputs():
     plan, params, x = forwards_first()
     result, pullback = fp.vjp(plan, params, x)
-    for strange in (torch.tensor(1.0), torch.ones(8, 1), torch.ones(4, 3), torch.ones(8, 3).double(), np.ones((8, 3))):
+    for strange in (
+        torch.tensor(1.0),
+        torch.ones(8, 1),
+        torch.ones(4, 3),
+        torch.ones(8, 3).double(),
+        np.ones((8, 3)),
+    ):
         with pytest.raises(fp.BatchError, match="these cotangents do not fit the outputs"):
             pullback(strange)
     pullback(torch.ones_like(result.outputs))
@@ -432,5 +510,7 @@ def test_a_step_before_the_pullback_is_refused():
 
 def test_vjp_is_for_plans_without_a_loss():
     _, plan, params = setup()
-    with pytest.raises(fp.PlanError, match="vjp is for plans without a loss, .* fp.run gives its gradients"):
+    with pytest.raises(
+        fp.PlanError, match="vjp is for plans without a loss, .* fp.run gives its gradients"
+    ):
         fp.vjp(plan, params, batch()[0])

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or not at all, by the model's names, for any number of stages; damaged ones are refused."""
+"""Checkpoints: whole or not at all, by the model's names, for any number of stages; damaged ones
+are refused."""
 
 import json
 import multiprocessing
@@ -22,7 +23,9 @@ pytest.importorskip("safetensors")
 
 def model():
     torch.manual_seed(1)
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU())])
+    return nn.Sequential(
+        *[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU())]
+    )
 
 
 class Training:
@@ -30,7 +33,9 @@ class Training:
 
     def __init__(self, stages, whole=None):
         self.split = fp.split(whole or model(), stages)
-        self.plan = fp.make_plan(self.split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
+        self.plan = fp.make_plan(
+            self.split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu"
+        )
         self.params, self.state = self.split.params, self.split.state
         self.optimizer = torch.optim.AdamW(fp.leaves(self.params), lr=0.01, betas=(0.8, 0.9))
         self.step = 0
@@ -40,24 +45,37 @@ class Training:
         for _ in range(steps):
             g = torch.Generator().manual_seed(self.step)
             x = torch.randn(16, 6, generator=g)
-            result = fp.run(self.plan, self.params, (x, x.sin()), state=self.state, executor="serial")
+            result = fp.run(
+                self.plan, self.params, (x, x.sin()), state=self.state, executor="serial"
+            )
             fp.step(self.optimizer, self.params, result)
             self.state, self.step = result.state, self.step + 1
             losses.append(float(result.loss))
         return losses
 
     def save(self, path):
-        fp.save(path, self.split, self.params, state=self.state, optimizer=self.optimizer, step=self.step)
+        fp.save(
+            path,
+            self.split,
+            self.params,
+            state=self.state,
+            optimizer=self.optimizer,
+            step=self.step,
+        )
 
     def load(self, path):
         loaded = fp.load(path, self.split, optimizer=self.optimizer)
-        assert all(one is other for one, other in zip(fp.leaves(loaded.params), fp.leaves(self.params), strict=True))
+        assert all(
+            one is other
+            for one, other in zip(fp.leaves(loaded.params), fp.leaves(self.params), strict=True)
+        )
         self.state, self.step = loaded.state, loaded.step
 
 
 @pytest.mark.parametrize("stages", [4, 2, 1])
 def test_saved_at_four_stages_and_continued_at_others(tmp_path, stages):
-    """The same losses as if nothing had happened, from parameters, batch norm's state and the optimizer's.
+    """The same losses as if nothing had happened, from parameters, batch norm's state and the
+    optimizer's.
 
     In one stage they differ by rounding from those of several, without any checkpoint too.
     """
@@ -88,7 +106,8 @@ def test_the_models_own_names_and_the_index_of_transformers(tmp_path):
 
 
 def test_transformers_reads_a_folder_with_a_configuration(tmp_path):
-    """As the how-to says; without the configuration it is on its own, and may make a model of the default size."""
+    """As the how-to says; without the configuration it is on its own, and may make a model of the
+    default size."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))
@@ -104,7 +123,11 @@ def test_tied_parameters_are_saved_once_and_loaded_everywhere(tmp_path):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.middle, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+            self.embed, self.middle, self.head = (
+                nn.Embedding(7, 4),
+                nn.Linear(4, 4),
+                nn.Linear(4, 7, bias=False),
+            )
             self.head.weight = self.embed.weight
 
         def forward(self, x):
@@ -125,7 +148,9 @@ def test_tied_parameters_are_saved_once_and_loaded_everywhere(tmp_path):
 def test_stages_of_ones_own(tmp_path):
     """Dicts, tuples and nested trees, tied or not, with state, by the plan."""
     stages = [
-        fp.stage(lambda p, x, *, state: fp.Out(x * p["a"][0] + state["n"]), commit=lambda s, stats: s),
+        fp.stage(
+            lambda p, x, *, state: fp.Out(x * p["a"][0] + state["n"]), commit=lambda s, stats: s
+        ),
         fp.stage(lambda p, x: x * p["b"]),
     ]
     make = lambda: (
@@ -151,11 +176,14 @@ def test_meta_parameters_get_numbers(tmp_path):
     split = fp.split(empty, 2)
     loaded = fp.load(tmp_path, split)
     assert same(dict(training.params[0]), dict(loaded.params[0]))
-    assert all(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in fp.leaves(loaded.params))
+    assert all(
+        isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in fp.leaves(loaded.params)
+    )
 
 
 def test_a_thread_writes_what_was_there(tmp_path):
-    """What is saved are the numbers of the call; until it is finished the checkpoint before is the newest."""
+    """What is saved are the numbers of the call; until it is finished the checkpoint before is the
+    newest."""
     split = fp.split(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), 2)
     optimizer = torch.optim.AdamW(fp.leaves(split.params), lr=0.1)
     for leaf in fp.leaves(split.params):
@@ -173,15 +201,21 @@ def test_a_thread_writes_what_was_there(tmp_path):
     assert 2 == fp.load(tmp_path, split, optimizer=optimizer).step
     assert same(before, [leaf.detach() for leaf in fp.leaves(split.params)])
     assert same(moments, [optimizer.state[leaf]["exp_avg"] for leaf in fp.leaves(split.params)])
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("funcpipe save")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("funcpipe save")
+    ]
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_what_is_not_finished_is_not_destroyed(tmp_path, wait):
-    """A save to the same path is refused until finish is called, or nobody has the first one any more."""
+    """A save to the same path is refused until finish is called, or nobody has the first one any
+    more."""
     split = fp.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
     saving = fp.save(tmp_path / "a", split, split.params, step=1, wait=False)
-    with pytest.raises(fp.CheckpointError, match=r"a with wait=False is not finished, (.|\n)* saving.finish\(\) first"):
+    with pytest.raises(
+        fp.CheckpointError,
+        match=r"a with wait=False is not finished, (.|\n)* saving.finish\(\) first",
+    ):
         fp.save(tmp_path / "b" / ".." / "a", split, split.params, step=2, wait=wait)
     fp.save(tmp_path / "b", split, split.params, step=3)
     saving.finish()
@@ -273,17 +307,30 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
     training = Training(2)
     training.train(1)
     training.save(tmp_path)
-    wide = fp.split(nn.Sequential(*[nn.Linear(7, 7) if k % 3 == 0 else layer for k, layer in enumerate(model())]), 2)
-    with pytest.raises(fp.CheckpointError, match=r"'0.weight' has shape \(6, 6\) there, and \(7, 7\) here"):
+    wide = fp.split(
+        nn.Sequential(
+            *[nn.Linear(7, 7) if k % 3 == 0 else layer for k, layer in enumerate(model())]
+        ),
+        2,
+    )
+    with pytest.raises(
+        fp.CheckpointError, match=r"'0.weight' has shape \(6, 6\) there, and \(7, 7\) here"
+    ):
         fp.load(tmp_path, wide)
     with pytest.raises(fp.CheckpointError, match="it has no '12.weight'"):
         fp.load(tmp_path, fp.split(model().append(nn.Linear(6, 6)), 2))
     with pytest.raises(fp.CheckpointError, match="the model has no '9.weight'"):
         fp.load(tmp_path, fp.split(model()[:9], 2))
     with pytest.raises(fp.CheckpointError, match="of AdamW, not of SGD"):
-        fp.load(tmp_path, training.split, optimizer=torch.optim.SGD(fp.leaves(training.params), lr=1.0))
+        fp.load(
+            tmp_path, training.split, optimizer=torch.optim.SGD(fp.leaves(training.params), lr=1.0)
+        )
     with pytest.raises(fp.CheckpointError, match="none of params"):
-        fp.load(tmp_path, training.split, optimizer=torch.optim.AdamW([torch.zeros(2, requires_grad=True)]))
+        fp.load(
+            tmp_path,
+            training.split,
+            optimizer=torch.optim.AdamW([torch.zeros(2, requires_grad=True)]),
+        )
     fp.save(tmp_path, training.split, training.params, state=training.state)
     with pytest.raises(fp.CheckpointError, match="saved without optimizer="):
         fp.load(tmp_path, training.split, optimizer=training.optimizer)
@@ -301,7 +348,9 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         fp.save(training.split, training.params, tmp_path / "a")
     other = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
     with pytest.raises(fp.CheckpointError, match="none of params"):
-        fp.save(tmp_path / "a", training.split, training.params, state=training.state, optimizer=other)
+        fp.save(
+            tmp_path / "a", training.split, training.params, state=training.state, optimizer=other
+        )
     assert not (tmp_path / "a").exists()
 
 
@@ -316,7 +365,8 @@ def save_for_ever(path):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_hundred_kills(tmp_path):
-    """Whenever a process is killed, a whole checkpoint can be loaded, and it is no older than the one before."""
+    """Whenever a process is killed, a whole checkpoint can be loaded, and it is no older than the
+    one before."""
     context = multiprocessing.get_context("fork")
     Training(2).save(tmp_path)
     step = 0

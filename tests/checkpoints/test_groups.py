@@ -1,4 +1,5 @@
-"""What several processes save together, with threads in their place: each thread has stages and an optimizer of its own."""
+"""What several processes save together, with threads in their place: each thread has stages and an
+optimizer of its own."""
 
 import threading
 from contextlib import nullcontext
@@ -36,7 +37,8 @@ class Member:
 
 
 def together(call, size=2):
-    """What ``call(member)`` returns or raises in each thread; each thread has one stage of as many."""
+    """What ``call(member)`` returns or raises in each thread; each thread has one stage of as
+    many."""
     table, barrier, outcomes = {}, threading.Barrier(size), {}
 
     def one(rank):
@@ -67,7 +69,8 @@ def stepped(make, leaves):
 
 
 def saved(path, split, make):
-    """Save by two threads, each with the optimizer that ``make(rank)`` makes of the parameters of its stage."""
+    """Save by two threads, each with the optimizer that ``make(rank)`` makes of the parameters of
+    its stage."""
 
     def call(member):
         optimizer = stepped(make(member.rank), fp.leaves(split.params[member.rank]))
@@ -79,9 +82,14 @@ def saved(path, split, make):
 def test_optimizers_of_all_are_joined(tmp_path):
     split = split_of()
     optimizers = [
-        stepped(lambda leaves: torch.optim.AdamW(leaves, lr=0.1), fp.leaves(params)) for params in split.params
+        stepped(lambda leaves: torch.optim.AdamW(leaves, lr=0.1), fp.leaves(params))
+        for params in split.params
     ]
-    before = [dict(optimizers[stage].state[leaf]) for stage in (0, 1) for leaf in fp.leaves(split.params[stage])]
+    before = [
+        dict(optimizers[stage].state[leaf])
+        for stage in (0, 1)
+        for leaf in fp.leaves(split.params[stage])
+    ]
     save = lambda member: fp.save(
         tmp_path, split, split.params, optimizer=optimizers[member.rank], step=3, ranks=member
     )
@@ -96,8 +104,14 @@ def test_optimizers_of_all_are_joined(tmp_path):
     ("other", "words"),
     [
         (lambda leaves: torch.optim.AdamW(leaves, lr=0.2), "rank 1 has other options or groups"),
-        (lambda leaves: torch.optim.AdamW(leaves, lr=torch.tensor(0.1)), "rank 1 has other options or groups"),
-        (lambda leaves: torch.optim.AdamW([{"params": [leaf]} for leaf in leaves], lr=0.1), "other options or groups"),
+        (
+            lambda leaves: torch.optim.AdamW(leaves, lr=torch.tensor(0.1)),
+            "rank 1 has other options or groups",
+        ),
+        (
+            lambda leaves: torch.optim.AdamW([{"params": [leaf]} for leaf in leaves], lr=0.1),
+            "other options or groups",
+        ),
         (lambda leaves: torch.optim.SGD(leaves, lr=0.1), "rank 1 has SGD"),
     ],
 )
@@ -119,14 +133,20 @@ def test_a_group_without_parameters_here(tmp_path):
         torch.optim.AdamW([{"params": [], "lr": 0.1}, {"params": leaves[1], "lr": 0.2}]),
     ]
     assert [None, None] == together(
-        lambda member: fp.save(tmp_path, split, split.params, optimizer=halves[member.rank], ranks=member)
+        lambda member: fp.save(
+            tmp_path, split, split.params, optimizer=halves[member.rank], ranks=member
+        )
     )
     again = torch.optim.AdamW([{"params": leaves[0]}, {"params": leaves[1]}])
     fp.load(tmp_path, split, optimizer=again)
     assert [0.1, 0.2] == [group["lr"] for group in again.param_groups]
     assert [None, None] == together(
         lambda member: fp.save(
-            tmp_path, split, split.params, optimizer=None if member.rank else halves[0], ranks=member
+            tmp_path,
+            split,
+            split.params,
+            optimizer=None if member.rank else halves[0],
+            ranks=member,
         )
     )
     first = torch.optim.AdamW(leaves[0])

@@ -26,7 +26,9 @@ def steps(stages, params, state, batch, schedule, **options):
     return fp.run(plan, params, batch, state=state, seed=2, threads_per_lane=1, **options)
 
 
-@pytest.mark.parametrize("kind", ["linear", "block", "conv, batch norm", "dropout", "twice", "identity"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "block", "conv, batch norm", "dropout", "twice", "identity"]
+)
 def test_a_backend_of_ones_own(kind):
     """It gets graphs of tensors only; the numbers are eager's; what draws is not given to it."""
     stages, params, state, batch = pair(kind)
@@ -36,7 +38,10 @@ def test_a_backend_of_ones_own(kind):
         fp.schedules.zero_bubble(3, 4),
         fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
     ):
-        assert_same_result(steps(stages, params, state, batch, schedule), steps(made, params, state, batch, schedule))
+        assert_same_result(
+            steps(stages, params, state, batch, schedule),
+            steps(made, params, state, batch, schedule),
+        )
 
 
 def test_fused_products():
@@ -45,7 +50,11 @@ def test_fused_products():
     schedule = fp.schedules.delay(fp.schedules.one_f_one_b(3, 4), group=2)
     eager = steps(stages, params, state, batch, schedule)
     made = [fp.compile_stage(stage, backend=plain) for stage in stages]
-    for a, b in zip(fp.leaves(eager.grads), fp.leaves(steps(made, params, state, batch, schedule).grads), strict=True):
+    for a, b in zip(
+        fp.leaves(eager.grads),
+        fp.leaves(steps(made, params, state, batch, schedule).grads),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     text = str(made[1].program.found.popitem()[1])
     assert "mm" in text
@@ -55,16 +64,21 @@ def test_fused_products():
 
 
 def test_warmup_builds_what_a_step_needs():
-    """F, and B or I and W, and F without a residual where there is remat; the step builds nothing."""
+    """F, and B or I and W, and F without a residual where there is remat; the step builds
+    nothing."""
     stages, params, state, batch = pair("block")
-    # Tanh and Softplus have no parameters: Tanh's B is empty, and so are the block's I and Softplus's W; see `pair`.
+    # Tanh and Softplus have no parameters: Tanh's B is empty, and so are the block's I and
+    # Softplus's W; see `pair`.
     for schedule, expected in (
         (fp.schedules.one_f_one_b(3, 4), 5),
         (fp.schedules.zero_bubble(3, 4), 5),
         (fp.schedules.remat(fp.schedules.one_f_one_b(3, 4), keep=fp.schedules.never), 8),
     ):
         built = []
-        made = [fp.compile_stage(stage, backend=lambda graph, _: built.append(1) or graph.forward) for stage in stages]
+        made = [
+            fp.compile_stage(stage, backend=lambda graph, _: built.append(1) or graph.forward)
+            for stage in stages
+        ]
         plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
         fp.warmup(plan, params, batch, state=state)
         count = len(built)
@@ -97,7 +111,10 @@ def test_a_backend_that_fails_is_located():
 
 def test_backends_are_pickled_by_name():
     stage, _, _ = fp.from_module(nn.Linear(2, 2), name="linear")
-    assert "inductor" == pickle.loads(pickle.dumps(fp.compile_stage(stage, backend="inductor"))).program.backend
+    assert (
+        "inductor"
+        == pickle.loads(pickle.dumps(fp.compile_stage(stage, backend="inductor"))).program.backend
+    )
 
 
 @pytest.mark.slow
@@ -112,10 +129,15 @@ def test_inductor(kind):
     schedule = fp.schedules.zero_bubble(3, 4)
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
     assert 3 == fp.warmup(plan, params, batch, state=state)
-    eager, fast = steps(stages, params, state, batch, schedule), steps(made, params, state, batch, schedule)
+    eager, fast = (
+        steps(stages, params, state, batch, schedule),
+        steps(made, params, state, batch, schedule),
+    )
     torch.testing.assert_close(eager.loss, fast.loss, rtol=1e-6, atol=0)
     largest = max(
         float(leaf.abs().max()) for leaf in fp.leaves(eager.grads)
     )  # a bias before a norm has none but rounding
-    for a, b in zip(fp.leaves((eager.grads, eager.state)), fp.leaves((fast.grads, fast.state)), strict=True):
+    for a, b in zip(
+        fp.leaves((eager.grads, eager.state)), fp.leaves((fast.grads, fast.state)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * largest)

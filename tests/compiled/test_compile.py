@@ -1,4 +1,5 @@
-"""Compiled stages: eager's bits from separate programs, whatever the stage is; what cannot be a program says why."""
+"""Compiled stages: eager's bits from separate programs, whatever the stage is; what cannot be a
+program says why."""
 
 from __future__ import annotations
 
@@ -27,22 +28,34 @@ def compiled(stages, **options):
     return tuple(fp.compile_stage(stage, **options) for stage in stages)
 
 
-def both(stages, params, batch, schedule, *, state=None, loss=F.mse_loss, fuse=False, executor="serial", **options):
+def both(
+    stages,
+    params,
+    batch,
+    schedule,
+    *,
+    state=None,
+    loss=F.mse_loss,
+    fuse=False,
+    executor="serial",
+    **options,
+):
     """The same run, eager and compiled."""
     plans = [
         fp.make_plan(one, schedule, loss=loss, outputs=True, devices="cpu")
         for one in (stages, compiled(stages, fuse=fuse))
     ]
     return [
-        fp.run(plan, params, batch, state=state, executor=executor, threads_per_lane=1, **options) for plan in plans
+        fp.run(plan, params, batch, state=state, executor=executor, threads_per_lane=1, **options)
+        for plan in plans
     ]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ZOO)
 def test_bits_of_the_zoo(kind, recompute):
-    """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they draw. So too where
-    cheap values are computed again instead of kept."""
+    """Whole, split and repeated backwards of each module are eager's, to the bit; so is what they
+    draw. So too where cheap values are computed again instead of kept."""
     stages, params, state, batch = pair(kind)
     made = compiled(stages, fuse=False, recompute=recompute)
     for schedule in (
@@ -50,9 +63,13 @@ def test_bits_of_the_zoo(kind, recompute):
         fp.schedules.zero_bubble(3, 4),
         fp.schedules.remat(fp.schedules.fill_drain(3, 4)),
     ):
-        plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in (stages, made)]
+        plans = [
+            fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
+            for one in (stages, made)
+        ]
         eager, programs = [
-            fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1) for p in plans
+            fp.run(p, params, batch, state=state, seed=3, executor="serial", threads_per_lane=1)
+            for p in plans
         ]
         assert_same_result(eager, programs)
     assert all(stage.program.found for stage in made)
@@ -60,12 +77,15 @@ def test_bits_of_the_zoo(kind, recompute):
 
 @functools.cache
 def four():
-    """Stages with skips, feeds, a side loss, trees with ints and masks, eager and compiled; traced once for all schedules."""
+    """Stages with skips, feeds, a side loss, trees with ints and masks, eager and compiled; traced
+    once for all schedules."""
 
     @fp.stage(stash=["far"])
     def first(p, x):
         h = torch.tanh(x @ p["w"])
-        return fp.Out({"h": h, "ids": x.argmax(-1), "n": 3, "none": None}, stash={"far": (h * 2, h > 0)})
+        return fp.Out(
+            {"h": h, "ids": x.argmax(-1), "n": 3, "none": None}, stash={"far": (h * 2, h > 0)}
+        )
 
     @fp.stage(feeds=["scale"])
     def second(p, x, *, feeds):
@@ -90,14 +110,19 @@ def four():
 def test_bits_for_every_schedule(schedule, rows):
     """The chain `four`, an uneven batch, both executors."""
     torch.manual_seed(0)
-    plans = [fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in four()]
-    params = tuple({"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in four()[0])
+    plans = [
+        fp.make_plan(one, schedule, loss=F.mse_loss, outputs=True, devices="cpu") for one in four()
+    ]
+    params = tuple(
+        {"w": torch.randn(6, 6, dtype=torch.float64), "unused": torch.ones(2)} for _ in four()[0]
+    )
     batch = torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 6, dtype=torch.float64)
     feeds = {"scale": torch.rand(rows, 1, dtype=torch.float64)}
     before = snapshot((params, batch, feeds))
     for executor in EXECUTORS:
         eager, programs = [
-            fp.run(plan, params, batch, feeds=feeds, seed=1, executor=executor, threads_per_lane=1) for plan in plans
+            fp.run(plan, params, batch, feeds=feeds, seed=1, executor=executor, threads_per_lane=1)
+            for plan in plans
         ]
         assert_same_result(eager, programs)
         assert ((0, "unused"), (1, "unused"), (2, "unused"), (3, "unused")) == programs.unused
@@ -107,7 +132,9 @@ def test_bits_for_every_schedule(schedule, rows):
 def test_fused_sums_round_once():
     """A product that is added in one operation differs by rounding alone."""
     stages, params, state, batch = pair("block")
-    eager, programs = both(stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, fuse=True)
+    eager, programs = both(
+        stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, fuse=True
+    )
     for a, b in zip(fp.leaves(eager.grads), fp.leaves(programs.grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert same(eager.loss, programs.loss)
@@ -122,7 +149,9 @@ def test_no_operation_twice():
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())])
     stage, params, _ = fp.from_module(model)
-    programs = fp.make_programs(fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True))
+    programs = fp.make_programs(
+        fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True)
+    )
     assert 8 == programs.forward.operations - count(programs.forward, "torch.t(")
     products = [
         count(code, "torch.mm(") + count(code, "addmm_(")
@@ -150,28 +179,44 @@ def test_sums_of_rows(rows, dtype, fuse):
     """The gradient of a bias is torch's sum, to the bit, with fused products and without."""
     torch.manual_seed(0)
     stages = [fp.stage(lambda p, x: F.linear(x, p["w"], p["b"])) for _ in range(2)]
-    params = tuple({"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages)
+    params = tuple(
+        {"w": torch.randn(3, 3, dtype=dtype), "b": torch.randn(3, dtype=dtype)} for _ in stages
+    )
     batch = torch.randn(2 * rows, 3, dtype=dtype), torch.randn(2 * rows, 3, dtype=dtype)
     made = compiled(stages, fuse=fuse)
     eager, programs = [
-        fp.run(fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"), params, batch)
+        fp.run(
+            fp.make_plan(one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"),
+            params,
+            batch,
+        )
         for one in (stages, made)
     ]
     for one, other in zip(eager.grads, programs.grads, strict=True):
         assert same(one["b"], other["b"])
         a, b = one["w"], other["w"]
-        assert same(a, b) if not fuse else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert (
+            same(a, b)
+            if not fuse
+            else torch.allclose(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+        )
     for stage in made:
         (found,) = stage.program.found.values()
-        halves = found.backward_input, found.backward_weight  # without fuse the bias does not wait for W, as eagerly
+        halves = (
+            found.backward_input,
+            found.backward_weight,
+        )  # without fuse the bias does not wait for W, as eagerly
         for codes in ((found.backward,), halves if not fuse else halves[1:]):
             assert 1 == sum(count(code, "torch.sum(") for code in codes)
 
 
 def test_torch_s_own_bindings_make_the_same_call():
-    """An operation is called through torch's binding; one whose binding has other defaults gets all it was called with."""
+    """An operation is called through torch's binding; one whose binding has other defaults gets all
+    it was called with."""
     options = {"loss": F.mse_loss, "target": torch.ones(2, 3)}
-    made = fp.make_programs(fp.compile_stage(fp.stage(lambda p, x: x * p)), torch.ones(3), torch.ones(2, 3), **options)
+    made = fp.make_programs(
+        fp.compile_stage(fp.stage(lambda p, x: x * p)), torch.ones(3), torch.ones(2, 3), **options
+    )
     assert "torch.mul(x0, p0)" in made.forward.text
     assert "torch._C._nn.mse_loss(mul, x1" in made.forward.text
 
@@ -188,44 +233,66 @@ def test_sums_and_views():
     ]
     for call in calls:
         stages = fp.stage(call), fp.compile_stage(fp.stage(call), fuse=False)
-        plans = [fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu") for one in stages]
+        plans = [
+            fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+            for one in stages
+        ]
         batch = torch.arange(12.0).view(4, 3), torch.ones(4, 3)
         params = {"w": torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]])}
         assert_same_result(*(fp.run(plan, (params,), batch) for plan in plans))
 
 
 def test_residuals_are_what_is_needed():
-    """Between F and B lie the inputs of the products; between I and W these and the gradients of their outputs."""
-    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
-    programs = fp.make_programs(fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True))
+    """Between F and B lie the inputs of the products; between I and W these and the gradients of
+    their outputs."""
+    stage, params, _ = fp.from_module(
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    )
+    programs = fp.make_programs(
+        fp.compile_stage(stage), params, torch.randn(8, 16, requires_grad=True)
+    )
     one = 8 * 16 * 4
     assert 2 * one == programs.residual_bytes  # x, tanh
     assert 4 * one == programs.weight_residual_bytes  # and dy of both
 
 
 def test_residuals_are_of_the_microbatch_alone():
-    """Neither the batch around a microbatch nor that input and target lie in one memory is seen by a trace."""
+    """Neither the batch around a microbatch nor that input and target lie in one memory is seen by
+    a trace."""
     stage = fp.compile_stage(fp.stage(lambda p, x: x * p))
     one = 2 * 3 * 4
     for batch in (torch.randn(64, 3), torch.randn(2, 3)):
         row = batch[:2]
         assert one == fp.make_programs(stage, torch.ones(3), row).residual_bytes  # x
         assert (
-            3 * one == fp.make_programs(stage, torch.ones(3), row, loss=F.mse_loss, target=row).residual_bytes
+            3 * one
+            == fp.make_programs(
+                stage, torch.ones(3), row, loss=F.mse_loss, target=row
+            ).residual_bytes
         )  # x, y, target
 
 
 def test_what_is_cheap_is_computed_again():
-    """The least cut: of a chain of pointwise operations one value; nothing that a product or a draw made is made again."""
+    """The least cut: of a chain of pointwise operations one value; nothing that a product or a draw
+    made is made again."""
 
     def chain(w, x):
         h = x @ w
         return F.gelu(torch.tanh(h) * 2 + 1).sin() @ w
 
-    stage, params, x = fp.stage(chain, name="chain"), torch.randn(16, 16), torch.randn(8, 16, requires_grad=True)
+    stage, params, x = (
+        fp.stage(chain, name="chain"),
+        torch.randn(16, 16),
+        torch.randn(8, 16, requires_grad=True),
+    )
     one = 8 * 16 * 4
-    plain, least = (fp.make_programs(fp.compile_stage(stage, recompute=again), params, x) for again in (False, True))
-    assert 2 * one == least.residual_bytes < plain.residual_bytes  # x, tanh: of all that is as little, what is nearest
+    plain, least = (
+        fp.make_programs(fp.compile_stage(stage, recompute=again), params, x)
+        for again in (False, True)
+    )
+    assert (
+        2 * one == least.residual_bytes < plain.residual_bytes
+    )  # x, tanh: of all that is as little, what is nearest
     assert 2 == count(least.forward, "torch.mm(")
     assert 1 == count(least.backward, "gelu(")
     assert 0 == count(plain.backward, "gelu(")
@@ -278,18 +345,27 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    "family", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2, fp.schedules.fill_drain]
+    "family",
+    [
+        fp.schedules.one_f_one_b,
+        fp.schedules.zero_bubble,
+        fp.schedules.zb_h2,
+        fp.schedules.fill_drain,
+    ],
 )
 @pytest.mark.parametrize("kind", ["block", "conv, batch norm", "linear", "dropout"])
 def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
-    """The most bytes that residuals hold on each device: what `simulate` says of the programs' own bytes, within 5 %."""
+    """The most bytes that residuals hold on each device: what `simulate` says of the programs' own
+    bytes, within 5 %."""
     stages, params, state, batch = pair(kind)
     made = compiled(stages, recompute=recompute)
     schedule = family(3, 4)
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
     options = {"state": state, "seed": 1, "executor": "serial", "threads_per_lane": 1}
     fp.run(plan, params, batch, **options)
-    held: dict[int, list[ProgramResidual]] = {device: [] for device in range(3)}  # programs empty what they have used
+    held: dict[int, list[ProgramResidual]] = {
+        device: [] for device in range(3)
+    }  # programs empty what they have used
     most = dict.fromkeys(held, 0)
 
     def watched(name):
@@ -297,10 +373,15 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
 
         def call(self, *args, **words):
             out = real(self, *args, **words)
-            new = [one for one in (out if isinstance(out, tuple) else ()) if isinstance(one, ProgramResidual)]
+            new = [
+                one
+                for one in (out if isinstance(out, tuple) else ())
+                if isinstance(one, ProgramResidual)
+            ]
             device = schedule.device_of[self.eager.index]
             held[device] += new
-            # Not `nbytes`: a target is a view of the caller's batch, whose storage is the whole of it.
+            # Not `nbytes`: a target is a view of the caller's batch, whose storage is the whole of
+            # it.
             kept = [{one.data_ptr(): one.nbytes for one in each.values} for each in held[device]]
             most[device] = max(most[device], sum(sum(one.values()) for one in kept))
             return out
@@ -322,7 +403,9 @@ def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
 def test_programs_print_as_python():
     """What is printed is what runs: functions that Python reads."""
     stage, params, _ = fp.from_module(nn.Linear(2, 2))
-    text = str(fp.make_programs(fp.compile_stage(stage), params, torch.randn(3, 2, requires_grad=True)))
+    text = str(
+        fp.make_programs(fp.compile_stage(stage), params, torch.randn(3, 2, requires_grad=True))
+    )
     assert ["C(P)", "F(P, X)", "B(P, K, G, S)", "I(P, K, G)", "W(P, L, S)"] == [
         line[4:-1] for line in text.splitlines() if line.startswith("def ")
     ]
@@ -330,11 +413,13 @@ def test_programs_print_as_python():
     assert "S[1].addmm_(t_2, x0)" in text.replace("k0", "x0").replace("l0", "x0")
 
 
-# -- what flows ----------------------------------------------------------------------------------------------------------
+# -- what flows
+# -------------------------------------------------------------------------------
 
 
 def test_an_output_without_a_gradient():
-    """What no later stage uses sends no gradient back: parameters behind it alone are unused, as in eager."""
+    """What no later stage uses sends no gradient back: parameters behind it alone are unused, as in
+    eager."""
 
     def first(p, x):
         return {"used": x * p["a"], "left": torch.log(x * p["b"]) * p["c"]}
@@ -354,11 +439,17 @@ def test_an_output_with_a_gradient_beside_one_without():
 
     def first(p, x):
         h = x * p["a"]
-        return {"used": h + 1, "left": torch.sqrt(h - h) * p["b"], "cut": torch.stack([h, h * p["b"]])}
+        return {
+            "used": h + 1,
+            "left": torch.sqrt(h - h) * p["b"],
+            "cut": torch.stack([h, h * p["b"]]),
+        }
 
     stages = (fp.stage(first), fp.stage(lambda p, x: x["used"] * p))
     params = ({name: torch.ones(3) for name in "ab"}, torch.ones(3))
-    eager, programs = both(stages, params, (torch.ones(4, 3), torch.ones(4, 3)), fp.schedules.zero_bubble(2, 2))
+    eager, programs = both(
+        stages, params, (torch.ones(4, 3), torch.ones(4, 3)), fp.schedules.zero_bubble(2, 2)
+    )
     assert_same_result(eager, programs)
 
 
@@ -374,7 +465,11 @@ def test_a_microbatch_without_weight_adds_nothing():
     target = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, -1.0], [-1.0, -1.0]])
     plans = [
         fp.make_plan(
-            one, fp.schedules.one_f_one_b(2, 2), loss=loss, weight=lambda t: float((t >= 0).sum()), devices="cpu"
+            one,
+            fp.schedules.one_f_one_b(2, 2),
+            loss=loss,
+            weight=lambda t: float((t >= 0).sum()),
+            devices="cpu",
         )
         for one in (stages, compiled(stages, fuse=False))
     ]
@@ -411,12 +506,21 @@ def test_trainable_leaves_decide_the_programs():
     made = compiled(stages, fuse=False)
     plan = fp.make_plan(made, fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
     everything = fp.run(plan, params, batch, state=state, threads_per_lane=1)
-    some = fp.run(plan, params, batch, state=state, threads_per_lane=1, trainable=lambda name, _: "bias" in name)
+    some = fp.run(
+        plan,
+        params,
+        batch,
+        state=state,
+        threads_per_lane=1,
+        trainable=lambda name, _: "bias" in name,
+    )
     assert some.grads[1]["0.weight"] is None
     assert same(everything.grads[1]["0.bias"], some.grads[1]["0.bias"])
     frozen = list(made[1].program.found.values())[-1]
     assert "addmm_" not in frozen.backward_weight.text
-    assert 1 == count(frozen.backward_weight, "torch.mm(")  # of the chain from one layer to the other
+    assert 1 == count(
+        frozen.backward_weight, "torch.mm("
+    )  # of the chain from one layer to the other
 
 
 @pytest.mark.parametrize("kind", ["block", "conv, batch norm"])
@@ -424,7 +528,9 @@ def test_autocast(kind):
     """Casts are in the programs, and are not made again when these run."""
     stages, params, state, batch = pair(kind)
     with torch.autocast("cpu", torch.bfloat16):
-        eager, programs = both(stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, executor="threads")
+        eager, programs = both(
+            stages, params, batch, fp.schedules.zero_bubble(3, 4), state=state, executor="threads"
+        )
     assert_same_result(eager, programs)
 
 
@@ -438,7 +544,9 @@ def test_autocast_that_a_stage_switches_off():
 
     stages, params = (fp.stage(mixed), fp.stage(mixed)), (torch.randn(8, 8), torch.randn(8, 8))
     with torch.autocast("cpu", torch.bfloat16):
-        eager, programs = both(stages, params, (torch.randn(4, 8), torch.randn(4, 8)), fp.schedules.one_f_one_b(2, 2))
+        eager, programs = both(
+            stages, params, (torch.randn(4, 8), torch.randn(4, 8)), fp.schedules.one_f_one_b(2, 2)
+        )
     assert_same_result(eager, programs)
 
 
@@ -446,15 +554,24 @@ def test_residuals_on_the_host():
     """Offload moves a program's residuals, too."""
     stages, params, state, batch = pair("block")
     eager, programs = both(
-        stages, params, batch, fp.schedules.offload(fp.schedules.one_f_one_b(3, 4)), state=state, executor="threads"
+        stages,
+        params,
+        batch,
+        fp.schedules.offload(fp.schedules.one_f_one_b(3, 4)),
+        state=state,
+        executor="threads",
     )
     assert_same_result(eager, programs)
 
 
 def test_all_of_it_together():
-    """Zero-bubble, remat, dropout, batch norm, skips, an uneven batch, loss scale, finite checks, several steps."""
+    """Zero-bubble, remat, dropout, batch norm, skips, an uneven batch, loss scale, finite checks,
+    several steps."""
     torch.manual_seed(0)
-    net = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)]
+    net = [
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh())
+        for _ in range(4)
+    ]
     made = [fp.from_module(one, name=f"s{i}") for i, one in enumerate(net)]
     stages, params, state = zip(*made, strict=True)
     batch = torch.randn(14, 6), torch.randn(14, 6)
@@ -464,7 +581,9 @@ def test_all_of_it_together():
         plan = fp.make_plan(one, schedule, loss=F.mse_loss, devices="cpu")
         own, row = state, []
         for step in range(3):
-            result = fp.run(plan, params, batch, state=own, seed=step, loss_scale=8.0, check=["finite", "used"])
+            result = fp.run(
+                plan, params, batch, state=own, seed=step, loss_scale=8.0, check=["finite", "used"]
+            )
             own = result.state
             row.append((result.loss, result.grads, result.state))
         found.append(snapshot(row))
@@ -479,7 +598,11 @@ def test_tied_parameters():
     found = []
     for one in (stages, compiled(stages, fuse=False)):
         plan = fp.make_plan(
-            one, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, ties=[[(0, "w"), (1, "w")]], devices="cpu"
+            one,
+            fp.schedules.zero_bubble(2, 2),
+            loss=F.mse_loss,
+            ties=[[(0, "w"), (1, "w")]],
+            devices="cpu",
         )
         found.append(fp.run(plan, params, (torch.ones(4, 5), torch.ones(4, 5))))
     assert_same_result(*found)
@@ -492,7 +615,10 @@ def test_compositions():
     )
     batch = torch.randn(4, 4), torch.randn(4, 4)
     apart = fp.run(
-        fp.make_plan((a, b), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"), (pa, pb), batch, seed=1
+        fp.make_plan((a, b), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"),
+        (pa, pb),
+        batch,
+        seed=1,
     )
     whole = fp.compile_stage(fp.compose(a, b), fuse=False)
     one = fp.run(
@@ -505,7 +631,8 @@ def test_compositions():
     assert same([*apart.grads], [*one.grads[0]])
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------
 
 CAPTURED = torch.ones(3)
 calls = 0
@@ -548,7 +675,9 @@ def writes(p, x):
 
 
 def in_the_backward(p, x):
-    return torch.utils.checkpoint.checkpoint(lambda y: F.dropout(y * p, 0.5), x, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(
+        lambda y: F.dropout(y * p, 0.5), x, use_reentrant=False
+    )
 
 
 REFUSED = [
@@ -563,12 +692,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "reason"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(
+    ("function", "reason"), REFUSED, ids=lambda one: getattr(one, "__name__", "")
+)
 def test_what_cannot_be_traced_says_why(function, reason):
     """By name and reason; with fallback=True it runs eagerly, with eager's numbers."""
     stage = fp.stage(function, name="odd")
     batch = torch.rand(4, 3) + 0.5, torch.ones(4, 3)
-    plan = fp.make_plan([fp.compile_stage(stage)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.compile_stage(stage)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match=reason) as raised:
         fp.run(plan, (torch.ones(3),), batch, seed=0)
     assert "'odd'" in str(raised.value)
@@ -603,7 +736,10 @@ def test_some_microbatches_are_programs_and_some_are_not():
 
 def test_a_stage_that_writes_into_its_parameters():
     plan = fp.make_plan(
-        [fp.compile_stage(fp.stage(writes, name="odd"))], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.compile_stage(fp.stage(writes, name="odd"))],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     w = torch.ones(3)
     with pytest.raises(fp.PlanError):
@@ -612,7 +748,8 @@ def test_a_stage_that_writes_into_its_parameters():
 
 
 def test_mistakes_in_a_stage_are_its_own():
-    """What fails in eager as well fails with the same error, at the same place, the loss included."""
+    """What fails in eager as well fails with the same error, at the same place, the loss
+    included."""
     shapes = fp.compile_stage(fp.stage(lambda p, x: x @ p, name="shapes"))
     plan = fp.make_plan([shapes], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
@@ -627,13 +764,18 @@ def test_mistakes_in_a_stage_are_its_own():
 
 def test_profile_measures_programs():
     """I and W are run, and the bytes that wait for them are those of the programs."""
-    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+    stage, params, _ = fp.from_module(
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    )
     stages = [fp.compile_stage(stage), fp.compile_stage(stage), stage]
     x = torch.randn(8, 16)
     cost = fp.models.profile(stages, x, params=[params] * 3, repeats=2)
     found = fp.make_programs(stages[1], params, x)
     eager = fp.models.profile([stage] * 3, x, params=[params] * 3, repeats=1)
-    assert (found.residual_bytes, found.weight_residual_bytes) == (cost.residual[1], cost.weight_residual[1])
+    assert (found.residual_bytes, found.weight_residual_bytes) == (
+        cost.residual[1],
+        cost.weight_residual[1],
+    )
     assert eager.residual[2] == cost.residual[2]
     assert min(cost.backward_weight[:2]) > 0
     schedule = fp.schedules.zero_bubble(3, 4)
@@ -660,7 +802,9 @@ def test_a_buffer_that_is_no_buffer():
 
 def test_draws_need_a_seed():
     stages, params, state, batch = pair("dropout")
-    plan = fp.make_plan(compiled(stages), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        compiled(stages), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu"
+    )
     before = torch.get_rng_state()
     with pytest.raises(fp.DrawError, match="seed="):
         fp.run(plan, params, batch, state=state)
@@ -675,11 +819,13 @@ def test_compile_takes_stages():
         fp.make_programs(fp.stage(lambda p, x: x), (), torch.ones(2))
 
 
-# -- the cache -----------------------------------------------------------------------------------------------------------
+# -- the cache
+# -------------------------------------------------------------------------------
 
 
 def test_a_signature_is_traced_once():
-    """Runs, microbatches and threads share programs; another shape, mode or type is another signature."""
+    """Runs, microbatches and threads share programs; another shape, mode or type is another
+    signature."""
     stages, params, state, batch = pair("linear")
     made = compiled(stages)
     plan = fp.make_plan(made, fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices="cpu")
@@ -701,12 +847,15 @@ def test_a_signature_is_traced_once():
 
 
 def test_tracing_leaves_everything_as_it_was():
-    """No numbers, gradients, generators or modes of the caller's change; no copy of a module keeps fake tensors."""
+    """No numbers, gradients, generators or modes of the caller's change; no copy of a module keeps
+    fake tensors."""
     stages, params, state, batch = pair("conv, batch norm")
     before = snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()
     made = compiled(stages)
     fp.make_programs(made[1], params[1], batch[0].tanh(), state=state[1])
-    assert same(before, (snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled()))
+    assert same(
+        before, (snapshot((params, state, batch)), torch.get_rng_state(), torch.is_grad_enabled())
+    )
     assert all(leaf.grad is None for leaf in fp.leaves(params))
     y = made[1](params[1], batch[0], state=state[1])
     assert type(y) is torch.Tensor
@@ -715,7 +864,9 @@ def test_tracing_leaves_everything_as_it_was():
 def test_memory_is_free_after_a_run():
     """Residuals, sums and inputs are freed without a garbage collector."""
     stages, params, state, batch = pair("block")
-    plan = fp.make_plan(compiled(stages), fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        compiled(stages), fp.schedules.zero_bubble(3, 4), loss=F.mse_loss, devices="cpu"
+    )
     fp.run(plan, params, batch, state=state)
     gc.collect()
     gc.disable()
@@ -743,10 +894,13 @@ def test_torch_func_goes_through():
     """Called directly, a compiled stage is the function that it was."""
     made = fp.compile_stage(fp.stage(lambda w, x: torch.sin(w * x).sum()))
     x = torch.ones(3)
-    torch.testing.assert_close(torch.func.grad(made)(torch.ones(3), x), torch.full((3,), math.cos(1.0)))
+    torch.testing.assert_close(
+        torch.func.grad(made)(torch.ones(3), x), torch.full((3,), math.cos(1.0))
+    )
 
 
-# -- numbers that depend on nothing ------------------------------------------------------------------------------------
+# -- numbers that depend on nothing
+# -------------------------------------------------------------------------------
 
 
 def test_branches_on_constants_are_taken_as_in_eager():
@@ -764,7 +918,10 @@ def test_branches_on_constants_are_taken_as_in_eager():
 
     stages = (fp.stage(masked),)
     eager, programs = both(
-        stages, (torch.ones(6),), (torch.randn(4, 6), torch.randn(4, 6)), fp.schedules.one_f_one_b(1, 2)
+        stages,
+        (torch.ones(6),),
+        (torch.randn(4, 6), torch.randn(4, 6)),
+        fp.schedules.one_f_one_b(1, 2),
     )
     assert_same_result(eager, programs)
 
@@ -818,16 +975,22 @@ def test_models_of_transformers(kind):
 
     found = []
     for stages in (split.stages, compiled(split.stages, fuse=False)):
-        plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu")
-        found.append(fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1))
+        plan = fp.make_plan(
+            stages, fp.schedules.zero_bubble(2, 2), loss=loss, ties=split.ties, devices="cpu"
+        )
+        found.append(
+            fp.run(plan, split.params, (ids, ids), state=split.state, seed=1, threads_per_lane=1)
+        )
     assert_same_result(*found)
 
 
-# -- warming up ----------------------------------------------------------------------------------------------------------
+# -- warming up
+# -------------------------------------------------------------------------------
 
 
 def test_warmup_makes_all_that_a_step_needs():
-    """For both shapes of an uneven batch, beside eager stages; the step traces nothing more; nothing else changes."""
+    """For both shapes of an uneven batch, beside eager stages; the step traces nothing more;
+    nothing else changes."""
     stages, params, state, batch = pair("dropout")
     stages = (stages[0], *compiled(stages[1:]))
     batch = (batch[0][:7], batch[1][:7])
@@ -838,14 +1001,18 @@ def test_warmup_makes_all_that_a_step_needs():
     assert same(before, (snapshot((params, state, batch)), torch.get_rng_state()))
     assert [0, 1, 2, 3, 4, 5, 6] == [one.done for one in told]
     assert {6} == {one.total for one in told}
-    assert [*["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2, "done"] == [one.phase for one in told]
+    assert [*["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2, "done"] == [
+        one.phase for one in told
+    ]
     fp.run(plan, params, batch, state=state, seed=0)
     assert [2, 2] == [len(stage.program.found) for stage in stages[1:]]
 
 
 def test_warmup_says_what_cannot_be_compiled():
     plan = fp.make_plan(
-        [fp.compile_stage(fp.stage(branch, name="odd"))], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss
+        [fp.compile_stage(fp.stage(branch, name="odd"))],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=F.mse_loss,
     )
     with pytest.raises(fp.TraceError, match="'odd' cannot be compiled"):
         fp.warmup(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
@@ -868,7 +1035,8 @@ def test_a_stage_is_copied_while_it_is_traced(kind):
 
 @pytest.mark.parametrize("first", ["run", "vjp"])
 def test_gradients_of_inputs_are_asked_for_by_some(first):
-    """One compiled stage, in a run that wants no gradients of the inputs and in a vjp that does: programs for each."""
+    """One compiled stage, in a run that wants no gradients of the inputs and in a vjp that does:
+    programs for each."""
     part = fp.compile_stage(fp.stage(lambda p, x: torch.tanh(x @ p["w"])))
     params, x = ({"w": torch.eye(4)},), torch.randn(6, 4)
     ran = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
@@ -891,14 +1059,18 @@ def test_gradients_of_inputs_are_asked_for_by_some(first):
 
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize(
-    "fn", [lambda p, x: x, lambda p, x: F.relu(x, inplace=True) * p["w"]], ids=["as it is", "in place"]
+    "fn",
+    [lambda p, x: x, lambda p, x: F.relu(x, inplace=True) * p["w"]],
+    ids=["as it is", "in place"],
 )
 def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
     """The first of its size lies in the middle of the batch where the rows do not divide."""
     params, x = ({"w": torch.ones(4)}, {"w": torch.ones(4)}), torch.randn(rows, 4)
     results = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
-        parts = [make(fp.stage(one, name=f"s{i}")) for i, one in enumerate([fn, lambda p, x: x * p["w"]])]
+        parts = [
+            make(fp.stage(one, name=f"s{i}")) for i, one in enumerate([fn, lambda p, x: x * p["w"]])
+        ]
         plan = fp.make_plan(parts, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
         results.append(fp.run(plan, params, (x, x * 2), threads_per_lane=1))
     assert same(results[0].grads, results[1].grads)
@@ -908,7 +1080,9 @@ def test_where_a_microbatch_begins_is_seen_by_no_trace(fn, rows):
 def test_the_default_device_is_in_the_signature():
     """A stage that makes tensors on it makes them where it would."""
     seen = fp.compile_stage(fp.stage(lambda p, x: x + (2 if torch.ones(1).is_meta else 0)))
-    plan = fp.make_plan([seen], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [seen], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu", outputs=True
+    )
     x = torch.zeros(1, 2)
     for device, wanted in (("cpu", 0), ("meta", 2), ("cpu", 0)):
         with torch.device(device):

@@ -1,4 +1,5 @@
-"""What depends on parameters and state alone is computed once a run; nothing large lies in memory for it."""
+"""What depends on parameters and state alone is computed once a run; nothing large lies in memory
+for it."""
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def both(fn, params, schedule, *, amp=False, x=X, target=T, **options):
     out = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(fn, name=f"s{number}")) for number in range(schedule.num_stages)]
-        plan = fp.make_plan(stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu")
+        plan = fp.make_plan(
+            stages, schedule, loss=lambda y, t: F.mse_loss(y.float(), t), devices="cpu"
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             out.append(fp.run(plan, params, (x, target), threads_per_lane=1, **options))
     return out
@@ -51,7 +54,11 @@ def weights(count=2):
 
 @pytest.mark.parametrize(
     "schedule",
-    [fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.fill_drain(2, 4)), fp.schedules.zero_bubble(2, 4)],
+    [
+        fp.schedules.one_f_one_b(2, 4),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 4)),
+        fp.schedules.zero_bubble(2, 4),
+    ],
     ids=lambda s: s.name,
 )
 @pytest.mark.parametrize("rows", [8, 7])
@@ -73,7 +80,9 @@ def test_a_weight_that_is_computed(schedule, rows):
 
 def test_casts_are_no_residuals():
     """Under autocast: F keeps what comes from its input alone."""
-    stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)))
+    stage, params, _ = fp.from_module(
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    )
     x = torch.randn(4, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         programs = fp.make_programs(fp.compile_stage(stage), params, x)
@@ -89,7 +98,8 @@ def twice(p, x):
 
 
 def test_bits_under_autocast():
-    """Of a weight that is used twice, too: each use has a cast of its own, so its gradients are added in full precision."""
+    """Of a weight that is used twice, too: each use has a cast of its own, so its gradients are
+    added in full precision."""
     params = tuple({"w": torch.randn(6, 6), "b": torch.randn(6)} for _ in range(2))
     eager, programs = both(twice, params, fp.schedules.zero_bubble(2, 4), amp=True)
     assert same(eager.grads, programs.grads)
@@ -100,7 +110,9 @@ def test_bits_under_autocast():
 def test_views_of_parameters_take_no_memory():
     """Pieces, slices and transposed ones."""
     cases = [(lambda w, x: x @ w[:2].t(), 0), (lambda w, x: x * w[0].expand(8, 6), 0)]
-    cases += [(lambda w, x: F.linear(x, w.chunk(3)[1]), 2 * 12 * 4)]  # zeros: the gradients of the other pieces
+    cases += [
+        (lambda w, x: F.linear(x, w.chunk(3)[1]), 2 * 12 * 4)
+    ]  # zeros: the gradients of the other pieces
     for fn, expected in cases:
         programs = made(fn, torch.ones(6, 6), X)
         assert programs.once is not None
@@ -108,7 +120,8 @@ def test_views_of_parameters_take_no_memory():
 
 
 def test_small_masks_but_nothing_large():
-    """Positions and masks of a few numbers are made once; what is larger than its parameters is made where it is used."""
+    """Positions and masks of a few numbers are made once; what is larger than its parameters is
+    made where it is used."""
 
     def masked(p, x):
         n = x.shape[0]
@@ -127,7 +140,8 @@ def test_small_masks_but_nothing_large():
 
 
 def test_size_is_asked_of_what_stays():
-    """A merged weight is no larger than the weight, though the product of its adapters is larger than they are."""
+    """A merged weight is no larger than the weight, though the product of its adapters is larger
+    than they are."""
 
     def merged(p, x):
         return x @ (p["w"] + p["a"] @ p["b"])
@@ -140,7 +154,11 @@ def test_size_is_asked_of_what_stays():
         return x @ (p["w"] + product) + product[0]
 
     n = 600
-    params = {"w": torch.randn(n, n) / n**0.5, "a": torch.randn(n, 4) / n**0.5, "b": torch.randn(4, n)}
+    params = {
+        "w": torch.randn(n, n) / n**0.5,
+        "a": torch.randn(n, 4) / n**0.5,
+        "b": torch.randn(4, n),
+    }
     x = torch.zeros(4, n)
     whole = n * n * 4
     found = made(merged, params, x)
@@ -151,7 +169,9 @@ def test_size_is_asked_of_what_stays():
         found = made(fn, params, x)
         assert expected == found.once_bytes
         assert "torch.mm(p" in str(found.forward).replace("torch.mm(x", "")
-    small = tuple({"w": torch.randn(6, 6), "a": torch.randn(6, 2), "b": torch.randn(2, 6)} for _ in range(2))
+    small = tuple(
+        {"w": torch.randn(6, 6), "a": torch.randn(6, 2), "b": torch.randn(2, 6)} for _ in range(2)
+    )
     for fn in (merged, apart, both_read):
         eager, programs = both(fn, small, fp.schedules.one_f_one_b(2, 4))
         assert same(eager.loss, programs.loss)
@@ -159,21 +179,30 @@ def test_size_is_asked_of_what_stays():
 
 
 def test_large_on_the_way_to_what_stays():
-    """A large value that both a microbatch and a kept one need is made by both; its own parts are still made once."""
+    """A large value that both a microbatch and a kept one need is made by both; its own parts are
+    still made once."""
     n = 600
-    params = {"w": torch.randn(n, n) / n**0.5, "a": torch.randn(4, n) / n**0.5, "b": torch.randn(4, n)}
+    params = {
+        "w": torch.randn(n, n) / n**0.5,
+        "a": torch.randn(4, n) / n**0.5,
+        "b": torch.randn(4, n),
+    }
     forms = {
         "scaled": lambda p, x: x @ (p["w"] * (p["a"].t() @ p["b"])),
         "twice": lambda p, x: x @ (p["w"] + p["a"].t() @ p["b"]) + x @ (p["a"].t() @ p["b"]),
         "read": lambda p, x: x @ (p["w"] + (m := p["a"].t() @ p["b"])) + m[0],
         "two products": lambda p, x: x @ (p["w"] + (p["a"].t() @ p["b"]) * (p["b"].t() @ p["a"])),
         "sorted": lambda p, x: x @ p["w"].abs().sort()[0] + p["w"].abs().sort()[1][0],
-        "outer": lambda p, x: x @ ((o := p["b"][0][:, None] * p["b"][1][None]).tril() + p["w"]) + x @ o,
+        "outer": lambda p, x: (
+            x @ ((o := p["b"][0][:, None] * p["b"][1][None]).tril() + p["w"]) + x @ o
+        ),
     }
     x, other = torch.randn(8, n), {name: one.clone() for name, one in params.items()}
     for name, fn in forms.items():
         for amp in (False, True):
-            eager, programs = both(fn, (params, other), fp.schedules.zero_bubble(2, 3), amp=amp, x=x[:7], target=x[:7])
+            eager, programs = both(
+                fn, (params, other), fp.schedules.zero_bubble(2, 3), amp=amp, x=x[:7], target=x[:7]
+            )
             assert same(eager.grads, programs.grads), (name, amp)
 
 
@@ -198,12 +227,15 @@ def test_what_draws_is_drawn_for_every_microbatch():
     assert "R.of(" in str(programs.forward)
     assert "normal" not in str(programs.once)
     assert "rand" not in str(programs.once)
-    eager, programs = both(noisy, tuple({"v": one["v"]} for one in weights()), fp.schedules.one_f_one_b(2, 4), seed=3)
+    eager, programs = both(
+        noisy, tuple({"v": one["v"]} for one in weights()), fp.schedules.one_f_one_b(2, 4), seed=3
+    )
     assert same(eager.grads, programs.grads)
 
 
 def test_outputs_of_parameters_alone():
-    """A stage that hands out what it computes of its parameters: the same value each time, and its gradient adds up."""
+    """A stage that hands out what it computes of its parameters: the same value each time, and its
+    gradient adds up."""
 
     def constant(p, x):
         return fp.Out(x + 1, stash={"c": p["v"].exp()})
@@ -215,7 +247,9 @@ def test_outputs_of_parameters_alone():
     found = []
     for make in (lambda one: one, lambda one: fp.compile_stage(one, fuse=False)):
         stages = [make(fp.stage(constant, stash=["c"])), make(fp.stage(late, pop=["c"]))]
-        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu")
+        plan = fp.make_plan(
+            stages, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, outputs=True, devices="cpu"
+        )
         found.append(fp.run(plan, params, (X, T), executor="threads", threads_per_lane=1))
     assert same(found[0].grads, found[1].grads)
     assert same(found[0].outputs, found[1].outputs)
@@ -250,14 +284,19 @@ def test_what_is_handed_out_is_the_microbatchs_own(what):
 
 
 def test_state_that_is_only_read():
-    """Statistics of an evaluation: what is computed of them, computed once, gives the same outputs."""
+    """Statistics of an evaluation: what is computed of them, computed once, gives the same
+    outputs."""
     norm, params, state = fp.from_module(
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6))
     )
     programs = fp.make_programs(fp.compile_stage(norm), params, X, state=state, train=False)
     assert programs.once is not None
-    plan = fp.make_plan([fp.compile_stage(norm)], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu")
-    expected = fp.run(fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)).outputs
+    plan = fp.make_plan(
+        [fp.compile_stage(norm)], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu"
+    )
+    expected = fp.run(
+        fp.make_plan([norm], plan.schedule, devices="cpu"), (params,), X, state=(state,)
+    ).outputs
     assert same(expected, fp.run(plan, (params,), X, state=(state,)).outputs)
     assert programs.once_bytes < 2**10
 
@@ -276,5 +315,7 @@ def test_parameters_that_changed_between_runs():
         params[0]["g"].mul_(2)
     second = fp.run(plan, params, (X, T)).loss
     assert not same(first, second)
-    eager = fp.make_plan([fp.stage(normed)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    eager = fp.make_plan(
+        [fp.stage(normed)] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
+    )
     assert same(fp.run(eager, params, (X, T)).loss, second)

@@ -1,4 +1,5 @@
-"""What torch's compiler is given, and what it gives: layouts, C++ where it can be. Only the slow tests build."""
+"""What torch's compiler is given, and what it gives: layouts, C++ where it can be. Only the slow
+tests build."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ from funcpipe._src.core import torch_names
 
 @pytest.fixture
 def built(monkeypatch):
-    """A compiler whose programs run their graphs as they are, on inputs of the layouts that it was told."""
+    """A compiler whose programs run their graphs as they are, on inputs of the layouts that it was
+    told."""
 
     def build(graph, examples, options):
         def run(*inputs):
-            assert all(lies_as(value, example) for value, example in zip(inputs, examples, strict=True))
+            assert all(
+                lies_as(value, example) for value, example in zip(inputs, examples, strict=True)
+            )
             return graph.forward(*inputs)
 
         return run
@@ -38,7 +42,9 @@ def by_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 by_memory.register_fake(lambda x: torch.empty_like(x))
-by_memory.register_autograd(lambda ctx, g: g.clone().index_put((*[torch.tensor([0])] * 4,), 2.0 * g[0, 0, 0, 0][None]))
+by_memory.register_autograd(
+    lambda ctx, g: g.clone().index_put((*[torch.tensor([0])] * 4,), 2.0 * g[0, 0, 0, 0][None])
+)
 
 
 class Through(nn.Module):
@@ -59,7 +65,11 @@ class Skips(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.one, self.two, self.norm = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 1),
+            nn.BatchNorm2d(4),
+        )
 
     def forward(self, x):
         return F.relu(x + self.norm(self.two(F.relu(self.one(x)))))
@@ -80,13 +90,19 @@ def scattered(x):
 
 
 MODELS = {
-    "norm": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2)),
+    "norm": lambda: nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2)
+    ),
     "skips": lambda: nn.Sequential(Skips(), Skips()),
     "view": lambda: Through(flat, nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Linear(108, 5)),
     "as_strided": lambda: Through(strided, nn.Conv2d(4, 3, 3), nn.Linear(4, 5)),
-    "custom operation": lambda: Through(lambda x: by_memory(x), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
+    "custom operation": lambda: Through(
+        lambda x: by_memory(x), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)
+    ),
     "constant": lambda: Through(
-        lambda x: x + torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0]), nn.Conv2d(4, 3, 4), nn.Conv2d(3, 2, 3)
+        lambda x: x + torch.tensor([1.0, -1.0, 1.0, 0.5, 2.0]),
+        nn.Conv2d(4, 3, 4),
+        nn.Conv2d(3, 2, 3),
     ),
     "two orders": lambda: Through(
         lambda x: torch.cat([x, x.view(x.size(0), -1, 3, 3).repeat(1, 1, 2, 2)], 1),
@@ -94,19 +110,39 @@ MODELS = {
         nn.Conv2d(15, 2, 3),
     ),
     "as_strided of a slice": lambda: Through(
-        lambda x: x[:, 1].as_strided((x.size(0), 6), (108, 1), 36), nn.Conv2d(4, 3, 3), nn.Linear(6, 5)
+        lambda x: x[:, 1].as_strided((x.size(0), 6), (108, 1), 36),
+        nn.Conv2d(4, 3, 3),
+        nn.Linear(6, 5),
     ),
     "written by memory": lambda: Through(scattered, nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
     "rolled": lambda: Through(lambda x: x.roll(1, 2), nn.Conv2d(4, 3, 3), nn.ReLU()),
-    "joined": lambda: Through(lambda x: torch.cat([x, x], 1), nn.Conv2d(4, 3, 3), nn.Conv2d(6, 2, 3)),
-    "padded": lambda: Through(lambda x: F.pad(x, (1,) * 4, mode="replicate"), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)),
-    "groups": lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.GELU(), nn.Conv2d(8, 8, 3, groups=8)),
-    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.GroupNorm(2, 6), nn.MaxPool2d(2)),
-    "shuffled": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.PixelShuffle(2), nn.Upsample(scale_factor=2)),
-    "patches": lambda: Through(lambda x: x.flatten(2).transpose(1, 2), nn.Conv2d(4, 6, 2, stride=2), nn.LayerNorm(6)),
-    "one dimension": lambda: Through(lambda x: x, nn.Flatten(2), nn.Conv1d(4, 3, 3), nn.Conv1d(3, 2, 3)),
+    "joined": lambda: Through(
+        lambda x: torch.cat([x, x], 1), nn.Conv2d(4, 3, 3), nn.Conv2d(6, 2, 3)
+    ),
+    "padded": lambda: Through(
+        lambda x: F.pad(x, (1,) * 4, mode="replicate"), nn.Conv2d(4, 3, 3), nn.Conv2d(3, 2, 3)
+    ),
+    "groups": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=2), nn.GELU(), nn.Conv2d(8, 8, 3, groups=8)
+    ),
+    "transposed": lambda: nn.Sequential(
+        nn.ConvTranspose2d(4, 6, 3, stride=2), nn.GroupNorm(2, 6), nn.MaxPool2d(2)
+    ),
+    "shuffled": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.PixelShuffle(2), nn.Upsample(scale_factor=2)
+    ),
+    "patches": lambda: Through(
+        lambda x: x.flatten(2).transpose(1, 2), nn.Conv2d(4, 6, 2, stride=2), nn.LayerNorm(6)
+    ),
+    "one dimension": lambda: Through(
+        lambda x: x, nn.Flatten(2), nn.Conv1d(4, 3, 3), nn.Conv1d(3, 2, 3)
+    ),
     "three dimensions": lambda: Through(
-        lambda x: x, nn.Unflatten(3, (2, 4)), nn.Conv3d(4, 3, (2, 1, 2)), nn.ReLU(), nn.Conv3d(3, 2, 2)
+        lambda x: x,
+        nn.Unflatten(3, (2, 4)),
+        nn.Conv3d(4, 3, (2, 1, 2)),
+        nn.ReLU(),
+        nn.Conv3d(3, 2, 2),
     ),
 }
 
@@ -132,7 +168,9 @@ def test_numbers_and_layouts(kind, family, built):
     schedule = family(2, 4)
     eager, ours = (steps(MODELS[kind], backend, schedule) for backend in (None, "inductor"))
     torch.testing.assert_close(eager.loss, ours.loss, rtol=1e-5, atol=0)
-    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+    for a, b in zip(
+        fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert a.stride() == b.stride()
     for a, b in zip(fp.leaves(eager.state), fp.leaves(ours.state), strict=True):
@@ -163,7 +201,8 @@ def test_a_root_without_gradient(built):
 
 
 def test_a_compiler_with_layouts_of_its_own(monkeypatch):
-    """What it gives is copied into the layout that the next program was built for, and that users get."""
+    """What it gives is copied into the layout that the next program was built for, and that users
+    get."""
 
     def other(value):
         turned = value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
@@ -171,14 +210,20 @@ def test_a_compiler_with_layouts_of_its_own(monkeypatch):
 
     def build(graph, examples, options):
         def run(*inputs):
-            assert all(lies_as(value, example) for value, example in zip(inputs, examples, strict=True))
+            assert all(
+                lies_as(value, example) for value, example in zip(inputs, examples, strict=True)
+            )
             return [other(value) for value in graph.forward(*inputs)]
 
         return run
 
     monkeypatch.setattr(torch_names, "inductor", build)
-    eager, ours = (steps(MODELS["skips"], own, fp.schedules.zero_bubble(2, 4)) for own in (None, "inductor"))
-    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+    eager, ours = (
+        steps(MODELS["skips"], own, fp.schedules.zero_bubble(2, 4)) for own in (None, "inductor")
+    )
+    for a, b in zip(
+        fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert a.stride() == b.stride()
 
@@ -187,18 +232,25 @@ def test_a_compiler_with_layouts_of_its_own(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs a C++ compiler")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["skips", "view", "rolled", "joined", "padded", "three dimensions", "transposed"])
+@pytest.mark.parametrize(
+    "kind", ["skips", "view", "rolled", "joined", "padded", "three dimensions", "transposed"]
+)
 def test_with_the_compiler(kind):
     """Its programs take what they get from each other, and give eager's numbers to rounding."""
-    eager, ours = (steps(MODELS[kind], own, fp.schedules.zero_bubble(2, 2)) for own in (None, "inductor"))
+    eager, ours = (
+        steps(MODELS[kind], own, fp.schedules.zero_bubble(2, 2)) for own in (None, "inductor")
+    )
     largest = max(float(leaf.abs().max()) for leaf in fp.leaves(eager.grads))
-    for a, b in zip(fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True):
+    for a, b in zip(
+        fp.leaves((eager.grads, eager.outputs)), fp.leaves((ours.grads, ours.outputs)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * largest)
         assert a.stride() == b.stride()
 
 
 def test_in_cpp_where_it_can_be(monkeypatch, caplog):
-    """Without the interpreter on the CPU; what the compiler cannot put into C++ it builds with it."""
+    """Without the interpreter on the CPU; what the compiler cannot put into C++ it builds with
+    it."""
     asked = []
 
     def build(graph, examples, options):
@@ -208,7 +260,10 @@ def test_in_cpp_where_it_can_be(monkeypatch, caplog):
         return graph.forward
 
     monkeypatch.setattr(torch_names, "inductor", build)
-    for refuses, expected in ((False, [{"cpp_wrapper": True}] * 2), (True, [{"cpp_wrapper": True}, {}] * 2)):
+    for refuses, expected in (
+        (False, [{"cpp_wrapper": True}] * 2),
+        (True, [{"cpp_wrapper": True}, {}] * 2),
+    ):
         asked.clear()
         with caplog.at_level(logging.INFO, "funcpipe"):
             steps(MODELS["norm"], "inductor", fp.schedules.one_f_one_b(2, 2))

@@ -1,4 +1,5 @@
-"""Calls on the Python stack: which modules and checkpointed regions run, and what belongs to one call alone."""
+"""Calls on the Python stack: which modules and checkpointed regions run, and what belongs to one
+call alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_lies_with_a_call_goes_when_it_ends(fails):
-    """Both layers find the same thing, no forward gets it as an argument, and nobody finds it afterwards."""
+    """Both layers find the same thing, no forward gets it as an argument, and nobody finds it
+    afterwards."""
     first, second = Looking(), Looking()
     if fails:
         with pytest.raises(KeyboardInterrupt):

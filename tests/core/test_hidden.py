@@ -1,4 +1,5 @@
-"""Looking for hidden tensors goes into what a leaf holds, not into the whole process, and ends soon."""
+"""Looking for hidden tensors goes into what a leaf holds, not into the whole process, and ends
+soon."""
 
 import logging
 import random
@@ -50,7 +51,16 @@ def test_what_others_hold_is_not_the_leafs():
     logging.getLogger().addHandler(handler)
     try:
         kind = type("Kind", (), {"held": KEPT})
-        for one in (logger, torch, of_globals, kind, kind(), random.Random(1), threading.Lock(), threading.Event()):
+        for one in (
+            logger,
+            torch,
+            of_globals,
+            kind,
+            kind(),
+            random.Random(1),
+            threading.Lock(),
+            threading.Event(),
+        ):
             assert not hides_tensors((SimpleNamespace(one=[one]),)), one
     finally:
         logging.getLogger().removeHandler(handler)
@@ -75,7 +85,8 @@ def test_live_things_are_leaves():
     ids=["vocabulary", "rows", "trie"],
 )
 def test_huge_things_are_not_looked_at_whole(huge, monkeypatch):
-    """A tokenizer is handed on at every border; the walk is bounded, and the nearest things come first."""
+    """A tokenizer is handed on at every border; the walk is bounded, and the nearest things come
+    first."""
     opened = []
     look = hidden._held
     monkeypatch.setattr(hidden, "_held", lambda thing: opened.append(type(thing)) or look(thing))

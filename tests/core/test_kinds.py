@@ -23,7 +23,8 @@ def test_every_kind_has_a_row():
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_row_fits_the_others(kind):
-    """Pairs and exclusions are mutual, rules do not go round, what is taken is freed by somebody."""
+    """Pairs and exclusions are mutual, rules do not go round, what is taken is freed by
+    somebody."""
     row = KINDS[kind]
     assert row.pair is None or KINDS[row.pair].pair is kind
     assert row.excludes is None or KINDS[row.excludes].excludes is kind
@@ -54,7 +55,9 @@ def test_a_schedule_with_every_kind_runs_as_the_loop_does():
     text = "0U0 0F0 0F1 0R0 0B0 0O1 0L1 0I1 0W1 0G 0S"
     schedule = fp.Schedule.parse(text)
     assert {*re.findall("[A-Z]", text)} == {kind.value for kind in Kind}
-    plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, loss=torch.nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: p * x)], schedule, loss=torch.nn.functional.mse_loss, devices="cpu"
+    )
     x, params = torch.ones(2, 3), (torch.tensor(2.0),)
     assert {call.kind for lane in plan.program.lanes for call in lane.calls} == {*Kind}
     want = fp.run_sequential(plan, params, (x, x)).grads[0]
@@ -70,7 +73,8 @@ def test_what_flows_flows_both_ways():
 
 @given(st.sampled_from([*Kind]), st.integers(1, 9), st.integers(0, 9))
 def test_what_an_action_needs_is_what_the_table_of_effects_says(kind, stage, microbatch):
-    """The kinds that write what it reads of activations, gradients and residuals are among what it needs."""
+    """The kinds that write what it reads of activations, gradients and residuals are among what it
+    needs."""
     needs = Action(kind, stage, microbatch).needs()
     assert all(need.microbatch == microbatch for need in needs)
     stages = tuple(Stage(lambda p, x: x) for _ in range(stage + 2))
@@ -80,6 +84,11 @@ def test_what_an_action_needs_is_what_the_table_of_effects_says(kind, stage, mic
     if kind is Kind.R:
         assert crossing  # what F before it has waited for
         return
-    written = {wire for need in needs if need.stage != stage for wire in effects(need.kind, need.stage, True, given)[1]}
+    written = {
+        wire
+        for need in needs
+        if need.stage != stage
+        for wire in effects(need.kind, need.stage, True, given)[1]
+    }
     assert crossing == crossing & written
     assert bool(crossing) == (KINDS[kind].flow is not None)

@@ -1,4 +1,5 @@
-"""Logging: what is decided can be heard under the name funcpipe; nothing is shown to those who did not ask."""
+"""Logging: what is decided can be heard under the name funcpipe; nothing is shown to those who did
+not ask."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def heard(caplog):
     caplog.set_level(logging.DEBUG, logger="funcpipe")
 
     def take() -> list[tuple[str, str]]:
-        found = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "funcpipe"]
+        found = [
+            (record.levelname, record.getMessage())
+            for record in caplog.records
+            if record.name == "funcpipe"
+        ]
         caplog.clear()
         return found
 
@@ -96,7 +101,8 @@ def test_how_a_model_is_cut_is_told(heard):
 
 
 def test_nothing_is_put_together_that_nobody_reads(monkeypatch):
-    """Where the level is higher, a decision costs a look at it: no set of what was said, no text."""
+    """Where the level is higher, a decision costs a look at it: no set of what was said, no
+    text."""
     monkeypatch.setattr(logs, "_said", None)
     logs.log.setLevel(logging.WARNING)
     try:
@@ -108,7 +114,10 @@ def test_nothing_is_put_together_that_nobody_reads(monkeypatch):
 @pytest.mark.parametrize("setup", ["", "import logging; logging.basicConfig()"])
 def test_nothing_is_printed_by_default(setup):
     """Not even where the program has a handler, as long as it does not ask for INFO."""
-    code = f"{setup}\nimport tests.core.test_log as t; t.fp.run(t.plan_of(*[t.fp.stage(t.product)] * 2), t.PARAMS, t.BATCH)"
+    code = (
+        f"{setup}\nimport tests.core.test_log as t; "
+        "t.fp.run(t.plan_of(*[t.fp.stage(t.product)] * 2), t.PARAMS, t.BATCH)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 

@@ -39,16 +39,25 @@ class Net(nn.Module):
 
 def warm(progress):
     stages = [fp.compile_stage(fp.Stage(lambda w, x: x * w, name)) for name in ("one", "two")]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=nn.functional.mse_loss, devices="cpu"
+    )
     return fp.warmup(plan, (torch.ones(4), torch.ones(4)), (ROWS[:4], ROWS[:4]), progress=progress)
 
 
 CALLS = {
     "search": lambda progress: fp.search(COST, **SEARCH, progress=progress),
     "plan_for": lambda progress: fp.models.plan_for(
-        fp.Cost([1.0] * 6), num_devices=2, num_microbatches=3, evaluations=60, seconds=1e6, progress=progress
+        fp.Cost([1.0] * 6),
+        num_devices=2,
+        num_microbatches=3,
+        evaluations=60,
+        seconds=1e6,
+        progress=progress,
     ),
-    "profile": lambda progress: fp.models.profile(LAYERS, ROWS, repeats=2, warmup=1, progress=progress),
+    "profile": lambda progress: fp.models.profile(
+        LAYERS, ROWS, repeats=2, warmup=1, progress=progress
+    ),
     "split": lambda progress: fp.split(Net(), 2, example=ROWS, progress=progress),
     "warmup": warm,
 }
@@ -65,7 +74,10 @@ def test_every_long_call_tells(name, always):
     told: list[CallProgress] = []
     CALLS[name](told.append)
     assert {name} == {one.call for one in told}
-    assert all(first.done <= then.done and first.seconds <= then.seconds for first, then in zip(told, told[1:]))
+    assert all(
+        first.done <= then.done and first.seconds <= then.seconds
+        for first, then in zip(told, told[1:])
+    )
     assert [one.phase == "done" for one in told] == [False] * (len(told) - 1) + [True]
     assert told[-1].share == 1.0
     assert len({one.phase for one in told}) > 2
@@ -94,16 +106,29 @@ def test_what_the_function_raises_ends_the_call(name, always):
 
 
 def test_a_search_finds_the_same_whoever_listens(always):
-    """The same schedule after the same evaluations; and every phase of it is told, with the best so far."""
+    """The same schedule after the same evaluations; and every phase of it is told, with the best so
+    far."""
     told: list[CallProgress] = []
-    quiet, heard = (fp.search(COST, **SEARCH, progress=progress) for progress in (False, told.append))
+    quiet, heard = (
+        fp.search(COST, **SEARCH, progress=progress) for progress in (False, told.append)
+    )
     assert quiet == heard
     phases = list(dict.fromkeys(one.phase for one in told))
-    assert [phase for phase in phases if phase != "bounds"] == ["published", "rules", "moves", "done"]
+    assert [phase for phase in phases if phase != "bounds"] == [
+        "published",
+        "rules",
+        "moves",
+        "done",
+    ]
     best = [one.best for one in told if one.best is not None]
     assert sorted(best, reverse=True) == best
     last = told[-1]
-    assert (last.best, last.gap, last.done, last.total) == (heard.value, heard.gap, heard.evaluations, 300)
+    assert (last.best, last.gap, last.done, last.total) == (
+        heard.value,
+        heard.gap,
+        heard.evaluations,
+        300,
+    )
     assert len(told) > 300  # each evaluation, where nothing holds them back
     assert f"search: done, {heard.evaluations} of 300 schedules, " in str(last)
     assert str(last).endswith(f"best {heard.value:.6g}, at most {heard.gap:.2%} above the shortest")
@@ -127,7 +152,9 @@ def test_a_profile_of_several_lanes_tells_in_the_callers_thread(always):
         threads.add(threading.current_thread())
         told.append(progress)
 
-    fp.models.profile(LAYERS, ROWS, repeats=2, warmup=0, lanes=2, progress=tell, measure_memory=False)
+    fp.models.profile(
+        LAYERS, ROWS, repeats=2, warmup=0, lanes=2, progress=tell, measure_memory=False
+    )
     assert {threading.current_thread()} == threads
     assert (12, 12) == (told[-1].done, told[-1].total)
 
@@ -192,8 +219,8 @@ def test_a_bar_of_rich_leaves_no_trace(monkeypatch):
     shown = display(file)
     shown.show(ONE)
     assert (
-        "search: rules, 50 of 200 schedules, 1.2 s of 5 s, best 102, at most 2.00% above the shortest"
-        in file.getvalue()
+        "search: rules, 50 of 200 schedules, 1.2 s of 5 s, best 102, at most 2.00% above the "
+        "shortest" in file.getvalue()
     )
     assert file.getvalue().count("\x1b[?25l") == 1  # the cursor is hidden
     shown.close()
@@ -208,9 +235,11 @@ def test_no_terminal_gets_lines():
     for one in (ONE, ONE, ONE._replace(phase="moves"), ONE._replace(phase="moves", seconds=20.0)):
         shown.show(one)
     shown.close()
-    assert [str(ONE), str(ONE._replace(phase="moves")), str(ONE._replace(phase="moves", seconds=20.0))] == (
-        file.getvalue().splitlines()
-    )
+    assert [
+        str(ONE),
+        str(ONE._replace(phase="moves")),
+        str(ONE._replace(phase="moves", seconds=20.0)),
+    ] == (file.getvalue().splitlines())
 
 
 def test_true_shows_on_stderr(capsys):
@@ -230,7 +259,9 @@ def test_ctrl_c_takes_the_bar_away(monkeypatch, rich, always):
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
     monkeypatch.setattr(sys, "stderr", file)
-    monkeypatch.setattr("funcpipe._src.search.search.climb", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "funcpipe._src.search.search.climb", lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    )
     with pytest.raises(KeyboardInterrupt):
         fp.search(COST, **SEARCH, progress=True)
     assert "rules" in file.getvalue()

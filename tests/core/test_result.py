@@ -20,7 +20,9 @@ from funcpipe._src.view.simulate import simulate
 
 def test_a_default_cost_is_one_for_each_half_and_two_for_a_whole_backward() -> None:
     """F 1, I 1, W 1, B their sum, R that of F."""
-    assert [1, 2, 1, 1, 1] == [Cost().of(kind, 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)]
+    assert [1, 2, 1, 1, 1] == [
+        Cost().of(kind, 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+    ]
 
 
 def test_a_cost_is_read_by_kind_and_stage() -> None:
@@ -37,7 +39,21 @@ def test_a_backward_of_zero_is_not_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [-1, float("inf"), float("nan"), -0.5, "1", 1j, [1, -1], (1, None), {"a": 1}, "12", b"xy", None]
+    "bad",
+    [
+        -1,
+        float("inf"),
+        float("nan"),
+        -0.5,
+        "1",
+        1j,
+        [1, -1],
+        (1, None),
+        {"a": 1},
+        "12",
+        b"xy",
+        None,
+    ],
 )
 def test_numbers_below_zero_and_what_is_no_number_are_refused(bad: object) -> None:
     """Every field is checked; the message has the field and what came."""
@@ -55,7 +71,12 @@ def test_latencies_are_one_number_or_one_for_each_hop() -> None:
     """Three stages have two hops; a skip over both takes the slower one's."""
     cost = Cost(comm=[1, 2])
     cost.check_stages(3)
-    assert (1, 2, 2, 1) == (cost.latency(0, 1), cost.latency(1, 2), cost.latency(2, 0), cost.latency(1, 0))
+    assert (1, 2, 2, 1) == (
+        cost.latency(0, 1),
+        cost.latency(1, 2),
+        cost.latency(2, 0),
+        cost.latency(1, 0),
+    )
     with pytest.raises(ScheduleError, match=r"comm has 2 numbers \(it has 1, one for each hop\)"):
         cost.check_stages(2)
 
@@ -100,7 +121,8 @@ def spans() -> tuple[Span, ...]:
 
 
 def test_a_timeline_knows_its_ends_and_its_bubbles() -> None:
-    """makespan: the end of all; span: the longest device; bubbles: against the busiest device's work, 3."""
+    """makespan: the end of all; span: the longest device; bubbles: against the busiest device's
+    work, 3."""
     timeline = Timeline(spans(), 2, comm=1.0)
     assert (8.0, 8.0, (3.0, 3.0)) == (timeline.makespan, timeline.span, timeline.busy)
     assert (1 - 3 / 8, 1 - 3 / 8) == (timeline.bubble, timeline.span_bubble)
@@ -120,7 +142,11 @@ def test_the_critical_path_of_a_timeline_goes_over_the_hops() -> None:
 
 def test_an_empty_timeline_is_nothing_at_all() -> None:
     """Zeros, no division."""
-    for empty in (Timeline((), 0), Timeline((), 3), Timeline((Span(0, 0.0, 0.0, Action(Kind.F, 0, 0)),), 1)):
+    for empty in (
+        Timeline((), 0),
+        Timeline((), 3),
+        Timeline((Span(0, 0.0, 0.0, Action(Kind.F, 0, 0)),), 1),
+    ):
         assert (0.0, 0.0, 0.0, 0.0) == (empty.makespan, empty.span, empty.bubble, empty.span_bubble)
         assert (0.0, 0.0) == (empty.idle, empty.imbalance)
         assert "idle 0.0%" in str(empty)
@@ -128,7 +154,8 @@ def test_an_empty_timeline_is_nothing_at_all() -> None:
 
 
 def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> None:
-    """Where one device does most, the schedule hardly loses anything and devices wait all the same."""
+    """Where one device does most, the schedule hardly loses anything and devices wait all the
+    same."""
     unequal = simulate(one_f_one_b(3, 8), Cost(forward=[8, 3, 3], backward=[16, 6, 6]))
     assert (194, (192, 72, 72)) == (unequal.makespan, unequal.busy)
     assert pytest.approx(2 / 194) == unequal.bubble
@@ -137,23 +164,34 @@ def test_idle_is_what_the_bubble_does_not_say_of_devices_with_less_work() -> Non
     says = "idle 42.3% of all device time; imbalance 41.7%: "
     says += "equal work on all devices would save 41.7% of the makespan at the same bubble"
     assert says in str(unequal)
-    assert "imbalance" not in str(replace(unequal, lanes=("load", "decode", "step")))  # no stages to balance
+    assert "imbalance" not in str(
+        replace(unequal, lanes=("load", "decode", "step"))
+    )  # no stages to balance
 
 
-@pytest.mark.parametrize("cost", [Cost(), Cost([0.3, 1.7, 0.1, 0.7], 0.9, [0, 1, 2, 3], offload=3, comm=0.3)])
+@pytest.mark.parametrize(
+    "cost", [Cost(), Cost([0.3, 1.7, 0.1, 0.7], 0.9, [0, 1, 2, 3], offload=3, comm=0.3)]
+)
 @pytest.mark.parametrize(
     "schedule",
-    [zero_bubble(4, 5), one_f_one_b(4, 3, num_devices=1), offload(one_f_one_b(4, 4, num_devices=2))],
+    [
+        zero_bubble(4, 5),
+        one_f_one_b(4, 3, num_devices=1),
+        offload(one_f_one_b(4, 4, num_devices=2)),
+    ],
     ids=lambda schedule: schedule.name,
 )
 def test_bubble_and_imbalance_make_all_that_is_idle(schedule: Schedule, cost: Cost) -> None:
-    """Also with one device, and where links work; nobody is idle for less than the busiest device waits."""
+    """Also with one device, and where links work; nobody is idle for less than the busiest device
+    waits."""
     timeline = simulate(schedule, cost)
     work = sum(s.end - s.start for s in timeline.spans if s.action.kind not in (Kind.O, Kind.L))
     assert pytest.approx(1 - work / (timeline.makespan * timeline.num_devices)) == timeline.idle
     assert pytest.approx((1 - timeline.bubble) * (1 - timeline.imbalance)) == 1 - timeline.idle
     assert timeline.idle >= timeline.bubble - 1e-12
-    assert timeline.imbalance == pytest.approx(0, abs=1e-12) or (timeline.num_devices > 1 and cost != Cost())
+    assert timeline.imbalance == pytest.approx(0, abs=1e-12) or (
+        timeline.num_devices > 1 and cost != Cost()
+    )
 
 
 def test_devices_whose_links_alone_work_are_idle() -> None:
@@ -175,7 +213,12 @@ def test_timelines_compare_hash_and_pickle_without_their_caches() -> None:
     bare = len(pickle.dumps(a))
     assert all([a.makespan, a.critical_path, a.by_kind, a.busy, a.span])
     copy = pickle.loads(pickle.dumps(a))
-    assert (a, hash(a), a.critical_path, bare) == (b, hash(b), copy.critical_path, len(pickle.dumps(a)))
+    assert (a, hash(a), a.critical_path, bare) == (
+        b,
+        hash(b),
+        copy.critical_path,
+        len(pickle.dumps(a)),
+    )
     assert copy == b
 
 
@@ -187,30 +230,37 @@ def test_timelines_of_other_costs_differ() -> None:
 def test_a_timeline_prints_one_line_with_its_numbers() -> None:
     """The figures that people compare."""
     expected = (
-        "1F1B: 8 actions on 2 devices; makespan 9 units; "
-        "bubble 33.3% of the makespan; idle 33.3% of all device time; peak 2, 1 residuals"
+        "1F1B: 8 actions on 2 devices; makespan 9 units; bubble 33.3% of the makespan; idle 33.3% "
+        "of all device time; peak 2, 1 residuals"
     )
     assert expected == str(simulate(one_f_one_b(2, 2))) == repr(simulate(one_f_one_b(2, 2)))
 
 
 def test_the_trace_has_one_complete_event_for_each_action(tmp_path: Path) -> None:
-    """Chrome's JSON: microseconds (a unit shows as a millisecond), one named thread for each device."""
+    """Chrome's JSON: microseconds (a unit shows as a millisecond), one named thread for each
+    device."""
     timeline = simulate(one_f_one_b(2, 3), Cost(comm=0.5))
     file = tmp_path / "trace.json"
     timeline.to_chrome_trace(file)
     trace = json.loads(file.read_text())
     assert timeline.chrome_trace() == trace
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(str(s.action), s.device, s.start * 1e3, (s.end - s.start) * 1e3) for s in timeline.spans] == [
-        (event["name"], event["tid"], event["ts"], event["dur"]) for event in complete
-    ]
+    assert [
+        (str(s.action), s.device, s.start * 1e3, (s.end - s.start) * 1e3) for s in timeline.spans
+    ] == [(event["name"], event["tid"], event["ts"], event["dur"]) for event in complete]
     assert {"stage": 0, "microbatch": 0, "kind": "F"} == complete[0]["args"]
 
 
 def test_the_trace_names_process_and_threads() -> None:
     """Perfetto shows the schedule's name and the devices in order."""
-    meta = [event for event in simulate(one_f_one_b(2, 1)).chrome_trace()["traceEvents"] if event["ph"] == "M"]
-    names = [(event["name"], event.get("tid"), next(iter(event["args"].values()))) for event in meta]
+    meta = [
+        event
+        for event in simulate(one_f_one_b(2, 1)).chrome_trace()["traceEvents"]
+        if event["ph"] == "M"
+    ]
+    names = [
+        (event["name"], event.get("tid"), next(iter(event["args"].values()))) for event in meta
+    ]
     assert [
         ("process_name", None, "1F1B"),
         ("thread_name", 0, "device 0"),
@@ -229,7 +279,9 @@ def test_a_measured_timeline_is_traced_in_real_microseconds() -> None:
 def test_critical_path_of_spans_that_contradict_themselves():
     """1F0 before 0F0 on one device: from a file, perhaps; it ends."""
     first, second = fp.Action(fp.Kind.F, 1, 0), fp.Action(fp.Kind.F, 0, 0)
-    timeline = fp.Timeline((fp.typing.Span(0, 0.0, 1.0, first), fp.typing.Span(0, 1.0, 2.0, second)), 1)
+    timeline = fp.Timeline(
+        (fp.typing.Span(0, 0.0, 1.0, first), fp.typing.Span(0, 1.0, 2.0, second)), 1
+    )
     assert timeline.critical_path == (first, second)
 
 

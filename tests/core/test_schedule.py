@@ -1,4 +1,5 @@
-"""Schedules as data: what the text form says, what compares equal, what a schedule knows of itself."""
+"""Schedules as data: what the text form says, what compares equal, what a schedule knows of
+itself."""
 
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 from funcpipe._src.core.errors import FuncpipeError, ScheduleError
 from funcpipe._src.data.kinds import ONCE, WHOLE
 from funcpipe._src.data.schedule import Action, Kind, Schedule
-from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.families import (
+    fill_drain,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zero_bubble,
+)
 from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.transforms import remat
 
@@ -76,25 +83,30 @@ JUNK += [
 
 @pytest.mark.parametrize("text", JUNK)
 def test_text_that_is_no_action_is_refused_by_name(text: str) -> None:
-    """Nothing around, nothing missing, ASCII digits only; the message shows the text and how to write it."""
+    """Nothing around, nothing missing, ASCII digits only; the message shows the text and how to
+    write it."""
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
     assert (
-        f"{text!r} is no action: write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or stage and one of G S, as in 2G"
-        == str(error.value)
+        f"{text!r} is no action: write stage, one of F B I W R O L U, microbatch, as in 2F0 "
+        "(2F0.1: its slice 1); or stage and one of G S, as in 2G" == str(error.value)
     )
 
 
 @random_sizes
 @given(orders)
-def test_a_schedule_reads_back_what_it_prints_legal_or_not(rows: tuple[tuple[Action, ...], ...]) -> None:
+def test_a_schedule_reads_back_what_it_prints_legal_or_not(
+    rows: tuple[tuple[Action, ...], ...],
+) -> None:
     """Any order survives the round trip through text; legality is for check."""
     assert rows == Schedule.parse(str(Schedule(rows))).orders
 
 
 @random_sizes
 @given(st.sampled_from(FAMILIES), st.integers(1, 6), st.integers(1, 9))
-def test_a_family_reads_back_what_it_prints(family: Callable[..., Schedule], stages: int, microbatches: int) -> None:
+def test_a_family_reads_back_what_it_prints(
+    family: Callable[..., Schedule], stages: int, microbatches: int
+) -> None:
     """The round trip for schedules that people use, remat included."""
     schedule = remat(family(stages, microbatches), keep=lambda action: action.microbatch == 0)
     assert schedule == Schedule.parse(str(schedule))
@@ -109,7 +121,12 @@ def test_comments_blank_lines_and_wide_spaces_are_skipped() -> None:
 def test_a_text_without_actions_has_no_devices() -> None:
     """Empty text is an empty schedule, which check refuses."""
     empty = Schedule.parse("# nothing\n\n")
-    assert ((), 0, 0, 0) == (empty.orders, empty.num_devices, empty.num_stages, empty.num_microbatches)
+    assert ((), 0, 0, 0) == (
+        empty.orders,
+        empty.num_devices,
+        empty.num_stages,
+        empty.num_microbatches,
+    )
 
 
 def test_every_bad_word_is_named_at_once_with_its_line() -> None:
@@ -117,8 +134,8 @@ def test_every_bad_word_is_named_at_once_with_its_line() -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse("0F0 1F 0B0\n\n1F0xyz 1F1 # 7Q7\n-1F0 1X0")
     assert [
-        "write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or stage and one of G S, as in 2G; "
-        "two that overlap as in (0F3 1B1):",
+        "write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or "
+        "stage and one of G S, as in 2G; two that overlap as in (0F3 1B1):",
         "  * line 1: '1F' is no action",
         "  * line 3: '1F0xyz' is no action",
         "  * line 4: '-1F0' is no action",
@@ -163,7 +180,12 @@ def test_a_schedule_pickles_with_its_name_and_without_its_caches() -> None:
     assert schedule.is_ascending
     data = pickle.dumps(schedule)
     copy = pickle.loads(data)
-    assert (schedule, hash(schedule), "interleaved", bare) == (copy, hash(copy), copy.name, len(data))
+    assert (schedule, hash(schedule), "interleaved", bare) == (
+        copy,
+        hash(copy),
+        copy.name,
+        len(data),
+    )
 
 
 def test_kinds_stay_singletons_through_pickle() -> None:
@@ -188,7 +210,9 @@ def test_device_of_tells_where_each_stage_lives() -> None:
     v_shape = Schedule.parse("0F0 3F0\n1F0 2F0")
     gap = Schedule.parse("2F0\n0F0")
     schedules = [one_f_one_b(5, 1, num_devices=2), interleaved(4, 1, num_devices=2), v_shape, gap]
-    assert [(0, 0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, -1, 0)] == [one.device_of for one in schedules]
+    assert [(0, 0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, -1, 0)] == [
+        one.device_of for one in schedules
+    ]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +249,8 @@ def test_has_backward_is_anything_but_forwards(text: str, expected: bool) -> Non
     ],
 )
 def test_is_ascending_looks_at_backwards_of_each_stage_only(text: str, expected: bool) -> None:
-    """Schedules agree bit for bit if every stage accumulates in ascending order; B, I and W all count."""
+    """Schedules agree bit for bit if every stage accumulates in ascending order; B, I and W all
+    count."""
     assert expected == Schedule.parse(text).is_ascending
 
 

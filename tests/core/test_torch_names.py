@@ -1,4 +1,5 @@
-"""What we rely on in each private name of torch, tried once; and a torch without them: runs are right all the same."""
+"""What we rely on in each private name of torch, tried once; and a torch without them: runs are
+right all the same."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PROBES: dict[str, Callable[[], None]] = {}
 
 
 def probe(*entries: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A function that tries entries of torch_names; its docstring says what is lost where it fails."""
+    """A function that tries entries of torch_names; its docstring says what is lost where it
+    fails."""
 
     def keep(function: Callable[[], None]) -> Callable[[], None]:
         PROBES.update(dict.fromkeys(entries, function))
@@ -44,7 +46,9 @@ def users() -> dict[str, list[str]]:
             if isinstance(node, ast.ImportFrom) and "funcpipe._src.core.torch_names" == node.module:
                 entries = [alias.name for alias in node.names]
             elif (
-                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and "torch_names" == node.value.id
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and "torch_names" == node.value.id
             ):
                 entries = [node.attr]
             for entry in entries:
@@ -52,7 +56,8 @@ def users() -> dict[str, list[str]]:
     return found
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------
+# -- tensors
+# -------------------------------------------------------------------------------
 
 
 @probe("version")
@@ -115,7 +120,8 @@ def tensors_without_numbers() -> None:
 
 @probe("forward_hooks_of")
 def hooks_that_run_after_a_forward() -> None:
-    """hooks by which transformers collects outputs stay on the copies of a model that was called before."""
+    """hooks by which transformers collects outputs stay on the copies of a model that was called
+    before."""
     layer = nn.Linear(1, 1)
     handle = layer.register_forward_hook(lambda *_: None)
     assert [handle.id] == list(names.forward_hooks_of(layer))
@@ -126,9 +132,13 @@ def shared_memory() -> None:
     """memory that tensors share is counted twice, or not found."""
     with names.FakeTensorMode():
         fake = torch.empty(4)
-        assert names.storage_number(fake.untyped_storage()) == names.storage_number(fake[1:].untyped_storage())
+        assert names.storage_number(fake.untyped_storage()) == names.storage_number(
+            fake[1:].untyped_storage()
+        )
         other = torch.empty(4)
-        assert names.storage_number(fake.untyped_storage()) != names.storage_number(other.untyped_storage())
+        assert names.storage_number(fake.untyped_storage()) != names.storage_number(
+            other.untyped_storage()
+        )
 
 
 @probe("storage_users")
@@ -152,7 +162,8 @@ def who_shares_memory() -> None:
 
 @probe("has_gradient_hooks")
 def hooks_on_gradients() -> None:
-    """parameters with hooks on their gradients, which a run does not call, are taken as if they had none."""
+    """parameters with hooks on their gradients, which a run does not call, are taken as if they had
+    none."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         leaf = torch.ones(2, requires_grad=True)
         assert not names.has_gradient_hooks(leaf)
@@ -170,7 +181,8 @@ def many_are_copied() -> None:
     assert [1.0, 2.0] == [float(one[0]) for one in targets]
 
 
-# -- autograd's graphs -------------------------------------------------------------------------------------------------
+# -- autograd's graphs
+# -------------------------------------------------------------------------------
 
 
 @probe("run_backward")
@@ -178,7 +190,15 @@ def a_backward_without_checks() -> None:
     """backwards of eager stages do not run, or go into other leaves than they are told."""
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     root = (a * b * 3).sum()
-    names.run_backward((root,), (torch.tensor(2.0),), False, False, (a,), allow_unreachable=True, accumulate_grad=True)
+    names.run_backward(
+        (root,),
+        (torch.tensor(2.0),),
+        False,
+        False,
+        (a,),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
     assert [6.0, 6.0] == a.grad.tolist()
     assert b.grad is None
 
@@ -249,7 +269,9 @@ def what_a_region_keeps() -> None:
     x = torch.ones(3, requires_grad=True) * 2
     node = checkpoint(lambda one: one.exp(), x, use_reentrant=False).grad_fn
     (pair,) = names.saved_names(type(node))
-    *_, (handle, tensor) = names.inputs_of_region(getattr(node, pair[0]).unpack_hook)  # torch 2.11 has an empty one too
+    *_, (handle, tensor) = names.inputs_of_region(
+        getattr(node, pair[0]).unpack_hook
+    )  # torch 2.11 has an empty one too
     assert isinstance(handle, names.SavedTensor)
     assert torch.equal(tensor, x)
     assert [] == list(names.inputs_of_region(None))
@@ -260,7 +282,9 @@ def what_a_region_keeps() -> None:
 def hooks_put_aside() -> None:
     """fp.Pipe cannot be called inside of torch.utils.checkpoint."""
     packed: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: packed.append(1) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: packed.append(1) or one, lambda one: one
+    ):
         hooks = names.top_saved_hooks(True)
         names.pop_saved_hooks()
         assert names.top_saved_hooks(True) is None
@@ -271,12 +295,14 @@ def hooks_put_aside() -> None:
         assert [1] == packed
 
 
-# -- modes, dispatcher, operations -------------------------------------------------------------------------------------
+# -- modes, dispatcher, operations
+# -------------------------------------------------------------------------------
 
 
 @probe("TorchDispatchMode", "WatchingMode", "without_modes", "OpOverload", "schema")
 def operations_are_seen() -> None:
-    """what a stage computes is not seen: traces, estimates of memory, check="finite" and compiled stages."""
+    """what a stage computes is not seen: traces, estimates of memory, check="finite" and compiled
+    stages."""
     seen: list[object] = []
 
     class Seen(names.WatchingMode):
@@ -337,7 +363,8 @@ def operations_that_call_functions() -> None:
 
 @probe("dispatch_key", "include_key", "operations_with")
 def kernels_of_ours() -> None:
-    """draws are caught by a dispatch mode, which costs some microseconds at every operation of a run."""
+    """draws are caught by a dispatch mode, which costs some microseconds at every operation of a
+    run."""
     from funcpipe._src.stages.drawing import CatchDraws
 
     seen: list[object] = []
@@ -369,7 +396,8 @@ def bindings_of_operations() -> None:
     assert hasattr(names.BINDINGS[-1][1], "linear")
 
 
-# -- tensors without numbers, and torch's compiler ---------------------------------------------------------------------
+# -- tensors without numbers, and torch's compiler
+# -------------------------------------------------------------------------------
 
 
 @probe("FakeTensor", "FakeTensorMode", "NumbersWanted")
@@ -399,7 +427,9 @@ def traces_without_writes() -> None:
 
     with names.FakeTensorMode() as mode:
         given = [mode.from_tensor(torch.ones(2)), mode.from_tensor(torch.ones(2))]
-        graph = make_fx(names.functionalized(write, names.FunctionalTensorMode()), tracing_mode="fake")(*given)
+        graph = make_fx(
+            names.functionalized(write, names.FunctionalTensorMode()), tracing_mode="fake"
+        )(*given)
     assert [True, False, True] == kinds
     assert not [node for node in graph.graph.nodes if str(node.target).startswith("aten.mul_")]
 
@@ -432,20 +462,32 @@ def trees_of_torch() -> None:
 def paths_that_export_makes_up() -> None:
     """messages name layers that are not there."""
     program = torch.export.export(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),), strict=False)
-    paths = {str(path) for node in program.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    paths = {
+        str(path)
+        for node in program.graph.nodes
+        for path, _ in node.meta.get("nn_module_stack", {}).values()
+    }
     assert "0" in paths
     source = Path(torch.export.__file__).parent.parent / "_export" / "passes"
-    assert any(names.NAMELESS_LAYER in path.read_text() for path in [*source.rglob("*.py"), *_export_files()])
+    assert any(
+        names.NAMELESS_LAYER in path.read_text()
+        for path in [*source.rglob("*.py"), *_export_files()]
+    )
 
 
 def _export_files() -> list[Path]:
     root = Path(torch.__file__).parent
-    return [*(root / "export").rglob("*.py"), *(root / "fx" / "experimental").glob("*.py"), root / "fx" / "proxy.py"]
+    return [
+        *(root / "export").rglob("*.py"),
+        *(root / "fx" / "experimental").glob("*.py"),
+        root / "fx" / "proxy.py",
+    ]
 
 
 @probe("HOOK_FUNCTION", "TRACED_FUNCTION")
 def functions_in_graphs() -> None:
-    """hooks on backwards, and custom functions inside of torch.cond, are not refused by their names in a trace."""
+    """hooks on backwards, and custom functions inside of torch.cond, are not refused by their names
+    in a trace."""
     layer = nn.Linear(2, 2)
     layer.register_full_backward_hook(lambda *_: None)
     y = layer(torch.ones(1, 2, requires_grad=True))
@@ -485,7 +527,8 @@ def workspaces() -> None:
         names.clear_workspaces()
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules
+# -------------------------------------------------------------------------------
 
 
 @probe("switch_of")
@@ -510,13 +553,16 @@ def setters_and_getters_of_switches():
 
 @probe("FORWARD_MODE")
 def where_forward_mode_derivatives_begin():
-    """Stages with torch.func.jvp or torch.autograd.forward_ad are not refused on threads, where they are wrong."""
+    """Stages with torch.func.jvp or torch.autograd.forward_ad are not refused on threads, where
+    they are wrong."""
     (ways, enter), (mode, begin) = names.FORWARD_MODE
     seen: list[str] = []
 
     def noting(owner, name):
         function = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: (seen.append(name), function(*args, **kwargs))[1])
+        setattr(
+            owner, name, lambda *args, **kwargs: (seen.append(name), function(*args, **kwargs))[1]
+        )
         return lambda: setattr(owner, name, function)
 
     ends = [noting(ways, enter), noting(mode, begin)]
@@ -557,7 +603,9 @@ def hooks_of_modules() -> None:
         layer = nn.Linear(2, 2)
         assert [] == names.hooks_of(layer)
         getattr(layer, f"register_{register}")(lambda *_: pytest.fail("called"))
-        assert ["forward hooks" if "forward" in register else "backward hooks"] == names.hooks_of(layer)
+        assert ["forward hooks" if "forward" in register else "backward hooks"] == names.hooks_of(
+            layer
+        )
         names.drop_hooks(layer)
         assert [] == names.hooks_of(layer)
         layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -614,7 +662,8 @@ def names_of_nodes() -> None:
     assert second.name not in ("y", "y_")
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
+# -- all of them
+# -------------------------------------------------------------------------------
 
 
 def entries() -> list[str]:
@@ -635,15 +684,21 @@ def test_it_does_what_we_rely_on(entry):
     """A new torch: the error says what is lost, and which files use it."""
     assert entry in PROBES, f"{entry} of core/torch_names.py has no probe here"
     used = users().get(entry, [])
-    assert used or entry in {"SavedTensor"}, f"nobody uses {entry} of core/torch_names.py; take it out"
+    assert used or entry in {"SavedTensor"}, (
+        f"nobody uses {entry} of core/torch_names.py; take it out"
+    )
     try:
         PROBES[entry]()
     except Exception as error:
         lost = (PROBES[entry].__doc__ or "").split("\n")[0]
-        pytest.fail(f"torch {torch.__version__} and torch_names.{entry} ({', '.join(used)}): {lost} {error!r}")
+        pytest.fail(
+            f"torch {torch.__version__} and torch_names.{entry} ({', '.join(used)}): {lost} "
+            f"{error!r}"
+        )
 
 
-# -- where one is missing ----------------------------------------------------------------------------------------------
+# -- where one is missing
+# -------------------------------------------------------------------------------
 
 
 def test_a_name_that_is_there_says_nothing():
@@ -757,7 +812,9 @@ SURVIVED = [
     "torch._sync",
     "torch._functionalize_has_data_mutation",
 ]
-HOOKS = [f"torch._C._autograd._{what}_saved_tensors_default_hooks" for what in ("top", "pop", "push")]
+HOOKS = [
+    f"torch._C._autograd._{what}_saved_tensors_default_hooks" for what in ("top", "pop", "push")
+]
 CASES = {
     "none missing": ([], "checkpointed"),
     "most": (SURVIVED, "checkpointed"),
@@ -770,7 +827,10 @@ CASES = {
 def test_runs_are_right_on_a_torch_without_them(hidden, says):
     """Without hooks' names a pipe in a checkpointed region is refused; everything else goes on."""
     done = subprocess.run(
-        [sys.executable, "-c", ON_ANOTHER_TORCH, *hidden], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", ON_ANOTHER_TORCH, *hidden],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert says in done.stdout.strip()

@@ -1,4 +1,5 @@
-"""Traces for Perfetto: rows with the names of their stages, and arrows that join events that are there."""
+"""Traces for Perfetto: rows with the names of their stages, and arrows that join events that are
+there."""
 
 from __future__ import annotations
 
@@ -72,14 +73,20 @@ def pairs(timeline: Timeline) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert starts.keys() == ends.keys()
-    assert 2 * len(starts) == sum(event["ph"] in "stf" for event in events), "each has a number of its own"
+    assert 2 * len(starts) == sum(event["ph"] in "stf" for event in events), (
+        "each has a number of its own"
+    )
     return [(starts[number], ends[number]) for number in starts]
 
 
 def bound(timeline: Timeline, end: dict[str, Any]) -> str:
     """The event of its row that is open at its time: what Perfetto binds it to."""
     events = [event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"]
-    found = [e["name"] for e in events if e["tid"] == end["tid"] and e["ts"] <= end["ts"] < e["ts"] + e["dur"]]
+    found = [
+        e["name"]
+        for e in events
+        if e["tid"] == end["tid"] and e["ts"] <= end["ts"] < e["ts"] + e["dur"]
+    ]
     assert len(found) == 1, (end, found)
     return found[0]
 
@@ -87,7 +94,8 @@ def bound(timeline: Timeline, end: dict[str, Any]) -> str:
 @pytest.mark.parametrize("make", [measured, simulated])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_arrows_are_what_the_program_sends(name, make):
-    """From the action that makes a value to one that reads it, on every lane that it is sent to; no other crosses."""
+    """From the action that makes a value to one that reads it, on every lane that it is sent to; no
+    other crosses."""
     timeline, program = make(SCHEDULES[name]), plan_of(SCHEDULES[name]).program
     sent: Counter[tuple[str, int]] = Counter()
     for lane in program.lanes:
@@ -98,7 +106,11 @@ def test_arrows_are_what_the_program_sends(name, make):
             elif isinstance(instruction, Send):
                 sent[action, instruction.to] += 1
     arrows = pairs(timeline)
-    crossing = {(bound(timeline, start), start["name"], end["tid"]) for start, end in arrows if start["cat"] == "copy"}
+    crossing = {
+        (bound(timeline, start), start["name"], end["tid"])
+        for start, end in arrows
+        if start["cat"] == "copy"
+    }
     assert sent == Counter((action, lane) for action, _, lane in crossing)
 
 
@@ -135,14 +147,21 @@ def test_rows_and_events_have_the_names_of_stages():
     events = timeline.chrome_trace()["traceEvents"]
     rows = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert rows == ["device 0: stem, neck", "device 1: body, head"]
-    named = {event["args"]["stage"]: event["args"]["name"] for event in events if event["ph"] == "X"}
+    named = {
+        event["args"]["stage"]: event["args"]["name"] for event in events if event["ph"] == "X"
+    }
     assert named == {0: "stem", 1: "body", 2: "neck", 3: "head"}
 
 
 def test_a_schedule_alone_has_arrows_without_names():
     timeline = fp.simulate(fp.schedules.one_f_one_b(2, 2))
     assert [start["name"] for start, _ in pairs(timeline)] == ["act", "act", "gradient", "gradient"]
-    assert "name" not in next(event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X")["args"]
+    assert (
+        "name"
+        not in next(
+            event for event in timeline.chrome_trace()["traceEvents"] if event["ph"] == "X"
+        )["args"]
+    )
 
 
 def test_names_and_arrows_are_labels():

@@ -34,7 +34,8 @@ def test_with_streams_it_is_made_at_once():
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_what_torch_loaded_is_copied_at_once(tmp_path, zipped):
-    """Its memory has no allocator; torch would find out when somebody writes, and crash the process."""
+    """Its memory has no allocator; torch would find out when somebody writes, and crash the
+    process."""
     torch.save(torch.ones(3), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     tensor = torch.load(tmp_path / "x.pt")
     copy = cow_clone_unchecked(tensor)
@@ -48,5 +49,7 @@ def test_a_trace_sees_a_lazy_one_on_any_device(device):
     """It is no operation of the program: `compile` takes it out."""
     with FakeTensorMode():
         tensor = torch.empty(3, device=device)
-    graph = make_fx(dispatch_functionalize(cow_clone_unchecked, FunctionalTensorMode()), tracing_mode="fake")(tensor)
+    graph = make_fx(
+        dispatch_functionalize(cow_clone_unchecked, FunctionalTensorMode()), tracing_mode="fake"
+    )(tensor)
     assert "_lazy_clone" in graph.code

@@ -1,6 +1,7 @@
 """CUDA graphs of runs and of programs on a real GPU. Skipped without CUDA.
 
-What is recorded, when, and why not is tested without a GPU in tests/graphs; here torch's graphs have their say.
+What is recorded, when, and why not is tested without a GPU in tests/graphs; here torch's graphs
+have their say.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ S, M = 4, 4
 def ready(schedule, *, compiled=False, devices=None, backend="graph"):
     """Linear layers, batch norm with statistics, an in-place activation."""
     torch.manual_seed(0)
-    nets = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True)) for _ in range(S)]
-    stages, params, state = zip(*(fp.from_module(one, name=f"part{i}") for i, one in enumerate(nets)), strict=True)
+    nets = [
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True))
+        for _ in range(S)
+    ]
+    stages, params, state = zip(
+        *(fp.from_module(one, name=f"part{i}") for i, one in enumerate(nets)), strict=True
+    )
     if compiled:
         stages = [fp.compile_stage(one, backend=backend) for one in stages]
     devices = devices or ["cuda:0"] * schedule.num_devices
@@ -40,7 +46,9 @@ def batch(seed=1, rows=16):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids
+)
 def test_played_runs_have_the_same_bits(schedule, compiled):
     """Batches of the host and of the device, parameters stepped in place, state that goes round."""
     plan, params, state = ready(schedule, compiled=compiled)
@@ -60,7 +68,8 @@ def test_played_runs_have_the_same_bits(schedule, compiled):
 
 
 def test_while_other_work_is_queued():
-    """Nobody waits for the host: long work before and after, on two streams, results used and dropped at once."""
+    """Nobody waits for the host: long work before and after, on two streams, results used and
+    dropped at once."""
     plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     given = tuple(one.cuda() for one in batch())
     expected = fp.run_sequential(plan, params, given, state=state)
@@ -94,7 +103,8 @@ def waits(y, target):
 
 @pytest.mark.parametrize("loss", [weighted, waits])
 def test_what_cannot_be_recorded_runs_all_the_same(loss):
-    """Refused before it is recorded, or by the device meanwhile; that run, later ones and other graphs are as ever."""
+    """Refused before it is recorded, or by the device meanwhile; that run, later ones and other
+    graphs are as ever."""
     plan, params, state = ready(fp.schedules.one_f_one_b(S, M))
     odd = fp.make_plan(plan.stages, plan.schedule, loss=loss, devices=plan.devices, outputs=True)
     with fp.graphs(odd) as graphs, fp.graphs(plan) as others:
@@ -115,7 +125,9 @@ def test_writes_at_borders_and_results_that_were_given(lanes):
     second = fp.stage(lambda p, x: x.add_(1) @ p["w"])
     loss = lambda y, t: fp.Loss(y.sub_(t).square().mean(), None, t)
     schedule = fp.schedules.one_f_one_b(2, M, num_devices=lanes)
-    plan = fp.make_plan([first, second], schedule, loss=loss, devices=["cuda:0"] * lanes, outputs=True)
+    plan = fp.make_plan(
+        [first, second], schedule, loss=loss, devices=["cuda:0"] * lanes, outputs=True
+    )
     params = fp.place(plan, tuple({"w": torch.eye(64)} for _ in range(2)))
     with fp.graphs(plan) as graphs:
         for seed in range(3):
@@ -136,14 +148,22 @@ def test_attention(dtype, backend):
 
     @fp.stage
     def block(p, x):
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (x @ p["w"]).chunk(3, -1))
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (x @ p["w"]).chunk(3, -1)
+        )
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
+            -2
+        )
 
     g = torch.Generator().manual_seed(0)
     stages = [fp.compile_stage(block, backend=backend)] * 2
-    plain = fp.make_plan([block] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices=["cuda:0"] * 2)
+    plain = fp.make_plan(
+        [block] * 2, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices=["cuda:0"] * 2
+    )
     plan = fp.make_plan(stages, plain.schedule, loss=F.mse_loss, devices=plain.devices)
-    params = fp.place(plan, tuple({"w": torch.randn(64, 192, generator=g).to(dtype) / 8} for _ in range(2)))
+    params = fp.place(
+        plan, tuple({"w": torch.randn(64, 192, generator=g).to(dtype) / 8} for _ in range(2))
+    )
     x, target = (torch.randn(8, 32, 64, generator=g).to("cuda:0", dtype) for _ in range(2))
     expected = fp.run(plain, params, (x, target), executor="serial")
     with fp.graphs(plan) as graphs:
@@ -151,7 +171,9 @@ def test_attention(dtype, backend):
             for _ in range(3):
                 result = fp.run(plan, params, (x, target), executor=executor)
                 torch.testing.assert_close(result.grads, expected.grads)
-            assert isinstance(executor, str) or result.stats.executor == "graph", result.stats.reason
+            assert isinstance(executor, str) or result.stats.executor == "graph", (
+                result.stats.reason
+            )
 
 
 def test_memory_goes_back_when_graphs_are_closed():
@@ -161,7 +183,9 @@ def test_memory_goes_back_when_graphs_are_closed():
     def once():
         with fp.graphs(plan) as graphs:
             for rows in (16, 12):
-                fp.run(plan, params, tuple(one[:rows] for one in given), state=state, executor=graphs)
+                fp.run(
+                    plan, params, tuple(one[:rows] for one in given), state=state, executor=graphs
+                )
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
@@ -176,7 +200,9 @@ def test_memory_goes_back_when_graphs_are_closed():
 @pytest.mark.filterwarnings("ignore:backend .cudagraphs.")
 def test_programs_as_graphs(devices, executor):
     """Where a run cannot be one graph its programs can; those of CPU lanes run as they are."""
-    plan, params, state = ready(fp.schedules.one_f_one_b(S, M), compiled=True, backend="cudagraphs", devices=devices)
+    plan, params, state = ready(
+        fp.schedules.one_f_one_b(S, M), compiled=True, backend="cudagraphs", devices=devices
+    )
     plain, *_ = ready(fp.schedules.one_f_one_b(S, M), compiled=True, devices=devices)
     fp.warmup(plan, params, batch(), state=state)
     for seed in range(3):

@@ -1,6 +1,8 @@
-"""Lanes as streams of one real GPU: the same bits, no race, no memory given out too early. Skipped without CUDA.
+"""Lanes as streams of one real GPU: the same bits, no race, no memory given out too early. Skipped
+without CUDA.
 
-The order itself is proven without a GPU in tests/streams; here the real allocator and the real streams have their say.
+The order itself is proven without a GPU in tests/streams; here the real allocator and the real
+streams have their say.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ SLEEP = 20_000_000
 
 
 def net(slow: int | None = None, width: int = 64):
-    """Skips, values handed on unchanged, an in-place operation; stage ``slow`` keeps its stream busy first."""
+    """Skips, values handed on unchanged, an in-place operation; stage ``slow`` keeps its stream
+    busy first."""
 
     def busy(index):
         if slow == index:
@@ -81,11 +84,14 @@ def ready(schedule, *, slow=None, devices=None, width=64, **options):
 @pytest.mark.parametrize("slow", [None, 0, 3])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_steps_in_runs_are_those_after_them(executor, slow, fused):
-    """Whichever stage keeps its stream busy; and those of batches that follow each other without a pause."""
+    """Whichever stage keeps its stream busy; and those of batches that follow each other without a
+    pause."""
     schedule = fp.schedules.one_f_one_b(S, M)
     plain, wanted = ready(schedule, slow=slow)
     stepping, params = ready(fp.schedules.step_params(schedule), slow=slow)
-    theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05, fused=fused) for own in (wanted, params))
+    theirs, mine = (
+        torch.optim.AdamW(fp.leaves(own), lr=0.05, fused=fused) for own in (wanted, params)
+    )
     norms = []
     for number in range(6):
         norms.append(fp.step(theirs, wanted, fp.run(plain, wanted, batch(), executor=executor)))
@@ -96,7 +102,9 @@ def test_steps_in_runs_are_those_after_them(executor, slow, fused):
             assert same(wanted, params)
     results = fp.run_batches(stepping, params, [batch()] * 3, optimizer=mine, executor=executor)
     poison(16 * 64)
-    torch.testing.assert_close([result.norm.cpu() for result in results], [norm.cpu() for norm in norms[3:]])
+    torch.testing.assert_close(
+        [result.norm.cpu() for result in results], [norm.cpu() for norm in norms[3:]]
+    )
     assert same(wanted, params)
 
 
@@ -111,9 +119,12 @@ def test_the_same_bits_as_the_oracle(schedule, executor):
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("slow", range(S))
-@pytest.mark.parametrize("devices", [["cuda:0"] * S, ["cuda:0", "cpu"] * 2, ["cpu", "cuda:0"] * 2], ids=str)
+@pytest.mark.parametrize(
+    "devices", [["cuda:0"] * S, ["cuda:0", "cpu"] * 2, ["cpu", "cuda:0"] * 2], ids=str
+)
 def test_slow_producers(devices, slow, executor):
-    """Whoever reads too early reads what is not there yet; poison shows who reads what was given away."""
+    """Whoever reads too early reads what is not there yet; poison shows who reads what was given
+    away."""
     schedule = fp.schedules.one_f_one_b(S, M)
     plan, params = ready(schedule, devices=devices)
     expected = fp.run_sequential(plan, params, batch())
@@ -126,7 +137,8 @@ def test_slow_producers(devices, slow, executor):
 
 
 def test_the_caller_may_go_on_at_once():
-    """Inputs made, and results used and dropped, on the caller's stream without any synchronisation."""
+    """Inputs made, and results used and dropped, on the caller's stream without any
+    synchronisation."""
     plan, params = ready(fp.schedules.one_f_one_b(S, M), slow=3, outputs=True)
     x, target = (t.cuda() for t in batch())
     expected = fp.run_sequential(plan, params, (x * 2, target))
@@ -155,9 +167,12 @@ def test_on_a_stream_of_the_caller():
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_inside_of_an_outer_backward(executor):
-    """As a module would use vjp: the engine calls the pullback on its own thread of the device. It must not lock up."""
+    """As a module would use vjp: the engine calls the pullback on its own thread of the device. It
+    must not lock up."""
     stages, params = net()
-    plan = fp.make_plan(stages, fp.schedules.remat(fp.schedules.fill_drain(S, M)), devices=["cuda:0"] * S)
+    plan = fp.make_plan(
+        stages, fp.schedules.remat(fp.schedules.fill_drain(S, M)), devices=["cuda:0"] * S
+    )
     placed = tuple({"w": p["w"].cuda().requires_grad_()} for p in params)
 
     class Pipe(torch.autograd.Function):
@@ -187,38 +202,56 @@ def test_inside_of_an_outer_backward(executor):
 def test_modules_with_batch_norm_and_dropout():
     torch.manual_seed(0)
     nets = [
-        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(S)
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        for _ in range(S)
     ]
-    stages, params, state = zip(*(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True)
+    stages, params, state = zip(
+        *(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True
+    )
     plan = fp.make_plan(
-        stages, fp.schedules.remat(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices=["cuda:0"] * S
+        stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(S, M)),
+        loss=F.mse_loss,
+        devices=["cuda:0"] * S,
     )
     params, state = fp.place(plan, params), fp.place(plan, state)
     expected = fp.run_sequential(plan, params, batch(), state=state, seed=3)
     for executor in ("serial", "threads"):
-        assert_same_result(expected, fp.run(plan, params, batch(), state=state, seed=3, executor=executor))
+        assert_same_result(
+            expected, fp.run(plan, params, batch(), state=state, seed=3, executor=executor)
+        )
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_layers_that_are_computed_again_drop_what_they_dropped(executor):
-    """The generator is the device's: what one lane computes again must not set it while another lane draws."""
+    """The generator is the device's: what one lane computes again must not set it while another
+    lane draws."""
 
     nets = [
-        nn.Sequential(*(Again(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5)) for _ in range(4)))
+        nn.Sequential(
+            *(Again(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.5)) for _ in range(4))
+        )
         for _ in range(S)
     ]
-    stages, params, state = zip(*(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(S, 8), loss=F.mse_loss, devices=["cuda:0"] * S)
+    stages, params, state = zip(
+        *(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True
+    )
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(S, 8), loss=F.mse_loss, devices=["cuda:0"] * S
+    )
     params, state = fp.place(plan, params), fp.place(plan, state)
     before = torch.cuda.get_rng_state()
     expected = fp.run_sequential(plan, params, batch(32), state=state, seed=3)
     for _ in range(10):
-        assert_same_result(expected, fp.run(plan, params, batch(32), state=state, seed=3, executor=executor))
+        assert_same_result(
+            expected, fp.run(plan, params, batch(32), state=state, seed=3, executor=executor)
+        )
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 def test_peak_memory_is_the_schedules():
-    """1F1B holds at most S - s microbatches at stage s, fill-drain all of them; the allocator says so."""
+    """1F1B holds at most S - s microbatches at stage s, fill-drain all of them; the allocator says
+    so."""
     width, rows, count = 1024, 4096, 16
     part = fp.stage(lambda p, x: torch.tanh(torch.tanh(torch.tanh(x @ p))), name="part")
     params = tuple(torch.randn(width, width, device="cuda:0") / width**0.5 for _ in range(S))
@@ -272,19 +305,27 @@ def test_out_of_memory_says_what_to_do():
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fp.run(plan, (torch.ones(4, device="cuda:0"),), (torch.ones(2, 4), torch.ones(2, 4)))
-    assert any("GiB are free" in note and "fp.schedules.remat" in note for note in caught.value.__notes__)
+    assert any(
+        "GiB are free" in note and "fp.schedules.remat" in note for note in caught.value.__notes__
+    )
 
 
 def in_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     code = "import torch, torch.nn.functional as F, funcpipe as fp\n" + textwrap.dedent(code)
     env = {**os.environ, **environment}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False, env=env
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=env,
     )
 
 
 def test_torchs_own_sanitizer_finds_no_race():
-    """TORCH_CUDA_SANITIZER watches every kernel's reads and writes over all streams; it must see a planted race."""
+    """TORCH_CUDA_SANITIZER watches every kernel's reads and writes over all streams; it must see a
+    planted race."""
     run = """
     part = fp.stage(lambda p, x: torch.tanh(x @ p), name="part")
     plan = fp.make_plan([part] * 4, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices=["cuda:0"] * 4)
@@ -307,7 +348,8 @@ def test_torchs_own_sanitizer_finds_no_race():
 
 
 def test_a_device_assert_ends_this_run():
-    """An index out of range is an error of this run, not of the next; the process' CUDA context is lost."""
+    """An index out of range is an error of this run, not of the next; the process' CUDA context is
+    lost."""
     done = in_process("""
     part = fp.stage(lambda p, x: (p[x.long() + 100].sum(-1, keepdim=True), print())[0], name="index")
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cuda:0")

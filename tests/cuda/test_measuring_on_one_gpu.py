@@ -1,4 +1,5 @@
-"""What is measured on a real GPU: times of the device, bytes that it keeps, and schedules simulated with them. Skipped without CUDA."""
+"""What is measured on a real GPU: times of the device, bytes that it keeps, and schedules simulated
+with them. Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_what_computes_again_keeps_less():
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_a_plan_is_profiled_and_another_simulated(executor):
     """Lanes of one device run next to each other here: sleeping takes one multiprocessor each."""
-    plan = fp.make_plan(parts(3), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices=["cuda:0"] * 3)
+    plan = fp.make_plan(
+        parts(3), fp.schedules.one_f_one_b(3, 4), loss=F.mse_loss, devices=["cuda:0"] * 3
+    )
     params = tuple(torch.ones((), device="cuda:0", requires_grad=True) for _ in range(3))
     x = torch.randn(16, 4, device="cuda:0")
     cost = fp.models.profile_plan(plan, params, (x, x), executor=executor, repeats=3, warmup=1)
@@ -87,7 +90,9 @@ def test_a_plan_is_profiled_and_another_simulated(executor):
 def test_memory_is_what_the_allocator_says():
     """Of all layers together: what lives until the backward, and the input."""
     width, rows = 1024, 2048
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))).cuda()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+    ).cuda()
     x = torch.randn(rows, width, device="cuda:0")
     found = fp.models.memory(model, x, device="cuda:0")
     model(x).sum().backward()  # what the libraries keep once

@@ -1,4 +1,5 @@
-"""Residuals that wait in host memory, with the real allocator and real streams. Skipped without CUDA.
+"""Residuals that wait in host memory, with the real allocator and real streams. Skipped without
+CUDA.
 
 The order of copies and computations is proven without a GPU in tests/streams.
 """
@@ -38,9 +39,16 @@ FAMILIES = [
 def ready(schedule):
     """Dropout, batch norm, in-place operations, views."""
     torch.manual_seed(0)
-    nets = [nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(S)]
-    stages, params, state = zip(*(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=["cuda:0"] * schedule.num_devices)
+    nets = [
+        nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        for _ in range(S)
+    ]
+    stages, params, state = zip(
+        *(fp.from_module(one, name=str(i)) for i, one in enumerate(nets)), strict=True
+    )
+    plan = fp.make_plan(
+        stages, schedule, loss=F.mse_loss, devices=["cuda:0"] * schedule.num_devices
+    )
     return plan, fp.place(plan, params), {"state": fp.place(plan, state), "seed": 3}
 
 
@@ -62,7 +70,8 @@ def test_the_same_bits_as_the_oracle(schedule, executor):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("out", [True, False], ids=["out", "back"])
 def test_slow_copies(out, executor, monkeypatch):
-    """Whoever does not wait for a copy reads what is not there yet, or overwrites what is still being read."""
+    """Whoever does not wait for a copy reads what is not there yet, or overwrites what is still
+    being read."""
     plan, params, options = ready(offload(fp.schedules.one_f_one_b(S, M), ahead=0))
     expected = fp.run_sequential(plan, params, batch(), **options)
     real = StreamBackend.fill

@@ -52,10 +52,13 @@ def test_it_equals_the_loop(pinned, depth):
 
 
 def test_nobody_gets_memory_too_early():
-    """B6.14: blocks of a batch's size are taken and filled with NaN after each result, while a slow consumer still runs."""
+    """B6.14: blocks of a batch's size are taken and filled with NaN after each result, while a slow
+    consumer still runs."""
     want = [(batch["x"] * 2 + batch["y"]).sum() for batch in batches(12, pinned=False)]
     got = []
-    for batch in fp.batches.overlap(batches(12, pinned=True), [fp.batches.to_device(DEVICE), scale]):
+    for batch in fp.batches.overlap(
+        batches(12, pinned=True), [fp.batches.to_device(DEVICE), scale]
+    ):
         torch.cuda._sleep(2_000_000)
         got.append((batch["x"] + batch["y"]).sum())
         del batch

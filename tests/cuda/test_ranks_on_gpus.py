@@ -1,4 +1,5 @@
-"""Two processes on one real GPU, over their host and by NCCL, and on two: the bits of one process. Skipped without CUDA."""
+"""Two processes on one real GPU, over their host and by NCCL, and on two: the bits of one process.
+Skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_replicas(pool, shard):
 
 @pytest.mark.parametrize("kind", ["lanes", "replicas", "sharded"])
 def test_steps_in_runs(pool, kind):
-    """They are those after runs, one by one and in batches that follow each other without a pause."""
+    """They are those after runs, one by one and in batches that follow each other without a
+    pause."""
     for wrong, joined in pool.all("steps_on_gpus", kind, seconds=200):
         assert [] == wrong
         assert joined is pool.joined

@@ -1,4 +1,5 @@
-"""check="finite", "used": what is named, on both executors, in F, B, the loss; and nothing where all is well."""
+"""check="finite", "used": what is named, on both executors, in F, B, the loss; and nothing where
+all is well."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def spoil(value: float):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
     "schedule",
-    [fp.schedules.one_f_one_b(S, M), fp.schedules.remat(fp.schedules.fill_drain(S, M)), fp.schedules.zero_bubble(S, M)],
+    [
+        fp.schedules.one_f_one_b(S, M),
+        fp.schedules.remat(fp.schedules.fill_drain(S, M)),
+        fp.schedules.zero_bubble(S, M),
+    ],
     ids=ids,
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -56,7 +61,9 @@ def spoil(value: float):
 def test_the_first_stage_and_microbatch_are_named(schedule, executor, value, kind, action):
     stages = FaultAt(1, 2, kind, error=spoil(value))(parts())
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-    assert not fp.run(plan, params(), batch(), executor=executor).finite  # silent by default, and told when asked
+    assert not fp.run(
+        plan, params(), batch(), executor=executor
+    ).finite  # silent by default, and told when asked
     with pytest.raises(fp.NotFiniteError, match="NaN and|Inf among") as caught:
         fp.run(plan, params(), batch(), executor=executor, check="finite")
     where = caught.value.funcpipe
@@ -81,17 +88,23 @@ def test_where_it_came_from():
     plan = fp.make_plan(parts(), fp.schedules.one_f_one_b(S, M), loss=F.mse_loss, devices="cpu")
     x, target = batch()
     x[5, 1] = math.nan
-    with pytest.raises(fp.NotFiniteError, match=r"it came in with input has 1 NaN and 0 Inf among 6 numbers") as caught:
+    with pytest.raises(
+        fp.NotFiniteError, match=r"it came in with input has 1 NaN and 0 Inf among 6 numbers"
+    ) as caught:
         fp.run(plan, params(), (x, target), check="finite")
     assert caught.value.funcpipe.microbatch == 2
     bad = params()
     bad[1]["w"][0, 0] = math.inf
-    with pytest.raises(fp.NotFiniteError, match=r"it came in with params\[1\]\['w'\] has 0 NaN and 1 Inf among 9"):
+    with pytest.raises(
+        fp.NotFiniteError, match=r"it came in with params\[1\]\['w'\] has 0 NaN and 1 Inf among 9"
+    ):
         fp.run(plan, bad, batch(), check="finite")
 
 
 def test_the_loss_is_looked_at():
-    plan = fp.make_plan(parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu")
+    plan = fp.make_plan(
+        parts(), fp.schedules.fill_drain(S, M), loss=lambda y, t: (y - t).sum().log(), devices="cpu"
+    )
     with pytest.raises(fp.NotFiniteError, match="the loss has 1 NaN") as caught:
         fp.run(plan, params(), (batch()[0], batch()[1] + 5), check="finite")
     assert caught.value.funcpipe.stage == S - 1
@@ -107,7 +120,14 @@ def test_unused_leaves(executor):
     assert not result.grads[1]["spare"].any()
     with pytest.raises(fp.PlanError, match=r"'spare' of stage 1 \('layer1'\)"):
         fp.run(plan, own, batch(), executor=executor, check="used")
-    fp.run(plan, own, batch(), executor=executor, check="used", trainable=lambda name, _: "spare" not in name)
+    fp.run(
+        plan,
+        own,
+        batch(),
+        executor=executor,
+        check="used",
+        trainable=lambda name, _: "spare" not in name,
+    )
 
 
 def test_words_that_are_no_checks():

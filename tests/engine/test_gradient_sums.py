@@ -52,7 +52,9 @@ STAGES = [views, handed_on, joined, expanded, sometimes, never, stateless]
 def params_of(function):
     g = torch.Generator().manual_seed(len(function.__name__))
     shapes = {"a": (2, 3), "b": (6,), "whole": (2, 6), "rows": (5, 6), "scalar": (), "other": (6,)}
-    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()
+    }
 
 
 def batch():
@@ -62,7 +64,9 @@ def batch():
 
 def by_autograd(functions, params):
     """Of the plain loop."""
-    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in tree.items()} for tree in params]
+    leaves = [
+        {name: leaf.clone().requires_grad_() for name, leaf in tree.items()} for tree in params
+    ]
     for x, target in zip(*(one.chunk(M) for one in batch()), strict=True):
         for function, tree in zip(functions, leaves, strict=True):
             x = function(tree, x)
@@ -86,14 +90,23 @@ def by_autograd(functions, params):
 def test_sums_are_those_of_the_plain_loop(middle, last, schedule, executor):
     functions = [expanded, middle, last]
     params = tuple(map(params_of, functions))
-    plan = fp.make_plan([fp.stage(f, name=f"{n}") for n, f in enumerate(functions)], schedule, loss=F.mse_loss)
+    plan = fp.make_plan(
+        [fp.stage(f, name=f"{n}") for n, f in enumerate(functions)], schedule, loss=F.mse_loss
+    )
     result = fp.run(plan, params, batch(), executor=executor)
     assert_same_result(fp.run_sequential(plan, params, batch()), result)
     wanted = by_autograd(functions, params)
     for mine, theirs in zip(result.grads, wanted, strict=True):
         for name, gradient in mine.items():
-            torch.testing.assert_close(gradient, torch.zeros_like(gradient) if theirs[name] is None else theirs[name])
-    unused = {(stage, name) for stage, tree in enumerate(wanted) for name, one in tree.items() if one is None}
+            torch.testing.assert_close(
+                gradient, torch.zeros_like(gradient) if theirs[name] is None else theirs[name]
+            )
+    unused = {
+        (stage, name)
+        for stage, tree in enumerate(wanted)
+        for name, one in tree.items()
+        if one is None
+    }
     assert unused == {*result.unused}
     grads = fp.leaves(result.grads)
     assert len(grads) == len({gradient.untyped_storage().data_ptr() for gradient in grads})

@@ -1,4 +1,5 @@
-"""Losses: means, sums with weights, aux, auxiliary losses of stages; which leaves get gradients; ties."""
+"""Losses: means, sums with weights, aux, auxiliary losses of stages; which leaves get gradients;
+ties."""
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ SCALE = fp.stage(lambda p, x: x * p, name="scale")
 
 
 def plan_of(loss, stages=(SCALE,), count=4, **options):
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options)
+    return fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), count), loss=loss, devices="cpu", **options
+    )
 
 
 def run(loss, x, target=None, count=4, p=None, weight=None, **options):
@@ -38,7 +41,10 @@ FORMS = {
     "Loss": (lambda y, t: fp.Loss((y - t).square().mean(1).sum(), len(y), {"rows": len(y)}), None),
     "Loss of a mean": (lambda y, t: fp.Loss(F.mse_loss(y, t), aux=y.detach().sum()), None),
     "mean, weight=": (lambda y, t: F.mse_loss(y, t), lambda t: len(t)),
-    "sum and rows, weight=": (lambda y, t: ((y - t).square().mean(1).sum(), len(y)), lambda t: torch.tensor(len(t))),
+    "sum and rows, weight=": (
+        lambda y, t: ((y - t).square().mean(1).sum(), len(y)),
+        lambda t: torch.tensor(len(t)),
+    ),
     "shape (1,)": (lambda y, t: F.mse_loss(y, t).reshape(1), None),
 }
 
@@ -46,7 +52,8 @@ FORMS = {
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_the_loss_of_the_whole_batch(form, executor):
-    """10 rows over 4: loss, gradient and weight of plain autograd; losses are the means of the microbatches."""
+    """10 rows over 4: loss, gradient and weight of plain autograd; losses are the means of the
+    microbatches."""
     x, t = f64(10, 3), f64(10, 3)
     loss, gradient = whole(lambda p: F.mse_loss(x * p, t))
     fn, weight = FORMS[form]
@@ -79,7 +86,8 @@ def test_padded_tokens_are_exact_with_weight():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_weight_0_adds_exactly_0(executor):
-    """A microbatch of padding has a nan mean; it touches neither loss nor gradients, in any stage."""
+    """A microbatch of padding has a nan mean; it touches neither loss nor gradients, in any
+    stage."""
     logits, t = f64(8, 5), torch.randint(0, 5, (8,))
     t[:2] = -100
     loss, gradient = whole(lambda p: F.cross_entropy(logits * p, t))
@@ -95,7 +103,12 @@ def test_weight_0_adds_exactly_0(executor):
         weight=lambda t: (t != -100).sum(),
         devices="cpu",
     )
-    many = fp.run(plan, tuple(torch.ones((), dtype=torch.float64) for _ in stages), (logits, t), executor=executor)
+    many = fp.run(
+        plan,
+        tuple(torch.ones((), dtype=torch.float64) for _ in stages),
+        (logits, t),
+        executor=executor,
+    )
     for one in many.grads:
         torch.testing.assert_close(one, gradient)
 
@@ -156,7 +169,9 @@ def test_one_form_for_all_microbatches():
 )
 def test_what_is_no_loss_is_refused_with_what_came(value):
     """Rows, a float, None, an int, a dict: the error says the forms."""
-    with pytest.raises(fp.StageError, match=r"\(sum, weight\), or fp.Loss\(sum, weight, aux\); got a") as caught:
+    with pytest.raises(
+        fp.StageError, match=r"\(sum, weight\), or fp.Loss\(sum, weight, aux\); got a"
+    ) as caught:
         run(lambda y, t: value(y), f64(4, 2))
     assert "loss" in caught.value.funcpipe.action
 
@@ -169,7 +184,9 @@ def test_the_loss_is_called_once_per_microbatch(executor):
     plan = plan_of(loss, (SCALE, SCALE), 3)
     for rows, expected in ((7, [3, 2, 2]), (2, [1, 1])):
         calls.clear()
-        fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(rows, 1), None), executor=executor)
+        fp.run(
+            plan, (torch.ones(()), torch.ones(())), (torch.ones(rows, 1), None), executor=executor
+        )
         assert expected == calls
     calls.clear()
     keep = fp.schedules.remat(fp.schedules.one_f_one_b(2, 3), keep=lambda action: action.stage == 1)
@@ -201,7 +218,9 @@ def test_loss_scale_multiplies_gradients_only():
 def test_auxiliary_losses_count_by_their_microbatch(form, executor):
     """Two stages add (sum, weight): their means over the whole batch are added to the loss."""
     side = fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).square().sum(), len(x))), name="side")
-    last = fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).abs().sum(1).mean(), 1.0)), name="last")
+    last = fp.stage(
+        lambda p, x: fp.Out(x * p, loss=((x * p).abs().sum(1).mean(), 1.0)), name="last"
+    )
     x, t = f64(10, 3), f64(10, 3)
 
     def total(p):
@@ -211,7 +230,10 @@ def test_auxiliary_losses_count_by_their_microbatch(form, executor):
 
     loss, gradient = whole(total)
     fn, weight = FORMS[form]
-    for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.remat(fp.schedules.zero_bubble(2, 4))):
+    for schedule in (
+        fp.schedules.one_f_one_b(2, 4),
+        fp.schedules.remat(fp.schedules.zero_bubble(2, 4)),
+    ):
         plan = fp.make_plan([side, last], schedule, loss=fn, weight=weight, devices="cpu")
         params = tuple(torch.ones((), dtype=torch.float64) for _ in range(2))
         result = fp.run(plan, params, (x, t), executor=executor)
@@ -221,7 +243,8 @@ def test_auxiliary_losses_count_by_their_microbatch(form, executor):
 
 
 def test_auxiliary_losses_need_weights_known_before():
-    """With sums that bring their weights the share of a microbatch is unknown; the error names weight=."""
+    """With sums that bring their weights the share of a microbatch is unknown; the error names
+    weight=."""
     side = fp.stage(lambda p, x: fp.Out(x * p, loss=(x.sum(), 1)), name="side")
     with pytest.raises(fp.BatchError, match=r"weight="):
         fp.run(
@@ -232,12 +255,20 @@ def test_auxiliary_losses_need_weights_known_before():
     for wrong in (3.0, (1, 2, 3)):
         bad = fp.stage(lambda p, x, wrong=wrong: fp.Out(x * p, loss=wrong), name="bad")
         with pytest.raises(fp.StageError, match=r"Out.loss is \(sum, weight\)"):
-            fp.run(plan_of(lambda y, t: y.sum(), (bad,)), (torch.ones(()),), (torch.ones(4, 1), None))
+            fp.run(
+                plan_of(lambda y, t: y.sum(), (bad,)), (torch.ones(()),), (torch.ones(4, 1), None)
+            )
 
 
 def params_of():
     return (
-        {"w": torch.ones(2), "steps": torch.tensor(3), "name": "a", "none": None, "unused": torch.ones(1)},
+        {
+            "w": torch.ones(2),
+            "steps": torch.tensor(3),
+            "name": "a",
+            "none": None,
+            "unused": torch.ones(1),
+        },
         {"w": torch.ones(2)},
     )
 
@@ -253,7 +284,10 @@ TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
         (False, set()),
         (lambda name, leaf: name.endswith("w"), {(0, "w"), (1, "w")}),
         ((True, False), {(0, "w"), (0, "unused")}),
-        (({"w": False, "steps": False, "name": False, "none": False, "unused": True}, True), {(0, "unused"), (1, "w")}),
+        (
+            ({"w": False, "steps": False, "name": False, "none": False, "unused": True}, True),
+            {(0, "unused"), (1, "w")},
+        ),
     ],
 )
 def test_which_leaves_get_gradients(trainable, expected):
@@ -261,7 +295,9 @@ def test_which_leaves_get_gradients(trainable, expected):
     params = params_of()
     plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
     result = fp.run(plan, params, (torch.ones(4, 2), None), trainable=trainable)
-    found = {(s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None}
+    found = {
+        (s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None
+    }
     assert expected == found
     assert [tree.keys() for tree in params] == [tree.keys() for tree in result.grads]
     assert (((0, "unused"),) if (0, "unused") in expected else ()) == result.unused
@@ -270,7 +306,8 @@ def test_which_leaves_get_gradients(trainable, expected):
 
 
 def test_marked_leaves_win_over_floating_ones():
-    """Where some leaf has requires_grad, exactly those are trained: a frozen trunk and a trained head."""
+    """Where some leaf has requires_grad, exactly those are trained: a frozen trunk and a trained
+    head."""
     params = params_of()
     params[1]["w"].requires_grad_()
     plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
@@ -295,7 +332,8 @@ def test_wrong_trainable_is_refused():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_declared_ties_get_the_sum(executor):
-    """One tensor in two stages, or two replicas: each holder gets the sum, as a tensor of its own."""
+    """One tensor in two stages, or two replicas: each holder gets the sum, as a tensor of its
+    own."""
     x = f64(6, 2)
     w = f64(2)
     leaf = w.clone().requires_grad_()
@@ -315,11 +353,17 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     """The error is the argument to paste; wrong ties name the nearest leaf, shapes and flags."""
     w = torch.ones(2)
     with pytest.raises(fp.PlanError) as caught:
-        fp.run(plan_of(lambda y, t: y.sum(), (TREE, TREE)), ({"w": w}, {"w": w}), (torch.ones(4, 2), None))
+        fp.run(
+            plan_of(lambda y, t: y.sum(), (TREE, TREE)),
+            ({"w": w}, {"w": w}),
+            (torch.ones(4, 2), None),
+        )
     assert "make_plan(..., ties=[((0, 'w'), (1, 'w'))])" in str(caught.value)
     ties = [((0, "w"), (1, "w"))]
     assert fp.run(
-        plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=ties), ({"w": w}, {"w": w}), (torch.ones(4, 2), None)
+        plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=ties),
+        ({"w": w}, {"w": w}),
+        (torch.ones(4, 2), None),
     ).grads
     for params, group, reason in (
         (({"weight": w}, {"w": w}), [(0, "wieght"), (1, "w")], "did you mean 'weight'"),
@@ -327,4 +371,8 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
         (({"w": w}, {"w": w.clone().requires_grad_()}), [(0, "w"), (1, "w")], "some are not"),
     ):
         with pytest.raises(fp.PlanError, match=reason):
-            fp.run(plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=[group]), params, (torch.ones(4, 2), None))
+            fp.run(
+                plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=[group]),
+                params,
+                (torch.ones(4, 2), None),
+            )

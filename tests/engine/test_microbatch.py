@@ -1,4 +1,5 @@
-"""A batch cut into microbatches and put together again: no row is lost, nothing is cut by accident."""
+"""A batch cut into microbatches and put together again: no row is lost, nothing is cut by
+accident."""
 
 from collections import OrderedDict, UserDict, namedtuple
 
@@ -21,7 +22,9 @@ def look(num_microbatches, inputs, *, feeds=None, fn=None, names=(), executor="s
         return x if fn is None else fn(x)
 
     part = fp.stage(fn_, feeds=names, name="s")
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, num_microbatches, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, num_microbatches, backward=False), devices="cpu"
+    )
     return seen, fp.run(plan, ((),), inputs, feeds=feeds, executor=executor)
 
 
@@ -43,7 +46,8 @@ def test_sizes_differ_by_one_at_most(rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "expected"), [(10, 8, [2, 2, 1, 1, 1, 1, 1, 1]), (3, 8, [1, 1, 1]), (8, 4, [2] * 4), (1, 1, [1])]
+    ("rows", "count", "expected"),
+    [(10, 8, [2, 2, 1, 1, 1, 1, 1, 1]), (3, 8, [1, 1, 1]), (8, 4, [2] * 4), (1, 1, [1])],
 )
 def test_every_row_arrives_once(rows, count, expected):
     """10 over 8, 3 over 8: views of the batch in order; outputs joined again."""
@@ -58,10 +62,15 @@ def test_every_row_arrives_once(rows, count, expected):
 def test_absent_microbatches_do_not_run():
     """3 rows over 8: neither forwards nor backwards of the others are in the timeline."""
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)] * 2, fp.schedules.one_f_one_b(2, 8), loss=lambda y, t: y.sum(), devices="cpu"
+        [fp.stage(lambda p, x: x * p)] * 2,
+        fp.schedules.one_f_one_b(2, 8),
+        loss=lambda y, t: y.sum(),
+        devices="cpu",
     )
     result = fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(3, 1), None), record=True)
-    assert "0F0 0F1 0B0 0F2 0B1 0B2" == " ".join(str(s.action) for s in result.timeline.spans if s.device == 0)
+    assert "0F0 0F1 0B0 0F2 0B1 0B2" == " ".join(
+        str(s.action) for s in result.timeline.spans if s.device == 0
+    )
     assert 3 == len(result.losses)
 
 
@@ -71,16 +80,25 @@ def test_trees_are_cut_leaf_by_leaf():
     tree = {"t": (x, [x * 2]), "n": None, "p": Pair(x[:, None], "word"), "k": 3, "mask": x > 2}
     seen, result = look(3, tree)
     assert same(
-        {"t": (x[2:4], [x[2:4] * 2]), "n": None, "p": Pair(x[2:4, None], "word"), "k": 3, "mask": x[2:4] > 2},
+        {
+            "t": (x[2:4], [x[2:4] * 2]),
+            "n": None,
+            "p": Pair(x[2:4, None], "word"),
+            "k": 3,
+            "mask": x[2:4] > 2,
+        },
         seen[1][0],
     )
     assert Pair is type(seen[1][0]["p"])
     assert same(tree, result.outputs)
 
 
-@pytest.mark.parametrize("make", [UserDict, OrderedDict, type("Mine", (dict,), {})], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "make", [UserDict, OrderedDict, type("Mine", (dict,), {})], ids=lambda kind: kind.__name__
+)
 def test_mappings_of_other_classes_are_cut_too(make):
-    """UserDict (BatchEncoding), dict subclasses (ModelOutput): items are leaves, the class and the order stay."""
+    """UserDict (BatchEncoding), dict subclasses (ModelOutput): items are leaves, the class and the
+    order stay."""
     x = torch.arange(4.0)
     given = make({"z": x, "a": x + 1})
     seen, result = look(2, given)
@@ -95,7 +113,13 @@ def test_axis_and_replicate():
     x, wide, table = torch.arange(8.0).view(4, 2), torch.arange(12.0).view(3, 4), torch.arange(3.0)
     seen, _ = look(
         2,
-        {"x": x, "w": fp.Axis(wide, 1), "v": fp.Axis(wide, -1), "t": fp.Replicate(table), "o": fp.Replicate("s")},
+        {
+            "x": x,
+            "w": fp.Axis(wide, 1),
+            "v": fp.Axis(wide, -1),
+            "t": fp.Replicate(table),
+            "o": fp.Replicate("s"),
+        },
         fn=lambda x: x["x"],
     )
     for index, (one, _) in enumerate(seen):
@@ -128,7 +152,12 @@ def test_rows_that_do_not_match_are_refused_with_their_places():
 
 def test_every_fault_of_a_batch_is_named():
     """Feeds missing and unknown, a scalar, rows: in one message."""
-    message = refused(2, (torch.ones(4), torch.tensor(1.0)), feeds={"mine": 1, "f": torch.ones(3)}, names=["f", "g"])
+    message = refused(
+        2,
+        (torch.ones(4), torch.tensor(1.0)),
+        feeds={"mine": 1, "f": torch.ones(3)},
+        names=["f", "g"],
+    )
     for part in (
         "feeds lacks 'g', which stage 0 ('s') declares",
         "feeds has 'mine', which no stage declares",
@@ -156,20 +185,27 @@ def test_feeds_are_cut_like_the_batch():
     """Tensors by rows, others shared; each stage gets those that it declares."""
     x, f = torch.arange(5.0), torch.arange(10.0).view(5, 2)
     seen, _ = look(2, x, feeds={"f": (f, 7), "g": fp.Replicate(f)}, names=["f", "g"])
-    assert same([{"f": (f[:3], 7), "g": f}, {"f": (f[3:], 7), "g": f}], [feeds for _, feeds in seen])
+    assert same(
+        [{"f": (f[:3], 7), "g": f}, {"f": (f[3:], 7), "g": f}], [feeds for _, feeds in seen]
+    )
 
 
 def test_ready_made_microbatches():
-    """Ragged rows as given; outputs one each; another leaf is cut to fit; counts and rows must agree."""
+    """Ragged rows as given; outputs one each; another leaf is cut to fit; counts and rows must
+    agree."""
     parts = fp.Microbatches([torch.ones(3, 2), torch.ones(1, 5)])
     seen, result = look(4, parts, feeds={"f": torch.arange(4.0)}, names=["f"])
     assert [(3, 2), (1, 5)] == [tuple(one.shape) for one, _ in seen]
     assert [[0, 1, 2], [3]] == [feeds["f"].tolist() for _, feeds in seen]
     assert fp.Microbatches is type(result.outputs)
     assert same(tuple(parts), tuple(result.outputs))
-    assert "is cut into 3 microbatches, the plan has 2" in refused(2, fp.Microbatches([torch.ones(1)] * 3))
+    assert "is cut into 3 microbatches, the plan has 2" in refused(
+        2, fp.Microbatches([torch.ones(1)] * 3)
+    )
     assert "is cut into 0 microbatches" in refused(2, fp.Microbatches([]))
-    assert "differ in number" in refused(3, parts, feeds={"f": fp.Microbatches([1, 2, 3])}, names=["f"])
+    assert "differ in number" in refused(
+        3, parts, feeds={"f": fp.Microbatches([1, 2, 3])}, names=["f"]
+    )
     assert "have 4 rows" in refused(3, parts, feeds={"f": torch.ones(5)}, names=["f"])
 
 
@@ -182,9 +218,13 @@ def test_ready_made_microbatches_weigh_by_their_rows():
     """Means of 3 rows and of 1: the loss of all 4."""
     x, t = torch.randn(4, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     loss = lambda y, t: (y - t).square().mean()
-    plan = fp.make_plan([fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 2), loss=loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 2), loss=loss, devices="cpu"
+    )
     whole = fp.run(plan, (torch.ones((), dtype=torch.float64),), (x, t))
-    ragged = fp.run(plan, (torch.ones((), dtype=torch.float64),), (fp.Microbatches([x[:3], x[3:]]), t))
+    ragged = fp.run(
+        plan, (torch.ones((), dtype=torch.float64),), (fp.Microbatches([x[:3], x[3:]]), t)
+    )
     torch.testing.assert_close(ragged.loss, loss(x, t), rtol=1e-12, atol=0)
     torch.testing.assert_close(ragged.grads[0], whole.grads[0], rtol=1e-12, atol=0)
 
@@ -218,7 +258,9 @@ def test_outputs_that_differ_are_refused():
     x = torch.arange(4.0)[:, None]
     with pytest.raises(fp.BatchError, match="microbatch 1 have another structure"):
         look(2, x, fn=lambda x: x if x[0, 0] < 1 else (x,))
-    with pytest.raises(fp.BatchError, match=r"outputs\['a'\] cannot be joined over microbatches of shapes.*'each'"):
+    with pytest.raises(
+        fp.BatchError, match=r"outputs\['a'\] cannot be joined over microbatches of shapes.*'each'"
+    ):
         look(2, x, fn=lambda x: {"a": x.expand(-1, 1 + int(x[0, 0]))})
 
 
@@ -233,7 +275,8 @@ def test_outputs_are_not_the_callers_memory(executor):
 
 
 def test_memory_that_cannot_be_shared_lazily_is_not_copied_as_a_whole():
-    """Of a DataLoader's workers, say: each microbatch is copied as a stage gets it, so a handle would only cost a copy."""
+    """Of a DataLoader's workers, say: each microbatch is copied as a stage gets it, so a handle
+    would only cost a copy."""
     schedule = fp.schedules.fill_drain(1, 4, backward=False)
     plan = fp.make_plan([fp.stage(lambda p, x: p * x)], schedule, devices="cpu")
     own, foreign = torch.ones(8, 3), torch.frombuffer(bytearray(96), dtype=torch.float32).view(8, 3)

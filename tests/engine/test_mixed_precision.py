@@ -1,4 +1,5 @@
-"""autocast, loss scales and torch's GradScaler, against the plain loop of PyTorch's notes on AMP."""
+"""autocast, loss scales and torch's GradScaler, against the plain loop of PyTorch's notes on
+AMP."""
 
 import functools
 
@@ -18,7 +19,8 @@ def amp_pair():
 
 
 def plain_amp_step(pair, optimizer, scaler, batch, dtype, max_norm):
-    """Autocast, scaled backward by microbatches, unscale, clip, step, update: the loop of PyTorch's AMP notes."""
+    """Autocast, scaled backward by microbatches, unscale, clip, step, update: the loop of PyTorch's
+    AMP notes."""
     optimizer.zero_grad()
     x, t = batch
     start = 0
@@ -57,7 +59,8 @@ def one_thread():
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.usefixtures("one_thread")
 def test_mixed_precision_is_the_plain_loop(dtype, make, executor):
-    """autocast and a GradScaler: skips, norms, scales that grow and back off, parameters: the bits of a plain loop."""
+    """autocast and a GradScaler: skips, norms, scales that grow and back off, parameters: the bits
+    of a plain loop."""
     pair, batches = amp_pair()
     options = {"init_scale": 2.0**24, "growth_interval": 3, "backoff_factor": 0.125}
     my_scaler, their_scaler = (torch.amp.GradScaler("cpu", **options) for _ in range(2))
@@ -88,7 +91,8 @@ def test_mixed_precision_is_the_plain_loop(dtype, make, executor):
 @pytest.mark.parametrize("place", [(0, "0.weight"), (1, "5.bias")])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_what_is_not_finite_anywhere_skips_everything(bad, place, max_norm):
-    """An optimizer for each stage, one bad number in one of them: none steps, no state is made, the scale backs off."""
+    """An optimizer for each stage, one bad number in one of them: none steps, no state is made, the
+    scale backs off."""
     pair = Pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizers = [torch.optim.AdamW(fp.leaves(tree), lr=0.1) for tree in pair.params]
@@ -107,7 +111,8 @@ def test_what_is_not_finite_anywhere_skips_everything(bad, place, max_norm):
 
 
 def test_an_optimizer_for_each_stage_with_a_scaler():
-    """Steps of two optimizers with one scaler and one norm are those of one optimizer over all; grads are not written."""
+    """Steps of two optimizers with one scaler and one norm are those of one optimizer over all;
+    grads are not written."""
     one, two = Pair(), Pair()
     whole = torch.optim.AdamW(fp.leaves(one.params), lr=0.1)
     halves = [torch.optim.AdamW(fp.leaves(tree), lr=0.1) for tree in two.params]
@@ -119,7 +124,9 @@ def test_an_optimizer_for_each_stage_with_a_scaler():
         ]
         given = snapshot(grads)
         norm = fp.step(whole, one.params, grads[0], max_norm=0.1, scaler=scalers[0])
-        norms = [fp.step(half, two.params, grads[1], max_norm=0.1, scaler=scalers[1]) for half in halves]
+        norms = [
+            fp.step(half, two.params, grads[1], max_norm=0.1, scaler=scalers[1]) for half in halves
+        ]
         for scaler in scalers:
             scaler.update()
         assert all(norm.equal(one) for one in norms)
@@ -149,18 +156,27 @@ def test_a_disabled_scaler_does_nothing():
 @pytest.mark.parametrize("bad", [None, 0, 1])
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_scaler_over_several_devices(bad, fused):
-    """Leaves on the CPU and on a GPU: one norm, one clipping, and one bad gradient on either skips both."""
+    """Leaves on the CPU and on a GPU: one norm, one clipping, and one bad gradient on either skips
+    both."""
     params = tuple({"w": torch.ones(2, device=device)} for device in ("cpu", "cuda"))
     grads = tuple({"w": torch.full((2,), 8.0, device=tree["w"].device)} for tree in params)
     if bad is not None:
         grads[bad]["w"][1] = float("inf")
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
-    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0, fused=fused), params, grads, max_norm=2.0, scaler=scaler)
+    norm = fp.step(
+        torch.optim.SGD(fp.leaves(params), lr=1.0, fused=fused),
+        params,
+        grads,
+        max_norm=2.0,
+        scaler=scaler,
+    )
     scaler.update()
     assert float(norm) == pytest.approx(4.0 if bad is None else float("inf"))
     assert (4.0 if bad is None else 2.0) == scaler.get_scale()
     for tree in params:
-        torch.testing.assert_close(tree["w"].cpu(), torch.full((2,), 0.0 if bad is None else 1.0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            tree["w"].cpu(), torch.full((2,), 0.0 if bad is None else 1.0), rtol=0, atol=1e-5
+        )
 
 
 def test_a_forgotten_update_is_told():
@@ -175,7 +191,8 @@ def test_a_forgotten_update_is_told():
 
 
 def test_accumulation_with_a_scaler():
-    """Parts of one batch as runs, scaled, folded one by one: the steps of one run over the whole batch."""
+    """Parts of one batch as runs, scaled, folded one by one: the steps of one run over the whole
+    batch."""
     whole, parts = Pair(), Pair()
     steps = [torch.optim.AdamW(fp.leaves(pair.params), lr=0.05) for pair in (whole, parts)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
@@ -184,7 +201,9 @@ def test_accumulation_with_a_scaler():
         fp.step(steps[0], whole.params, result.grads, max_norm=0.2, scaler=scalers[0])
         total = None
         for part in (slice(0, 5), slice(5, 9), slice(9, 10)):
-            one = fp.run(parts.plan, parts.params, (x[part], t[part]), loss_scale=scalers[1].get_scale())
+            one = fp.run(
+                parts.plan, parts.params, (x[part], t[part]), loss_scale=scalers[1].get_scale()
+            )
             total = one if total is None else fp.accumulate([total, one])
         torch.testing.assert_close(total.loss, result.loss, rtol=1e-12, atol=0)
         assert (10.0, scalers[1].get_scale()) == (total.weight, total.loss_scale)

@@ -1,4 +1,5 @@
-"""Residuals that wait in host memory: the same bits, memory that is really free, and nothing left behind."""
+"""Residuals that wait in host memory: the same bits, memory that is really free, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Cube(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """In-place ReLU after a batch norm, and a region that computes itself again, with dropout in it."""
+    """In-place ReLU after a batch norm, and a region that computes itself again, with dropout in
+    it."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -71,7 +73,8 @@ def first(p, x):
 
 @fp.stage(pop=["far"], feeds=["scale"])
 def third(p, x, *, skips, feeds):
-    """A custom function, torch.func inside, an in-place operation on a view, complex numbers, ints handed on."""
+    """A custom function, torch.func inside, an in-place operation on a view, complex numbers, ints
+    handed on."""
     h = Cube.apply(x * p["w"]) * feeds["scale"]
     h = h + torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
     z = torch.view_as_complex(torch.stack((h, skips["far"].t()), -1))
@@ -94,7 +97,12 @@ def net(*, reentrant: bool = False, block: bool = True):
     def draw(*size: int) -> dict[str, Any]:
         return {"w": torch.randn(*size, generator=g) / size[0] ** 0.5}
 
-    parts = [(first, draw(N, 3 * N), ()), (module, params, state), (third, draw(N), ()), (last, draw(N, N), ())]
+    parts = [
+        (first, draw(N, 3 * N), ()),
+        (module, params, state),
+        (third, draw(N), ()),
+        (last, draw(N, N), ()),
+    ]
     return tuple(zip(*(part for part in parts if block or part[0] is not module), strict=True))
 
 
@@ -142,7 +150,11 @@ def test_the_same_bits(schedule, ahead, executor):
 @pytest.mark.parametrize("rows", [3, 2])
 def test_fewer_rows_and_checks(rows, check):
     """Three rows make three microbatches of the four."""
-    assert_same_result(*both(offload(fp.schedules.fill_drain(S - 1, M), ahead=0), "threads", rows=rows, check=check))
+    assert_same_result(
+        *both(
+            offload(fp.schedules.fill_drain(S - 1, M), ahead=0), "threads", rows=rows, check=check
+        )
+    )
 
 
 def test_the_reentrant_checkpoint():
@@ -150,8 +162,12 @@ def test_the_reentrant_checkpoint():
 
 
 def test_some_are_moved_and_some_computed_again():
-    schedule = fp.schedules.remat(fp.schedules.fill_drain(S, M), keep=lambda action: action.stage % 2 == 0)
-    assert_same_result(*both(offload(schedule, move=lambda action: action.stage % 2 == 0), "threads"))
+    schedule = fp.schedules.remat(
+        fp.schedules.fill_drain(S, M), keep=lambda action: action.stage % 2 == 0
+    )
+    assert_same_result(
+        *both(offload(schedule, move=lambda action: action.stage % 2 == 0), "threads")
+    )
 
 
 @settings(max_examples=25)
@@ -159,7 +175,11 @@ def test_some_are_moved_and_some_computed_again():
 def test_any_choice_of_residuals(data):
     schedule = data.draw(st.sampled_from(FAMILIES))
     chosen = {(s, m) for s in range(S) for m in range(M) if data.draw(st.booleans())}
-    moved = offload(schedule, move=lambda a: (a.stage, a.microbatch) in chosen, ahead=data.draw(st.integers(0, 3)))
+    moved = offload(
+        schedule,
+        move=lambda a: (a.stage, a.microbatch) in chosen,
+        ahead=data.draw(st.integers(0, 3)),
+    )
     assert_same_result(*both(moved, data.draw(st.sampled_from(EXECUTORS))))
 
 
@@ -169,10 +189,20 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
     stages, params, state = net()
     given, feeds = batch()
     found = []
-    for schedule in (fp.schedules.fill_drain(S, M), offload(fp.schedules.fill_drain(S, M), ahead=0)):
+    for schedule in (
+        fp.schedules.fill_drain(S, M),
+        offload(fp.schedules.fill_drain(S, M), ahead=0),
+    ):
         plan = fp.make_plan(stages, schedule, devices="cpu")
         result, pullback = fp.vjp(
-            plan, params, given[0], state=state, feeds=feeds, seed=3, executor=executor, threads_per_lane=1
+            plan,
+            params,
+            given[0],
+            state=state,
+            feeds=feeds,
+            seed=3,
+            executor=executor,
+            threads_per_lane=1,
         )
         execution = pullback._execution
         roles = [kind.role for lane in execution.lanes for kind in held(lane)]
@@ -183,11 +213,16 @@ def test_a_vjp_waits_with_its_residuals_at_the_host(executor):
 
 def held(lane):
     """The kinds of the slots of a lane in which something lies."""
-    return [kind for kind, value in zip(lane.program.slots, lane.slots, strict=True) if value is not None]
+    return [
+        kind
+        for kind, value in zip(lane.program.slots, lane.slots, strict=True)
+        if value is not None
+    ]
 
 
 class Seen(TorchDispatchMode):
-    """Weak references to all memory that operations make, but for that of others: of what they make views."""
+    """Weak references to all memory that operations make, but for that of others: of what they make
+    views."""
 
     def __init__(self, others) -> None:
         super().__init__()
@@ -207,7 +242,8 @@ class Seen(TorchDispatchMode):
 
 
 def deep(p, x):
-    """Views, ints, in-place operations, a linear layer's weight, transposed; a checkpointed region."""
+    """Views, ints, in-place operations, a linear layer's weight, transposed; a checkpointed
+    region."""
     h = torch.tanh(F.linear(x, p["w"]))
     a, b = h.view(-1, 2, N // 2).unbind(1)
     h = torch.cat((a * b, torch.exp(b)), -1)
@@ -218,7 +254,8 @@ def deep(p, x):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, monkeypatch):
-    """Of everything that a forward made nothing lives between O and L, and nothing of it comes back."""
+    """Of everything that a forward made nothing lives between O and L, and nothing of it comes
+    back."""
     params = tuple({"w": torch.randn(N, N)} for _ in range(num_stages))
     given = tuple(torch.randn(6, N) for _ in range(2))
     others = [*given, *(tree["w"] for tree in params)]
@@ -246,20 +283,28 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
     monkeypatch.setattr(EagerResidual, "move", looked)
     schedule = offload(fp.schedules.fill_drain(num_stages, 3), ahead=0)
     plan = fp.make_plan(
-        [fp.stage(deep, name=f"s{i}") for i in range(num_stages)], schedule, loss=F.mse_loss, devices="cpu"
+        [fp.stage(deep, name=f"s{i}") for i in range(num_stages)],
+        schedule,
+        loss=F.mse_loss,
+        devices="cpu",
     )
     result = fp.run(plan, params, given, executor=executor, threads_per_lane=1)
     assert all(len(one.refs) > 15 for one in seen.values())
     monkeypatch.undo()
     assert_same_result(fp.run_sequential(plan, params, given, threads_per_lane=1), result)
-    nothing = "aten.empty.memory_format"  # without elements; in torch 2.11 a checkpointed region holds two of them
+    # without elements; in torch 2.11 a checkpointed region holds two of them
+    nothing = "aten.empty.memory_format"
     lost = {
-        name: [one for one in found if one != nothing] for name, found in alive.items() if "O" in name or "L" in name
+        name: [one for one in found if one != nothing]
+        for name, found in alive.items()
+        if "O" in name or "L" in name
     }
     assert len(lost) == 2 * 3 * num_stages
     if executor == "serial":  # where nothing is copied, the output itself went on, to the next lane
         output = ["aten.gather.default", "aten.detach.default"]
-        assert [output] * (3 * num_stages - 3) == [lost.pop(f"0O{m}") for m in range(3) if num_stages > 1]
+        assert [output] * (3 * num_stages - 3) == [
+            lost.pop(f"0O{m}") for m in range(3) if num_stages > 1
+        ]
     assert {name: found for name, found in lost.items() if found} == {}
     assert all(len(alive[f"{stage}F{m}"]) > 5 for stage in range(num_stages) for m in range(3))
     assert set(leaves) <= {0}  # an input has its shape, and no memory
@@ -270,7 +315,8 @@ def test_what_was_saved_is_really_gone_while_it_is_away(num_stages, executor, mo
 @pytest.mark.parametrize("schedule", FAMILIES, ids=ids)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_devices_hold_as_many_residuals_as_simulate_says(schedule, ahead, executor, monkeypatch):
-    """Counted while it runs. An eager I leaves nothing for W; on the CPU a move takes the lane no time by the count."""
+    """Counted while it runs. An eager I leaves nothing for W; on the CPU a move takes the lane no
+    time by the count."""
     moved = offload(schedule, ahead=ahead)
     most = [0] * moved.num_devices
     real = Lane.advance
@@ -296,7 +342,9 @@ def test_it_is_measured_and_drawn():
     params = tuple(torch.randn(N, N) for _ in range(2))
     result = fp.run(plan, params, batch()[0], record=True, executor="threads")
     assert result.timeline is not None
-    assert sorted(map(str, (span.action for span in result.timeline.spans))) == sorted(str(moved).split())
+    assert sorted(map(str, (span.action for span in result.timeline.spans))) == sorted(
+        str(moved).split()
+    )
     assert "O" in str(fp.draw(result.timeline))
 
 
@@ -311,7 +359,8 @@ def test_schedules_without_o_pay_nothing(monkeypatch):
     assert_same_result(*both(fp.schedules.one_f_one_b(S, M), "threads"))
 
 
-# -- what moves -----------------------------------------------------------------------------------------------------
+# -- what moves
+# -------------------------------------------------------------------------------
 
 
 def ways() -> tuple[HostStream, HostStream]:
@@ -324,7 +373,10 @@ def there_and_back(y: torch.Tensor, fixed: frozenset[int] = frozenset()):
     out, back = ways()
     slots = take_out([y], out, fixed)
     before = [slot.tensor.clone() for slot in slots]
-    looks = [(s.tensor.dtype, s.tensor.size(), s.tensor.stride(), s.tensor.storage_offset()) for s in slots]
+    looks = [
+        (s.tensor.dtype, s.tensor.size(), s.tensor.stride(), s.tensor.storage_offset())
+        for s in slots
+    ]
     found = saved_pieces(slots)
     for way in (out, back):
         copies, event = way.copy([piece.flat for piece in found])
@@ -390,7 +442,13 @@ def test_types_of_different_sizes_in_one_memory():
     base = torch.arange(10, dtype=torch.uint8)
     z = torch.randn(3, 5, dtype=torch.complex128)
     x = torch.ones(2, requires_grad=True)
-    others = [base, base[:8].view(torch.int32), base[2:6].view(torch.int16), z, torch.view_as_real(z)[1:, :, 1]]
+    others = [
+        base,
+        base[:8].view(torch.int32),
+        base[2:6].view(torch.int16),
+        z,
+        torch.view_as_real(z)[1:, :, 1],
+    ]
     others += [torch.rand(7) > 0.5, torch.randn(3, 5).to(torch.bfloat16)]
     found, slots, _ = there_and_back(Keep.apply(x, *others))
     assert len(slots) == 7
@@ -448,8 +506,16 @@ def test_what_another_hook_packed_is_not_looked_at():
 def test_parameters_state_and_batch_stay():
     """Only what the forward made is copied: sizes are told by the copies."""
     copied: list[int] = []
-    block, params, state = fp.from_module(nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Linear(N, 1)).eval())
-    plan = fp.make_plan([block], Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"), loss=F.mse_loss, devices="cpu", train=False)
+    block, params, state = fp.from_module(
+        nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Linear(N, 1)).eval()
+    )
+    plan = fp.make_plan(
+        [block],
+        Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1"),
+        loss=F.mse_loss,
+        devices="cpu",
+        train=False,
+    )
     real = HostStream.copy
 
     def copy(self, tensors, after=None):
@@ -458,8 +524,15 @@ def test_parameters_state_and_batch_stay():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStream, "copy", copy)
-        fp.run(plan, (params,), (torch.randn(64, N), torch.randn(64, 1)), state=(state,), executor="serial")
-    # Each way: what goes into the norm and what comes out of it, the statistics that it saved, the loss's two arguments.
+        fp.run(
+            plan,
+            (params,),
+            (torch.randn(64, N), torch.randn(64, 1)),
+            state=(state,),
+            executor="serial",
+        )
+    # Each way: what goes into the norm and what comes out of it, the statistics that it saved, the
+    # loss's two arguments.
     big = [size for size in copied if size >= 32]
     assert sorted(big) == sorted([32 * N, 32 * N, 32] * 2), copied
 
@@ -489,7 +562,8 @@ def test_the_bytes_that_a_residual_holds(monkeypatch):
     assert after >= before
 
 
-# -- what goes wrong ------------------------------------------------------------------------------------------------
+# -- what goes wrong
+# -------------------------------------------------------------------------------
 
 
 MOVED = Schedule.parse("0F0 0O0 0F1 0O1 0L0 0B0 0L1 0B1")
@@ -527,7 +601,9 @@ def test_what_is_away_cannot_be_modified():
         return h * 2
 
     plan = fp.make_plan([fp.stage(body)], MOVED, loss=F.mse_loss, devices="cpu")
-    pure = fp.make_plan([fp.stage(lambda p, x: torch.exp(x * p) * 2)], MOVED, loss=F.mse_loss, devices="cpu")
+    pure = fp.make_plan(
+        [fp.stage(lambda p, x: torch.exp(x * p) * 2)], MOVED, loss=F.mse_loss, devices="cpu"
+    )
     result = fp.run(plan, (torch.ones(N),), batch()[0], executor="serial")
     assert (kept[0] == 0).all()
     assert_same_result(fp.run_sequential(pure, (torch.ones(N),), batch()[0]), result)
@@ -538,7 +614,9 @@ def test_what_is_away_cannot_be_modified():
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, monkeypatch):
     stages, params, state = net()
-    plan = fp.make_plan(stages, offload(fp.schedules.fill_drain(S, M)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, offload(fp.schedules.fill_drain(S, M)), loss=F.mse_loss, devices="cpu"
+    )
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "threads_per_lane": 1}
     expected = fp.run_sequential(plan, params, given, **options)
@@ -558,7 +636,9 @@ def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, mo
         with pytest.raises(fp.StageError) as caught:
             fp.run(plan, params, given, executor=executor, **options)
         assert isinstance(caught.value, OSError)
-        assert caught.value.funcpipe.action in {f"{stage}{'O' if out else 'L'}1" for stage in range(S)}
+        assert caught.value.funcpipe.action in {
+            f"{stage}{'O' if out else 'L'}1" for stage in range(S)
+        }
         assert caught.value.funcpipe.microbatch == 1
 
     with monkeypatch.context() as patch:
@@ -577,7 +657,9 @@ def test_a_move_that_fails_is_located_and_leaves_nothing(out, late, executor, mo
 def test_nothing_is_left_after_a_run(executor):
     """Slots, pieces and graphs die with the run, without the garbage collector."""
     stages, params, state = net()
-    plan = fp.make_plan(stages, offload(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, offload(fp.schedules.one_f_one_b(S, M)), loss=F.mse_loss, devices="cpu"
+    )
     given, feeds = batch()
     options = {"state": state, "feeds": feeds, "seed": 3, "executor": executor}
     fp.run(plan, params, given, **options)

@@ -26,7 +26,9 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
     assert all(
         a is b
         for a, b in zip(
-            fp.leaves(params), [params[0]["a"], params[0]["b"], params[0]["steps"], params[1][3][0]], strict=True
+            fp.leaves(params),
+            [params[0]["a"], params[0]["b"], params[0]["steps"], params[1][3][0]],
+            strict=True,
         )
     )
     assert [] == fp.leaves(((), None, "x"))
@@ -34,12 +36,16 @@ def test_leaves_are_tensors_once_in_a_fixed_order():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 0.1, foreach=True)],
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    ],
     ids=["sgd", "adamw"],
 )
 @pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
 def test_steps_are_those_of_eager_training(make, max_norm):
-    """Three steps with clipping: parameters and norms equal backward, clip_grad_norm_, step of the plain model."""
+    """Three steps with clipping: parameters and norms equal backward, clip_grad_norm_, step of the
+    plain model."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     parts = [
@@ -64,15 +70,20 @@ def test_steps_are_those_of_eager_training(make, max_norm):
         assert same(before, snapshot(grads))
         reference.zero_grad()
         F.mse_loss(plain(x), t).backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm if max_norm else float("inf"))
+        expected = nn.utils.clip_grad_norm_(
+            plain.parameters(), max_norm if max_norm else float("inf")
+        )
         reference.step()
         torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
-        torch.testing.assert_close(params[0]["0.weight"].detach(), plain[0].weight.detach(), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            params[0]["0.weight"].detach(), plain[0].weight.detach(), rtol=1e-9, atol=1e-11
+        )
         assert all(leaf.grad is None for leaf in fp.leaves(params))
 
 
 def test_a_step_leaves_no_grad_behind_even_when_it_fails():
-    """.grad is None again after an optimizer that raises, and what was in it before is not stepped."""
+    """.grad is None again after an optimizer that raises, and what was in it before is not
+    stepped."""
     params = trees()
     grads = ({"b": torch.ones(2), "a": None, "steps": None}, [torch.ones(2), None, None, (None,)])
 
@@ -99,12 +110,19 @@ def test_stale_grads_are_not_stepped():
 def test_structures_must_match():
     """params and grads of different trees are refused."""
     with pytest.raises(fp.PlanError, match="differ in structure"):
-        fp.step(torch.optim.SGD([torch.ones(1)], lr=1.0), ({"a": torch.ones(1)},), ({"b": torch.ones(1)},))
+        fp.step(
+            torch.optim.SGD([torch.ones(1)], lr=1.0),
+            ({"a": torch.ones(1)},),
+            ({"b": torch.ones(1)},),
+        )
 
 
 def test_the_norm_counts_tied_leaves_once():
     """sqrt(9 + 16 + 16) is without ties; with them one of the equal ones counts."""
-    grads = ({"w": torch.tensor([3.0]), "t": torch.tensor([4.0])}, {"t": torch.tensor([4.0]), "none": None})
+    grads = (
+        {"w": torch.tensor([3.0]), "t": torch.tensor([4.0])},
+        {"t": torch.tensor([4.0]), "none": None},
+    )
     ties = [[(0, "t"), (1, "t")]]
     assert 41**0.5 == pytest.approx(float(fp.global_norm(grads)))
     assert 5.0 == float(fp.global_norm(grads, ties=ties))
@@ -115,19 +133,26 @@ def test_the_norm_counts_tied_leaves_once():
 
 @pytest.mark.parametrize("replicas", [False, True])
 def test_tied_parameters_step_together(replicas):
-    """One tensor at two places moves once, by the summed gradient; replicas move alike; both like eager."""
+    """One tensor at two places moves once, by the summed gradient; replicas move alike; both like
+    eager."""
     w = torch.tensor([1.0, 2.0])
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
     plan = fp.make_plan(
-        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+        [times, times],
+        fp.schedules.one_f_one_b(2, 2),
+        loss=lambda y, t: y.mean(),
+        ties=ties,
+        devices="cpu",
     )
     leaf = w.clone().requires_grad_()
     x = torch.randn(4, 2)
     (x * leaf * leaf).mean().backward()
     params = ({"w": w}, {"w": w.clone() if replicas else w})
     result = fp.run(plan, params, (x, None))
-    norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=0.5), params, result.grads, max_norm=0.1, ties=ties)
+    norm = fp.step(
+        torch.optim.SGD(fp.leaves(params), lr=0.5), params, result.grads, max_norm=0.1, ties=ties
+    )
     torch.testing.assert_close(norm, leaf.grad.norm())
     expected = leaf.detach() - 0.5 * leaf.grad * min(1.0, 0.1 / float(leaf.grad.norm()))
     for tree in params:
@@ -135,10 +160,13 @@ def test_tied_parameters_step_together(replicas):
 
 
 def test_one_tensor_twice_in_a_stage_gets_both_gradients():
-    """Two names of one tensor in one stage: each has a gradient of its own, and a step adds them."""
+    """Two names of one tensor in one stage: each has a gradient of its own, and a step adds
+    them."""
     w = torch.ones(2)
     part = fp.stage(lambda p, x: x * p["a"] + 2 * x * p["b"])
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu"
+    )
     params = ({"a": w, "b": w},)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert ([0.5, 0.5], [1.0, 1.0]) == (grads[0]["a"].tolist(), grads[0]["b"].tolist())
@@ -153,7 +181,11 @@ def test_one_tensor_in_two_stages_is_stepped_once():
     times = fp.stage(lambda p, x: x * p["w"], name="times")
     ties = [[(0, "w"), (1, "w")]]
     plan = fp.make_plan(
-        [times, times], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+        [times, times],
+        fp.schedules.one_f_one_b(2, 2),
+        loss=lambda y, t: y.mean(),
+        ties=ties,
+        devices="cpu",
     )
     params = ({"w": w}, {"w": w})
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
@@ -163,19 +195,27 @@ def test_one_tensor_in_two_stages_is_stepped_once():
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_every_place_of_a_tied_tensor_has_the_whole_sum(first):
-    """Twice in stage 0 and once in stage 1, whichever place the tie names first: one step by the sum of all three."""
+    """Twice in stage 0 and once in stage 1, whichever place the tie names first: one step by the
+    sum of all three."""
     w = torch.tensor([1.0, 2.0])
     twice = fp.stage(lambda p, x: x * p["a"] + x * p["b"])
     once = fp.stage(lambda p, x: x * p["w"])
     places = [(0, "a"), (0, "b"), (1, "w")]
     ties = [places[first:] + places[:first]]
     plan = fp.make_plan(
-        [twice, once], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.mean(), ties=ties, devices="cpu"
+        [twice, once],
+        fp.schedules.one_f_one_b(2, 2),
+        loss=lambda y, t: y.mean(),
+        ties=ties,
+        devices="cpu",
     )
     params, leaf, x = ({"a": w, "b": w}, {"w": w}), w.clone().requires_grad_(), torch.randn(4, 2)
     (x * leaf * 2 * leaf).mean().backward()
     norm = fp.step(
-        torch.optim.SGD(fp.leaves(params), lr=1.0), params, fp.run(plan, params, (x, None)).grads, ties=plan.ties
+        torch.optim.SGD(fp.leaves(params), lr=1.0),
+        params,
+        fp.run(plan, params, (x, None)).grads,
+        ties=plan.ties,
     )
     torch.testing.assert_close(norm, leaf.grad.norm())
     torch.testing.assert_close(w, leaf.detach() - leaf.grad)
@@ -185,7 +225,10 @@ def two_runs(cut, weight=None):
     """One run over 10 rows, and the accumulation of two over its parts."""
     x, t = torch.randn(10, 3, dtype=torch.float64), torch.randint(0, 3, (10,))
     t[:3] = -100
-    stages = [fp.stage(lambda p, x: torch.tanh(x @ p["w"]) if "w" in p else x, name=f"s{i}") for i in range(2)]
+    stages = [
+        fp.stage(lambda p, x: torch.tanh(x @ p["w"]) if "w" in p else x, name=f"s{i}")
+        for i in range(2)
+    ]
     params = (
         {"w": torch.randn(3, 3, dtype=torch.float64), "never": torch.ones(1)},
         {"w": torch.randn(3, 3, dtype=torch.float64), "n": 3},
@@ -219,28 +262,51 @@ def test_accumulation_is_one_run_over_all(cut, weight):
 def scaled(params, **options):
     """A run of one stage that multiplies by its parameters."""
     part = fp.stage(lambda p, x: x * sum(p.values()))
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.mean(), devices="cpu"
+    )
     return fp.run(plan, (params,), (torch.ones(4, 2), None), **options)
 
 
 def test_accumulation_takes_results_with_a_loss():
-    """Nothing, runs without a loss, one bare result and what is no result are refused; a generator is welcome."""
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    """Nothing, runs without a loss, one bare result and what is no result are refused; a generator
+    is welcome."""
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
+    )
     evaluation = fp.run(plan, ((),), torch.ones(2))
     result = scaled({"w": torch.ones(2)})
-    for results in ([], iter(()), [evaluation], result, None, 3, [result, None], [result.grads], (2 for _ in "ab")):
+    for results in (
+        [],
+        iter(()),
+        [evaluation],
+        result,
+        None,
+        3,
+        [result, None],
+        [result.grads],
+        (2 for _ in "ab"),
+    ):
         with pytest.raises(fp.PlanError, match="accumulate"):
             fp.accumulate(results)
     total = fp.accumulate(one for one in (result, result))
-    assert ([0.5, 0.5], 8.0, 2.0) == (total.grads[0]["w"].tolist(), total.weight, float(total.loss) * 2)
+    assert ([0.5, 0.5], 8.0, 2.0) == (
+        total.grads[0]["w"].tolist(),
+        total.weight,
+        float(total.loss) * 2,
+    )
 
 
 def test_accumulated_evaluations_are_one():
-    """The loss over all batches, by weight, without gradients; mixed with trained ones they are refused."""
+    """The loss over all batches, by weight, without gradients; mixed with trained ones they are
+    refused."""
     net, x = fp.stage(lambda p, x: x * p["w"]), torch.arange(10.0)
     params, t = ({"w": torch.tensor(2.0)},), torch.ones(10)
     schedule = fp.schedules.fill_drain(1, 2)
-    trains, plan = (fp.make_plan([net], one, loss=F.mse_loss, devices="cpu") for one in (schedule, schedule.forwards()))
+    trains, plan = (
+        fp.make_plan([net], one, loss=F.mse_loss, devices="cpu")
+        for one in (schedule, schedule.forwards())
+    )
     parts = [fp.run(plan, params, (x[rows], t[rows])) for rows in (slice(0, 7), slice(7, 10))]
     total = fp.accumulate(parts)
     assert total.grads is None
@@ -253,7 +319,9 @@ def test_accumulated_evaluations_are_one():
 def test_a_leaf_is_unused_if_no_part_used_it():
     """A branch that the data choose: unused in one run is not unused in the sum."""
     part = fp.stage(lambda p, x: x * p["a" if x.sum() > 0 else "b"] + 0 * p["a"])
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.mean(), devices="cpu"
+    )
     params = ({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)},)
     results = [fp.run(plan, params, (x, None)) for x in (torch.ones(2, 1), -torch.ones(2, 1))]
     assert ((0, "b"), (0, "c")) == results[0].unused
@@ -264,8 +332,13 @@ def test_accumulation_takes_results_of_one_kind():
     """Other keys or other frozen leaves: which result it is, not an error of some tree."""
     ones = {"a": torch.ones(2), "b": torch.ones(2)}
     both = scaled(ones)
-    for other in (scaled({"a": torch.ones(2)}), scaled(ones, trainable=lambda name, leaf: name == "0.a")):
-        with pytest.raises(fp.PlanError, match="result 2 has gradients of other leaves than result 0"):
+    for other in (
+        scaled({"a": torch.ones(2)}),
+        scaled(ones, trainable=lambda name, leaf: name == "0.a"),
+    ):
+        with pytest.raises(
+            fp.PlanError, match="result 2 has gradients of other leaves than result 0"
+        ):
             fp.accumulate([both, both, other])
 
 
@@ -286,7 +359,9 @@ def test_a_step_refuses_odd_options(options, text):
     params = ({"w": torch.ones(2)},)
     params[0]["w"].grad = torch.ones(2)
     with pytest.raises(fp.PlanError, match=text):
-        fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": torch.ones(2)},), **options)
+        fp.step(
+            torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": torch.ones(2)},), **options
+        )
     assert [1.0, 1.0] == params[0]["w"].tolist() == params[0]["w"].grad.tolist()
 
 
@@ -296,13 +371,21 @@ def test_a_step_needs_a_gradient():
     with pytest.raises(fp.PlanError, match="no leaf has a gradient"):
         fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, ({"w": None, "v": None},))
     with pytest.raises(fp.PlanError, match=r"holds none of the leaves.*fp\.place"):
-        fp.step(torch.optim.SGD([params[0]["v"]], lr=1.0), params, ({"w": torch.ones(2), "v": None},))
+        fp.step(
+            torch.optim.SGD([params[0]["v"]], lr=1.0), params, ({"w": torch.ones(2), "v": None},)
+        )
 
 
 def test_norms_of_mixed_precisions():
     """Leaves of several dtypes, complex ones too: one norm, every leaf clipped by it."""
-    params = ({"h": torch.zeros(1).half(), "d": torch.zeros(1).double()}, {"c": torch.zeros(1, dtype=torch.complex64)})
-    grads = ({"h": torch.tensor([2.0]).half(), "d": torch.tensor([1.0]).double()}, {"c": torch.tensor([2.0j])})
+    params = (
+        {"h": torch.zeros(1).half(), "d": torch.zeros(1).double()},
+        {"c": torch.zeros(1, dtype=torch.complex64)},
+    )
+    grads = (
+        {"h": torch.tensor([2.0]).half(), "d": torch.tensor([1.0]).double()},
+        {"c": torch.tensor([2.0j])},
+    )
     assert 3.0 == float(fp.global_norm(grads))
     norm = fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, grads, max_norm=1.5)
     assert 3.0 == float(norm)
@@ -340,13 +423,19 @@ def test_place_keeps_what_is_there():
 
 
 def test_misplaced_tensors_are_all_named():
-    """Parameters and state on another device than their stage's: every one, with the call that moves them."""
+    """Parameters and state on another device than their stage's: every one, with the call that
+    moves them."""
     stages = [fp.stage(lambda p, x: x)] * 2
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), devices=["cpu", "meta"])
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 1, backward=False), devices=["cpu", "meta"]
+    )
     with pytest.raises(fp.PlacementError, match=r"fp\.place") as caught:
         fp.run(
             plan,
-            ({"a": torch.ones(1, device="meta")}, {"b": torch.ones(1), "c": torch.ones(1, device="meta")}),
+            (
+                {"a": torch.ones(1, device="meta")},
+                {"b": torch.ones(1), "c": torch.ones(1, device="meta")},
+            ),
             torch.ones(2),
         )
     assert "params[0]['a'] lies on meta, stage 0 runs on cpu" in str(caught.value)
@@ -355,11 +444,16 @@ def test_misplaced_tensors_are_all_named():
 
 
 def test_devices():
-    """As many as asked; names that torch does not know are refused when the plan runs, all at once."""
+    """As many as asked; names that torch does not know are refused when the plan runs, all at
+    once."""
     assert 3 == len(fp.devices(3))
-    assert {"cuda" if torch.cuda.is_available() else "cpu"} == {device.type for device in fp.devices(3)}
+    assert {"cuda" if torch.cuda.is_available() else "cpu"} == {
+        device.type for device in fp.devices(3)
+    }
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x)] * 2, fp.schedules.fill_drain(2, 1, backward=False), devices=["nonsense", "cuda:77"]
+        [fp.stage(lambda p, x: x)] * 2,
+        fp.schedules.fill_drain(2, 1, backward=False),
+        devices=["nonsense", "cuda:77"],
     )
     with pytest.raises(fp.PlacementError, match="device 0 is 'nonsense'") as caught:
         fp.run(plan, ((), ()), torch.ones(2))

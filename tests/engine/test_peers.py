@@ -1,7 +1,8 @@
-"""What peers get wrong, inverted: one test for each reproduced bug, with the row that it turns around.
+"""What peers get wrong, inverted: one test for each reproduced bug, with the row that it turns
+around.
 
-P<n>: row n of table 2.1 of the study of torch.distributed.pipelining, P2.2: its second table; G<n>: the ten lines on
-torchgpipe; A<n>: the review's experiments. Those that other files invert already:
+P<n>: row n of table 2.1 of the study of torch.distributed.pipelining, P2.2: its second table; G<n>:
+the ten lines on torchgpipe; A<n>: the review's experiments. Those that other files invert already:
   P1 A1 G5      laws/test_deferred_state.py (counts once; two layers; unbiased, large means)
   P4 P7 A8      engine/test_losses.py (loss called M times; uneven rows; padded tokens; weight 0)
   P6 P12        engine/test_optim.py (accumulation is exact; tied parameters step together)
@@ -16,7 +17,8 @@ torchgpipe; A<n>: the review's experiments. Those that other files invert alread
   A2            laws/test_same_numbers.py (a schedule that does not ascend)
   A14           engine/test_losses.py (ties are replicas whose gradients are summed once, no skips)
   P2.2          schedules/test_check.py (duplicates and deadlocks are refused), view/test_simulate.py (every plan)
-Not here: P11 (speed: tests/benchmarks), G6 (balancing) and Pipe (A6 in part), which do not exist yet.
+Not here: P11 (speed: tests/benchmarks), G6 (balancing) and Pipe (A6 in part), which do not exist
+yet.
 """
 
 import pickle
@@ -41,12 +43,17 @@ def ones(count, **options):
 
 
 def test_p2_switching_between_training_and_evaluation_costs_nothing():
-    """Three times a step and an evaluation over 4 microbatches: 24 forwards, and 3 batches counted."""
+    """Three times a step and an evaluation over 4 microbatches: 24 forwards, and 3 batches
+    counted."""
     calls = []
     counted = fp.stage(lambda p, x: (calls.append(1), x)[1])
     part, params, state = fp.from_module(nn.BatchNorm1d(2))
-    train = fp.make_plan([counted, part], fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: y.sum(), devices="cpu")
-    evaluate = fp.make_plan([counted, part], fp.schedules.fill_drain(2, 4, backward=False), devices="cpu")
+    train = fp.make_plan(
+        [counted, part], fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: y.sum(), devices="cpu"
+    )
+    evaluate = fp.make_plan(
+        [counted, part], fp.schedules.fill_drain(2, 4, backward=False), devices="cpu"
+    )
     states = ((), state)
     for _ in range(3):
         states = fp.run(train, ((), params), (torch.randn(8, 2), None), state=states).state
@@ -73,7 +80,8 @@ def test_p3_integer_ids_go_between_stages(executor):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
-    """KeyboardInterrupt in the loss of microbatch 2; the same plan then gives the numbers of a fresh one."""
+    """KeyboardInterrupt in the loss of microbatch 2; the same plan then gives the numbers of a
+    fresh one."""
     armed = [True]
 
     def loss(y, t):
@@ -86,13 +94,17 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
     with pytest.raises(KeyboardInterrupt):
         fp.run(plan, ones(2), (x * 100, t), executor=executor)
     armed[0] = False
-    assert_same_result(fp.run_sequential(plan, ones(2), (x, t)), fp.run(plan, ones(2), (x, t), executor=executor))
+    assert_same_result(
+        fp.run_sequential(plan, ones(2), (x, t)), fp.run(plan, ones(2), (x, t), executor=executor)
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_p8_batches_may_grow_and_shrink(executor):
     """One plan, other rows and widths in every step."""
-    plan = fp.make_plan([TIMES, TIMES], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [TIMES, TIMES], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
+    )
     for rows, width in ((8, 3), (3, 3), (17, 3), (4, 5), (1, 1)):
         x, t = torch.randn(rows, width), torch.randn(rows, width)
         result = fp.run(plan, ones(2), (x, t), executor=executor)
@@ -102,7 +114,10 @@ def test_p8_batches_may_grow_and_shrink(executor):
 
 def test_p9_the_places_of_crossing_values_do_not_grow_with_the_batch():
     """1F1B on 4 devices: as many slots for 64 microbatches as for 8."""
-    pools = [fp.make_plan([TIMES] * 4, fp.schedules.one_f_one_b(4, m), loss=F.mse_loss).program.pools for m in (8, 64)]
+    pools = [
+        fp.make_plan([TIMES] * 4, fp.schedules.one_f_one_b(4, m), loss=F.mse_loss).program.pools
+        for m in (8, 64)
+    ]
     assert [(p.role, p.source, p.lane, p.slots) for p in pools[0]] == [
         (p.role, p.source, p.lane, p.slots) for p in pools[1]
     ]
@@ -111,7 +126,8 @@ def test_p9_the_places_of_crossing_values_do_not_grow_with_the_batch():
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
-    """Forward and recomputation: 2 calls per microbatch for any number of linear layers in the block."""
+    """Forward and recomputation: 2 calls per microbatch for any number of linear layers in the
+    block."""
     calls = []
 
     class Block(nn.Module):
@@ -120,7 +136,9 @@ def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
             self.layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(k)])
 
         def forward(self, x):
-            return checkpoint(lambda h: (calls.append(1), self.layers(h))[1], x, use_reentrant=False)
+            return checkpoint(
+                lambda h: (calls.append(1), self.layers(h))[1], x, use_reentrant=False
+            )
 
     stages, params, _ = zip(*[fp.from_module(Block(), name=f"b{i}") for i in range(2)], strict=True)
     plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 4), loss=F.mse_loss, devices="cpu")
@@ -129,10 +147,13 @@ def test_p10_zero_bubble_computes_a_checkpointed_block_twice(k):
 
 
 def test_p11_the_two_halves_are_one_backward(monkeypatch):
-    """Where nothing waits, I and W of an eager stage call autograd once per microbatch, as B does."""
+    """Where nothing waits, I and W of an eager stage call autograd once per microbatch, as B
+    does."""
     calls = []
     backward = gradient_graph.run_backward
-    monkeypatch.setattr(gradient_graph, "run_backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[1])
+    monkeypatch.setattr(
+        gradient_graph, "run_backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[1]
+    )
     for schedule in (fp.schedules.one_f_one_b(2, 4), fp.schedules.zero_bubble(2, 4)):
         calls.clear()
         fp.run(
@@ -152,19 +173,30 @@ def test_p17_every_schedule_pickles_and_prints_what_it_is(schedule):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("schedule", schedules(4, 3), ids=ids)
 def test_p22_what_is_printed_is_what_runs(schedule, executor):
-    """The measured timeline has, device by device, the very actions of the schedule in their order."""
+    """The measured timeline has, device by device, the very actions of the schedule in their
+    order."""
     plan = fp.make_plan([TIMES] * 4, schedule, loss=F.mse_loss, devices="cpu")
-    timeline = fp.run(plan, ones(4), (torch.randn(3, 1), torch.randn(3, 1)), record=True, executor=executor).timeline
-    ran = [[s.action for s in timeline.spans if s.device == device] for device in range(schedule.num_devices)]
+    timeline = fp.run(
+        plan, ones(4), (torch.randn(3, 1), torch.randn(3, 1)), record=True, executor=executor
+    ).timeline
+    ran = [
+        [s.action for s in timeline.spans if s.device == device]
+        for device in range(schedule.num_devices)
+    ]
     assert [list(order) for order in schedule.orders] == ran
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_g2_functional_call_with_remat_has_the_given_weights(executor):
-    """A function stage around functional_call: recomputed with the run's parameters, not the module's own."""
-    # A module each: functional_call puts tensors into the module, so two threads must not share one.
+    """A function stage around functional_call: recomputed with the run's parameters, not the
+    module's own."""
+    # A module each: functional_call puts tensors into the module, so two threads must not share
+    # one.
     modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
-    bodies = [fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body") for m in modules]
+    bodies = [
+        fp.stage(lambda p, x, m=m: torch.func.functional_call(m, p, x), name="body")
+        for m in modules
+    ]
     for schedule in (
         fp.schedules.fill_drain(2, 2),
         fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
@@ -188,17 +220,23 @@ def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
         return y.sum()
 
     plan = fp.make_plan([part, part], wrap(fp.schedules.fill_drain(2, 2)), loss=loss, devices="cpu")
-    with pytest.raises((fp.PlanError, RuntimeError), match=r"params\[0\]\['w'\]|modified by an inplace operation"):
+    with pytest.raises(
+        (fp.PlanError, RuntimeError), match=r"params\[0\]\['w'\]|modified by an inplace operation"
+    ):
         fp.run(plan, params, (torch.ones(2, 1), None), executor=executor)
 
 
 def test_g4_a_partial_batch_keeps_its_features():
     """10 rows over 8: the last microbatch is the one that is kept, and batch norm commits."""
     norm, params, state = fp.from_module(nn.BatchNorm2d(2), name="norm")
-    keep = fp.schedules.remat(fp.schedules.fill_drain(1, 8), keep=lambda action: action.microbatch == 7)
+    keep = fp.schedules.remat(
+        fp.schedules.fill_drain(1, 8), keep=lambda action: action.microbatch == 7
+    )
     plan = fp.make_plan([norm], keep, loss=lambda y, t: y.square().mean(), devices="cpu")
     for rows, count in ((10, 8), (3, 3), (16, 8)):
-        result = fp.run(plan, (params,), (torch.randn(rows, 2, 3, 3), None), state=(state,), record=True)
+        result = fp.run(
+            plan, (params,), (torch.randn(rows, 2, 3, 3), None), state=(state,), record=True
+        )
         actions = [str(span.action) for span in result.timeline.spans]
         assert count - (count == 8) == sum("R" in one for one in actions)
         assert 1 == int(result.state[0]["num_batches_tracked"])
@@ -206,15 +244,23 @@ def test_g4_a_partial_batch_keeps_its_features():
 
 @pytest.mark.parametrize("wrap", [lambda s: s, fp.schedules.remat], ids=["plain", "remat"])
 def test_g8_dropout_masks_are_those_of_the_recomputation(wrap):
-    """100 dropouts in 2 stages on 2 threads, 5 times: zeros of the output are zeros of the gradient, and again so."""
+    """100 dropouts in 2 stages on 2 threads, 5 times: zeros of the output are zeros of the
+    gradient, and again so."""
     drop = lambda p, x: [x := F.dropout(x * p, 0.02) for _ in range(50)][-1]
     stages = fp.stage(drop, name="a"), fp.stage(drop, name="b")
     plan = fp.make_plan(
-        stages, wrap(fp.schedules.one_f_one_b(2, 4)), loss=lambda y, t: y.sum(), outputs=True, devices="cpu"
+        stages,
+        wrap(fp.schedules.one_f_one_b(2, 4)),
+        loss=lambda y, t: y.sum(),
+        outputs=True,
+        devices="cpu",
     )
     whole = fp.Replicate
     params = torch.ones(1, 30), torch.ones(1, 30)
-    results = [fp.run(plan, params, (torch.ones(4, 30), whole(None)), seed=1, executor="threads") for _ in range(5)]
+    results = [
+        fp.run(plan, params, (torch.ones(4, 30), whole(None)), seed=1, executor="threads")
+        for _ in range(5)
+    ]
     dead = (results[0].outputs == 0).all(0)
     assert 0 < int((results[0].outputs == 0).sum())
     for result in results:
@@ -251,7 +297,8 @@ def test_g10_two_cpu_devices_are_two_threads():
 
 
 def test_a6_user_backwards_stay_on_their_lanes_thread():
-    """A custom backward runs on the thread of its forward, no engine thread, with the caller's context variables."""
+    """A custom backward runs on the thread of its forward, no engine thread, with the caller's
+    context variables."""
     seen = []
     name = ContextVar("name", default="nobody")
 
@@ -268,7 +315,10 @@ def test_a6_user_backwards_stay_on_their_lanes_thread():
 
     name.set("somebody")
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: Look.apply(x * p))], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: Look.apply(x * p))],
+        fp.schedules.fill_drain(1, 1),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     fp.run(plan, ones(1), (torch.randn(2, 1), torch.randn(2, 1)), executor="threads")
     assert [(seen[0][0], "somebody")] * 2 == seen
@@ -276,11 +326,14 @@ def test_a6_user_backwards_stay_on_their_lanes_thread():
 
 
 def test_a8_half_gradients_do_not_overflow_where_weights_are_known():
-    """Divided first, a sum over 4000 rows of 100 fits into float16; divided last it would be infinite."""
+    """Divided first, a sum over 4000 rows of 100 fits into float16; divided last it would be
+    infinite."""
     x = torch.full((4000, 1), 100.0, dtype=torch.float16)
     p = torch.ones((), dtype=torch.float16)
     loss = lambda y, t: ((y.float()).sum(), len(y))
-    early = fp.make_plan([TIMES], fp.schedules.fill_drain(1, 2), loss=loss, weight=len, devices="cpu")
+    early = fp.make_plan(
+        [TIMES], fp.schedules.fill_drain(1, 2), loss=loss, weight=len, devices="cpu"
+    )
     result = fp.run(early, (p,), (x, x))
     assert 100.0 == pytest.approx(float(result.grads[0]), rel=1e-2)
 
@@ -335,7 +388,9 @@ def test_a10_intra_op_threads_are_reported_and_restored(executor):
         seen.clear()
         assert (
             count
-            == fp.run(plan, ((), ()), torch.ones(2), executor=executor, threads_per_lane=count).stats.threads_per_lane
+            == fp.run(
+                plan, ((), ()), torch.ones(2), executor=executor, threads_per_lane=count
+            ).stats.threads_per_lane
         )
         assert {count} == seen
         assert before == torch.get_num_threads()

@@ -1,4 +1,5 @@
-"""``ranges=True``: a real profiler sees every action of every lane by its name; without it nothing is recorded."""
+"""``ranges=True``: a real profiler sees every action of every lane by its name; without it nothing
+is recorded."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_every_action_of_every_lane_is_seen_in_its_thread():
     threads: dict[int, list[str]] = {}
     for event in found:
         threads.setdefault(event.thread, []).append(event.name)
-    assert sorted(threads.values()) == [[str(action) for action in order] for order in PLAN.schedule.orders]
+    assert sorted(threads.values()) == [
+        [str(action) for action in order] for order in PLAN.schedule.orders
+    ]
 
 
 def test_threads_that_are_kept_are_seen():
@@ -79,7 +82,10 @@ def test_serial_ones_are_seen_by_any_profiler_in_plan_order():
 
 def test_a_profiler_of_one_thread_does_not_see_lanes():
     """Why the how-to says what to switch on. Should torch change this, the page can be shorter."""
-    assert names(profiled(lambda: fp.run(PLAN, PARAMS, BATCH, executor="threads", ranges=True), None)) == []
+    assert (
+        names(profiled(lambda: fp.run(PLAN, PARAMS, BATCH, executor="threads", ranges=True), None))
+        == []
+    )
 
 
 def test_operations_lie_inside_of_their_actions():
@@ -114,7 +120,10 @@ def test_off_records_nothing_and_wraps_nothing(executor, monkeypatch):
 def test_bits_are_the_same(executor, compiled):
     stages = [fp.compile_stage(part) if compiled else part for part in STAGES]
     plan = fp.make_plan(stages, fp.schedules.zero_bubble(2, 3), loss=F.mse_loss, devices="cpu")
-    plain, seen = (fp.run(plan, PARAMS, BATCH, executor=executor, ranges=on, record=True) for on in (False, True))
+    plain, seen = (
+        fp.run(plan, PARAMS, BATCH, executor=executor, ranges=on, record=True)
+        for on in (False, True)
+    )
     assert torch.equal(plain.loss, seen.loss)
     assert all(map(torch.equal, fp.leaves(plain.grads), fp.leaves(seen.grads)))
     assert seen.timeline is not None
@@ -128,13 +137,20 @@ def test_both_halves_of_a_vjp():
         result, pullback = fp.vjp(plan, PARAMS, BATCH[0], ranges=True)
         pullback(torch.ones_like(result.outputs))
 
-    assert sorted(names(profiled(work))) == sorted(str(a) for order in plan.schedule.orders for a in order)
+    assert sorted(names(profiled(work))) == sorted(
+        str(a) for order in plan.schedule.orders for a in order
+    )
     assert names(profiled(lambda: fp.vjp(plan, PARAMS, BATCH[0]))) == []
 
 
 def test_a_pipe():
     def pipe(on: bool) -> fp.Pipe:
-        return fp.Pipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), chunks=2, devices=["cpu", "cpu"], ranges=on)
+        return fp.Pipe(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+            chunks=2,
+            devices=["cpu", "cpu"],
+            ranges=on,
+        )
 
     def work(on: bool) -> None:
         pipe(on)(BATCH[0]).sum().backward()
@@ -169,7 +185,9 @@ def test_a_stage_that_raises_closes_its_range():
     def fail(w: Any, x: Any) -> Any:
         raise KeyError("missing")
 
-    plan = fp.make_plan([STAGES[0], fp.stage(fail)], fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [STAGES[0], fp.stage(fail)], fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu"
+    )
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with pytest.raises(KeyError, match="missing"):
             fp.run(plan, PARAMS, BATCH, executor="serial", ranges=True)
@@ -190,14 +208,25 @@ with fp.lanes(page.PLAN) as lanes:
 
 
 def test_exported_traces_have_the_names_of_lanes(tmp_path):
-    """Perfetto shows a row ``lane 0``. In a process of its own: torch's profiler notes threads once in each."""
+    """Perfetto shows a row ``lane 0``. In a process of its own: torch's profiler notes threads once
+    in each."""
     root = str(Path(__file__).parent.parent.parent)
     command = [sys.executable, "-c", PROFILED_ALONE]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True, capture_output=True)
+    subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        check=True,
+        capture_output=True,
+    )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for lane in (0, 1):
         threads = {event["tid"] for event in events if event.get("name") == f"{lane}F0"}
-        rows = {event["tid"] for event in events if f"(lane {lane})" in str(event.get("args", {}).get("name"))}
+        rows = {
+            event["tid"]
+            for event in events
+            if f"(lane {lane})" in str(event.get("args", {}).get("name"))
+        }
         assert len(threads) == 1
         assert threads == rows
 
@@ -228,6 +257,8 @@ def test_the_system_knows_the_threads_by_name():
         found[threading.current_thread().name] = Path("/proc/thread-self/comm").read_text().strip()
         return x * w
 
-    plan = fp.make_plan([fp.stage(note)] * 2, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(note)] * 2, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     fp.run(plan, (torch.ones(8), torch.ones(8)), BATCH, executor="threads")
     assert found == {"funcpipe lane 0": "lane 0", "funcpipe lane 1": "lane 1"}

@@ -14,11 +14,14 @@ SCALE = fp.stage(lambda p, x: x * p["w"], name="scale")
 
 
 def plan_of(*stages, **options):
-    return fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options)
+    return fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu", **options
+    )
 
 
 def test_a_tied_tensor_is_stepped_once():
-    """One tensor in two stages: a run hands its whole gradient to both, and step takes it once, ties= given or not."""
+    """One tensor in two stages: a run hands its whole gradient to both, and step takes it once,
+    ties= given or not."""
     batch = torch.randn(4, 3), torch.randn(4, 3)
     moved = []
     for ties in ((), (((0, "w"), (1, "w")),)):
@@ -45,7 +48,9 @@ def test_an_auxiliary_loss_of_weight_0_counts_nothing_in_a_composition():
     """As it does where the stages stand alone."""
 
     def part(weight):
-        return fp.stage(lambda p, x: fp.Out(x * p, loss=((x * p).sum(), weight)), name=f"aux{weight}")
+        return fp.stage(
+            lambda p, x: fp.Out(x * p, loss=((x * p).sum(), weight)), name=f"aux{weight}"
+        )
 
     x = torch.ones(4, 2), torch.zeros(4, 2)
     parts, ones = (part(0.0), part(1.0)), (torch.ones(()), torch.ones(()))
@@ -65,7 +70,9 @@ def test_arrays_are_not_given_whole_to_every_microbatch():
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_from_the_loss_are_checked(weight):
     """A (loss, something else) pair is not silently a (sum, weight)."""
-    plan = fp.make_plan([SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu")
+    plan = fp.make_plan(
+        [SCALE], fp.schedules.fill_drain(1, 2), loss=lambda y, t: (y.sum(), weight), devices="cpu"
+    )
     with pytest.raises(fp.BatchError, match="no numbers from 0"):
         fp.run(plan, ({"w": torch.ones(3)},), (torch.ones(4, 3), None))
 
@@ -73,7 +80,10 @@ def test_weights_from_the_loss_are_checked(weight):
 def test_closed_lanes_run_nothing():
     """After their with block no thread starts again."""
     plan = plan_of(SCALE, SCALE)
-    params, batch = ({"w": torch.ones(3)}, {"w": torch.ones(3)}), (torch.ones(4, 3), torch.ones(4, 3))
+    params, batch = (
+        ({"w": torch.ones(3)}, {"w": torch.ones(3)}),
+        (torch.ones(4, 3), torch.ones(4, 3)),
+    )
     with fp.lanes(plan) as lanes:
         fp.run(plan, params, batch, executor=lanes)
     with pytest.raises(fp.FuncpipeError, match="closed"):
@@ -84,7 +94,12 @@ def test_closed_lanes_run_nothing():
 def test_threads_per_lane_is_checked(threads):
     """Before anything runs."""
     with pytest.raises(fp.PlanError, match="threads_per_lane is a positive int"):
-        fp.run(plan_of(SCALE), ({"w": torch.ones(3)},), (torch.ones(4, 3), torch.ones(4, 3)), threads_per_lane=threads)
+        fp.run(
+            plan_of(SCALE),
+            ({"w": torch.ones(3)},),
+            (torch.ones(4, 3), torch.ones(4, 3)),
+            threads_per_lane=threads,
+        )
 
 
 def test_what_a_forward_keeps_on_its_module_dies_with_the_run():
@@ -136,12 +151,19 @@ def test_parts_of_a_composition_write_to_nobody():
         (lambda: fp.stage(torch.nn.Linear(2, 2)), r"Linear is a module.*fp\.from_module"),
         (lambda: fp.stage(3), "a stage is made of a function"),
         (
-            lambda: fp.schedules.remat(fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1))),
+            lambda: fp.schedules.remat(
+                fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1))
+            ),
             r"fp\.schedules\.remat\(plan\.schedule\)",
         ),
-        (lambda: fp.schedules.remat(fp.schedules.fill_drain(1, 1), keep="0F0"), "keep is a function"),
         (
-            lambda: fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss),
+            lambda: fp.schedules.remat(fp.schedules.fill_drain(1, 1), keep="0F0"),
+            "keep is a function",
+        ),
+        (
+            lambda: fp.make_plan(
+                [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss
+            ),
             r"loss=MSELoss\(\)",
         ),
         (
@@ -166,7 +188,10 @@ def test_wrong_kinds_of_things_name_the_right_call(call, words):
 )
 def test_options_of_the_wrong_kind(option, words):
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(1, 1), loss=torch.nn.MSELoss(), devices="cpu"
+        [fp.stage(lambda p, x: x * p)],
+        fp.schedules.fill_drain(1, 1),
+        loss=torch.nn.MSELoss(),
+        devices="cpu",
     )
     with pytest.raises(fp.PlanError, match=words):
         fp.run(plan, (torch.ones(1),), (torch.ones(1), torch.ones(1)), **option)
@@ -182,5 +207,7 @@ def test_numpys_integers_are_seeds():
         devices="cpu",
     )
     batch = (torch.ones(64), torch.ones(64))
-    losses = [float(fp.run(plan, (torch.ones(1),), batch, seed=seed).loss) for seed in (7, np.int64(7))]
+    losses = [
+        float(fp.run(plan, (torch.ones(1),), batch, seed=seed).loss) for seed in (7, np.int64(7))
+    ]
     assert losses[0] == losses[1]

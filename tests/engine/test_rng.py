@@ -20,8 +20,13 @@ def ones(count):
 
 
 def test_fold_in_makes_new_seeds():
-    """A hash: no collisions on a grid, ordered arguments, ints and names apart, 63 bits, any int, manual_seed takes it."""
-    grid = [fp.fold_in(seed, data) for seed in range(-20, 20) for data in (*range(40), *map(str, range(40)))]
+    """A hash: no collisions on a grid, ordered arguments, ints and names apart, 63 bits, any int,
+    manual_seed takes it."""
+    grid = [
+        fp.fold_in(seed, data)
+        for seed in range(-20, 20)
+        for data in (*range(40), *map(str, range(40)))
+    ]
     assert len(grid) == len(set(grid))
     assert fp.fold_in(1, 2) != fp.fold_in(2, 1)
     assert fp.fold_in(fp.fold_in(0, 1), 2) != fp.fold_in(fp.fold_in(0, 2), 1)
@@ -35,7 +40,8 @@ def test_fold_in_makes_new_seeds():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_step_runs_once_whoever_draws_meanwhile(executor):
-    """Another thread that moves torch's generator, or a stage that begins to draw late: every forward is called once."""
+    """Another thread that moves torch's generator, or a stage that begins to draw late: every
+    forward is called once."""
     calls, stop = [], threading.Event()
 
     @fp.stage
@@ -48,13 +54,19 @@ def test_a_step_runs_once_whoever_draws_meanwhile(executor):
             torch.rand(3)
 
     plan = fp.make_plan(
-        [late, fp.stage(lambda p, x: x * p)], fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu"
+        [late, fp.stage(lambda p, x: x * p)],
+        fp.schedules.fill_drain(2, 4),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     thread = threading.Thread(target=draw)
     thread.start()
     try:
         x = torch.arange(4.0)[:, None]
-        results = [fp.run(plan, ones(2), (x, torch.zeros(4, 1)), seed=0, executor=executor) for _ in range(3)]
+        results = [
+            fp.run(plan, ones(2), (x, torch.zeros(4, 1)), seed=0, executor=executor)
+            for _ in range(3)
+        ]
     finally:
         stop.set()
         thread.join()
@@ -89,10 +101,13 @@ def test_what_another_thread_draws_is_not_keyed():
     assert same(seen[0], torch.rand(3))
 
 
-@pytest.mark.parametrize("run", [fp.run_sequential, *(partial(fp.run, executor=e) for e in EXECUTORS)])
+@pytest.mark.parametrize(
+    "run", [fp.run_sequential, *(partial(fp.run, executor=e) for e in EXECUTORS)]
+)
 @pytest.mark.parametrize("wrap", [lambda schedule: schedule, fp.schedules.remat])
 def test_a_draw_that_comes_late_is_keyed(wrap, run):
-    """A stage that draws only in some later microbatch, or later run, is exact all the same, with and without remat."""
+    """A stage that draws only in some later microbatch, or later run, is exact all the same, with
+    and without remat."""
     late = fp.stage(lambda p, x: x * p + (torch.rand(()) if x[0, 0] > 0 else 0.0), name="late")
     stages = [late, fp.stage(lambda p, x: x * p, name="b")]
     plan = fp.make_plan(stages, wrap(fp.schedules.fill_drain(2, 2)), loss=F.mse_loss, devices="cpu")
@@ -124,9 +139,14 @@ def test_a_draw_inside_of_a_conditional_is_keyed():
     before = torch.get_rng_state()
     outside = fp.stage(lambda p, v: v + torch.rand(3), name="cond")
     expected = fp.run(
-        fp.make_plan([outside], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"), ((),), x, seed=0
+        fp.make_plan([outside], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"),
+        ((),),
+        x,
+        seed=0,
     )
-    assert torch.equal(fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs)
+    assert torch.equal(
+        fp.run(make(lambda v: v + torch.rand(3)), ((),), x, seed=0).outputs, expected.outputs
+    )
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -147,7 +167,8 @@ def test_what_is_said_to_draw_and_does_not(name):
 
 
 def test_a_draw_that_ends_a_region_is_checked_all_the_same():
-    """The dropout kernel saves what it drew while it is called, and with that a region has all that it wanted."""
+    """The dropout kernel saves what it drew while it is called, and with that a region has all that
+    it wanted."""
     keys = Keys(0, [fp.stage(lambda p, x: x, name="other")])
 
     def enough(_):
@@ -163,7 +184,8 @@ def test_a_draw_that_ends_a_region_is_checked_all_the_same():
 
 
 def test_checkpoint_leaves_generators_of_devices_alone(monkeypatch):
-    """In lanes next to each other, whose draws are keyed, it asks for no state and sets none; else it does as ever."""
+    """In lanes next to each other, whose draws are keyed, it asks for no state and sets none; else
+    it does as ever."""
     with FakeTensorMode():
         elsewhere = torch.empty(2, device="cuda:77")
     asked = []
@@ -179,7 +201,10 @@ def test_checkpoint_leaves_generators_of_devices_alone(monkeypatch):
         return torch.utils.checkpoint.checkpoint(region, x, p, use_reentrant=False)
 
     plan = fp.make_plan(
-        [fp.stage(stage, name=name) for name in "ab"], fp.schedules.fill_drain(2, 1), loss=F.mse_loss, devices="cpu"
+        [fp.stage(stage, name=name) for name in "ab"],
+        fp.schedules.fill_drain(2, 1),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     x = torch.ones(4, 3)
     fp.run(plan, ones(2), (x, x), seed=0, executor="threads")
@@ -188,7 +213,11 @@ def test_checkpoint_leaves_generators_of_devices_alone(monkeypatch):
     fp.run(plan, ones(2), (x, x), seed=0, executor="serial")
     assert ["of the device"] * 4 == asked
     ours, calls = torch.utils.checkpoint.get_device_states, []
-    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", lambda *a: (calls.append(a), ours(*a))[1])
+    monkeypatch.setattr(
+        torch.utils.checkpoint, "get_device_states", lambda *a: (calls.append(a), ours(*a))[1]
+    )
     monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)
     fp.run(plan, ones(2), (x, x), seed=0, executor="threads")
-    assert len(calls) == 4 + 2  # those of the region itself, and torch's, by the name that is replaced
+    assert (
+        len(calls) == 4 + 2
+    )  # those of the region itself, and torch's, by the name that is replaced

@@ -1,5 +1,5 @@
-"""Several batches at once give what one run after the other gives, bit for bit, whether lanes go on by themselves or not; and
-nothing where one of them fails."""
+"""Several batches at once give what one run after the other gives, bit for bit, whether lanes go on
+by themselves or not; and nothing where one of them fails."""
 
 import copy
 import functools
@@ -20,7 +20,9 @@ from funcpipe._src.optimizing import undo
 
 STAGES, MICROBATCHES = 3, 3
 GENERATOR = torch.Generator().manual_seed(1)
-BATCHES = [tuple(torch.randn(rows, 6, generator=GENERATOR) for _ in range(2)) for rows in (9, 9, 7, 2)]
+BATCHES = [
+    tuple(torch.randn(rows, 6, generator=GENERATOR) for _ in range(2)) for rows in (9, 9, 7, 2)
+]
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 MAKERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -32,7 +34,9 @@ MAKERS = {
 
 def layers(count=STAGES):
     generator = torch.Generator().manual_seed(3)
-    return tuple({name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(count))
+    return tuple(
+        {name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(count)
+    )
 
 
 def stage(p, x):
@@ -52,20 +56,25 @@ def walks(monkeypatch):
     """How many batches the lanes did at once, each time."""
     counts, walk = [], Lanes.walk
     monkeypatch.setattr(
-        Lanes, "walk", lambda self, executions: (counts.append(len(executions)), walk(self, executions))[1]
+        Lanes,
+        "walk",
+        lambda self, executions: (counts.append(len(executions)), walk(self, executions))[1],
     )
     return counts
 
 
 class Twins:
-    """The same parameters twice, each with an optimizer: one is stepped in `run_batches`, the other one by a loop."""
+    """The same parameters twice, each with an optimizer: one is stepped in `run_batches`, the other
+    one by a loop."""
 
     def __init__(self, make=ADAMW, *, plan=None, params=None, scheduler=None, **options):
         self.plan = plan or plan_of(**options)
         params = layers(self.plan.num_stages) if params is None else params
         self.rows = [copy.deepcopy(params), copy.deepcopy(params)]
         self.optimizers = [make([*dict.fromkeys(fp.leaves(row))]) for row in self.rows]
-        self.schedulers = [scheduler(each) for each in self.optimizers] if scheduler else [None, None]
+        self.schedulers = (
+            [scheduler(each) for each in self.optimizers] if scheduler else [None, None]
+        )
         self.state = None
 
     def run(self, batches=BATCHES, *, seed=None, feeds=None, **options):
@@ -76,7 +85,14 @@ class Twins:
             fed = None if feeds is None else feeds[number]
             more = {key: value for key, value in options.items() if key != "executor"}
             one = fp.run(
-                self.plan, wanted, batch, optimizer=self.optimizers[1], seed=key, feeds=fed, state=state, **more
+                self.plan,
+                wanted,
+                batch,
+                optimizer=self.optimizers[1],
+                seed=key,
+                feeds=fed,
+                state=state,
+                **more,
             )
             if self.schedulers[1] is not None:
                 self.schedulers[1].step()
@@ -97,7 +113,9 @@ class Twins:
         """All batches at once."""
         options |= {"scheduler": self.schedulers[0], "state": self.state}
         options = {"executor": "threads", **options}
-        return fp.run_batches(self.plan, self.rows[0], batches, optimizer=self.optimizers[0], **options)
+        return fp.run_batches(
+            self.plan, self.rows[0], batches, optimizer=self.optimizers[0], **options
+        )
 
     def check(self):
         """Are the two alike."""
@@ -145,7 +163,9 @@ def test_a_lane_begins_the_next_batch_while_others_are_at_the_last(walks, monkey
             begun.set()
         return stage(p, x)
 
-    plan = plan_of(fp.schedules.one_f_one_b(2, MICROBATCHES), stages=[fp.stage(first), fp.stage(stage)])
+    plan = plan_of(
+        fp.schedules.one_f_one_b(2, MICROBATCHES), stages=[fp.stage(first), fp.stage(stage)]
+    )
     params = layers(2)
     fp.run(plan, params, BATCHES[0], optimizer=torch.optim.SGD(fp.leaves(params), lr=0.1))
     calls.clear()
@@ -157,14 +177,24 @@ def test_a_lane_begins_the_next_batch_while_others_are_at_the_last(walks, monkey
         return own(self)
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
-    fp.run_batches(plan, params, BATCHES[:2], optimizer=torch.optim.SGD(fp.leaves(params), lr=0.1), executor="threads")
+    fp.run_batches(
+        plan,
+        params,
+        BATCHES[:2],
+        optimizer=torch.optim.SGD(fp.leaves(params), lr=0.1),
+        executor="threads",
+    )
     assert seen == [True, True]
     assert walks[-1] == 2
 
 
 def test_the_first_batch_that_a_plan_ever_runs_goes_alone(walks):
-    twins = Twins(plan=plan_of(stages=[fp.stage(stage, name=f"new {number}") for number in range(STAGES)]))
-    fp.run_batches(twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], executor="threads")
+    twins = Twins(
+        plan=plan_of(stages=[fp.stage(stage, name=f"new {number}") for number in range(STAGES)])
+    )
+    fp.run_batches(
+        twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], executor="threads"
+    )
     assert walks == [1, len(BATCHES) - 1]
 
 
@@ -175,7 +205,9 @@ def test_what_is_clipped_is_done_again(max_norm, walks):
     walks.clear()
     got = twins.run(max_norm=max_norm)
     assert all(float(result.norm) > 0.05 for result in got)
-    assert walks[len(BATCHES) :] == ([len(BATCHES)] if max_norm > 1 else [len(BATCHES), *[1] * len(BATCHES)])
+    assert walks[len(BATCHES) :] == (
+        [len(BATCHES)] if max_norm > 1 else [len(BATCHES), *[1] * len(BATCHES)]
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 64.0])
@@ -240,7 +272,9 @@ class Raises(torch.autograd.Function):
 def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor):
     fails = Fails()
     stages = [fp.stage(fails if number == place else stage) for number in range(STAGES)]
-    twins = Twins(plan=plan_of(stages=stages), scheduler=lambda each: lr_scheduler.StepLR(each, 1, 0.5))
+    twins = Twins(
+        plan=plan_of(stages=stages), scheduler=lambda each: lr_scheduler.StepLR(each, 1, 0.5)
+    )
     twins.run(BATCHES[:2], executor=executor)
     before, rates = twins.now(), copy.deepcopy(twins.schedulers[0].state_dict())
     groups = copy.deepcopy(twins.optimizers[0].state_dict()["param_groups"])
@@ -295,7 +329,11 @@ class Warmup(lr_scheduler.LRScheduler):
     """The usual one of users': it holds another scheduler, and what no copy can be made of."""
 
     def __init__(self, optimizer):
-        self.after, self.lock, self.seen = lr_scheduler.StepLR(optimizer, 1, 0.5), threading.Lock(), [optimizer]
+        self.after, self.lock, self.seen = (
+            lr_scheduler.StepLR(optimizer, 1, 0.5),
+            threading.Lock(),
+            [optimizer],
+        )
         super().__init__(optimizer)
 
     def get_lr(self):
@@ -346,17 +384,26 @@ def test_an_interrupt_while_steps_are_undone_waits_until_they_are(monkeypatch):
 
 
 def test_casts_of_weights_go_with_their_batch():
-    """Under autocast compiled stages cast their weights once a run; of batches that are done nothing is left."""
+    """Under autocast compiled stages cast their weights once a run; of batches that are done
+    nothing is left."""
     split = fp.split(nn.Sequential(nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48)), balance=[2, 1])
-    plan = plan_of(fp.schedules.one_f_one_b(2, 2), stages=[fp.compile_stage(one) for one in split.stages])
+    plan = plan_of(
+        fp.schedules.one_f_one_b(2, 2), stages=[fp.compile_stage(one) for one in split.stages]
+    )
     batches = [(torch.randn(4, 48), torch.randn(4, 48)) for _ in range(8)]
     optimizer = torch.optim.SGD(fp.leaves(split.params), lr=0.1)
     counts, own = [], torch.optim.SGD.step
 
     def step(self, closure=None):
         gc.collect()
-        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and id(each) not in others]
-        counts.append(sum(each.dtype is torch.bfloat16 and each.shape == (48, 48) for each in tensors))
+        tensors = [
+            each
+            for each in gc.get_objects()
+            if type(each) is torch.Tensor and id(each) not in others
+        ]
+        counts.append(
+            sum(each.dtype is torch.bfloat16 and each.shape == (48, 48) for each in tensors)
+        )
         return own(self)
 
     with torch.autocast("cpu", torch.bfloat16), pytest.MonkeyPatch.context() as patch:
@@ -365,7 +412,9 @@ def test_casts_of_weights_go_with_their_batch():
         others = {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
         fp.run_batches(plan, split.params, batches, optimizer=optimizer, executor="threads")
     assert len(counts) == 16
-    assert 0 < max(counts) <= 8  # of two batches, and gradients before they are cast back; 16 and more of all
+    assert (
+        0 < max(counts) <= 8
+    )  # of two batches, and gradients before they are cast back; 16 and more of all
 
 
 def test_a_rate_that_is_a_tensor_stays_the_tensor_that_it_is():
@@ -381,7 +430,9 @@ def test_a_rate_that_is_a_tensor_stays_the_tensor_that_it_is():
 
 def test_groups_keep_their_own_numbers(walks):
     def make(params):
-        return torch.optim.AdamW([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "lr": 0.03}])
+        return torch.optim.AdamW(
+            [{"params": params[:2], "lr": 0.01}, {"params": params[2:], "lr": 0.03}]
+        )
 
     twins = Twins(make, scheduler=SCHEDULERS["step"])
     for _ in range(2):
@@ -438,7 +489,9 @@ def test_a_commit_that_fails_leaves_all_as_it_was(walks):
         return grown(state, stats)
 
     twins = Twins(
-        plan=plan_of(stages=[fp.stage(stage), fp.stage(counting, state=True, commit=commit), fp.stage(stage)])
+        plan=plan_of(
+            stages=[fp.stage(stage), fp.stage(counting, state=True, commit=commit), fp.stage(stage)]
+        )
     )
     twins.state = ((), (torch.zeros(()),), ())
     twins.run([BATCHES[0]] * 2)
@@ -462,7 +515,9 @@ def test_feeds_are_of_each_batch(walks):
     with pytest.raises(fp.PlanError, match="feeds has a dict for each of 4 batches; got 3"):
         twins.batches(feeds=feeds[:3])
     for wrong, name in ((feeds[0], "dict"), (3, "int")):
-        with pytest.raises(fp.PlanError, match=f"feeds has a dict for each of 4 batches; got a {name}"):
+        with pytest.raises(
+            fp.PlanError, match=f"feeds has a dict for each of 4 batches; got a {name}"
+        ):
             twins.batches(feeds=wrong)
 
 
@@ -536,7 +591,8 @@ def test_a_stage_that_writes_into_its_parameters_is_refused():
 
 
 def test_a_stage_that_writes_into_numbers_of_its_parameters_is_found_in_its_first_run():
-    """Torch counts no version there, so a first run has copies; it is the same where several batches are asked for."""
+    """Torch counts no version there, so a first run has copies; it is the same where several
+    batches are asked for."""
 
     def wrong(p, x):
         p["a"].data.add_(1)
@@ -585,7 +641,9 @@ def test_a_timeout_tells_what_each_lane_is_at():
     with pytest.raises(fp.RunTimeout) as caught:
         twins.batches([BATCHES[0]] * 3, timeout=1.0)
     stops.set()
-    for lane in set(threading.enumerate()) - alive:  # what waits in C is left behind, and ends by itself
+    for lane in (
+        set(threading.enumerate()) - alive
+    ):  # what waits in C is left behind, and ends by itself
         lane.join(30)
     text = str(caught.value)
     assert "device 1 (cpu) did" in text
@@ -635,7 +693,12 @@ def test_no_batches_and_a_generator_of_some():
 def test_what_cannot_run_is_refused_before_anything_runs(options, message, executor):
     twins = Twins()
     before = twins.now()
-    options = {"batches": BATCHES, "optimizer": twins.optimizers[0], "executor": executor, **options}
+    options = {
+        "batches": BATCHES,
+        "optimizer": twins.optimizers[0],
+        "executor": executor,
+        **options,
+    }
     with pytest.raises(fp.PlanError, match=message):
         fp.run_batches(twins.plan, twins.rows[0], **options)
     assert same(before, twins.now())
@@ -645,10 +708,14 @@ def test_schedulers_that_do_not_fit():
     twins = Twins()
     plateau = lr_scheduler.ReduceLROnPlateau(twins.optimizers[0])
     with pytest.raises(fp.PlanError, match="ReduceLROnPlateau wants the loss of each batch"):
-        fp.run_batches(twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=plateau)
+        fp.run_batches(
+            twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=plateau
+        )
     other = lr_scheduler.StepLR(twins.optimizers[1], 1)
     with pytest.raises(fp.PlanError, match="scheduler is of another optimizer"):
-        fp.run_batches(twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=other)
+        fp.run_batches(
+            twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=other
+        )
 
 
 class Own(torch.optim.SGD):

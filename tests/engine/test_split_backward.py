@@ -1,4 +1,5 @@
-"""Eager stages split their backward: I gives what others wait for, W the weights of products and convolutions."""
+"""Eager stages split their backward: I gives what others wait for, W the weights of products and
+convolutions."""
 
 from __future__ import annotations
 
@@ -101,7 +102,11 @@ CHAIN = lambda: nn.Sequential(linear(), nn.LayerNorm(6), nn.GELU(), linear())
 MODELS = {
     "chain": (CHAIN, ["0.weight", "3.weight"]),
     "residual": (
-        lambda: Calls(lambda x, a, b: x + b(F.relu(a(x), inplace=True)), a=linear(), b=nn.Linear(6, 6, bias=False)),
+        lambda: Calls(
+            lambda x, a, b: x + b(F.relu(a(x), inplace=True)),
+            a=linear(),
+            b=nn.Linear(6, 6, bias=False),
+        ),
         ["layers.a.weight", "layers.b.weight"],
     ),
     "norms alone": (lambda: nn.Sequential(nn.LayerNorm(6), nn.GELU()), []),
@@ -139,15 +144,21 @@ MODELS = {
 
 
 def both(model, schedules, *, dtype=torch.float64, first=None, amp=False, **options):
-    """The result of a pipeline of two stages, the second of which is the model, with each schedule."""
+    """The result of a pipeline of two stages, the second of which is the model, with each
+    schedule."""
     torch.manual_seed(0)
     stages, params, state = zip(
-        *(fp.from_module(module) for module in ((first or linear)().to(dtype), model.to(dtype))), strict=True
+        *(fp.from_module(module) for module in ((first or linear)().to(dtype), model.to(dtype))),
+        strict=True,
     )
     x, target = torch.randn(8, 5, 6, dtype=dtype), torch.randn(8, 5, 6, dtype=dtype)
-    plans = [fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu") for schedule in schedules]
+    plans = [
+        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu") for schedule in schedules
+    ]
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        return [fp.run(plan, params, (x, target), state=state, seed=0, **options) for plan in plans], params
+        return [
+            fp.run(plan, params, (x, target), state=state, seed=0, **options) for plan in plans
+        ], params
 
 
 SPLIT, WHOLE = fp.schedules.zero_bubble(2, 4), fp.schedules.one_f_one_b(2, 4)
@@ -184,7 +195,9 @@ def waited(monkeypatch):
         walks = () if residual is None else residual.waiting
         later = {id(leaf) for walk in walks for leaf in walk.leaves}
         names = zip(sorted(self.params.tree), self.params.aliases, strict=True)
-        seen.setdefault(self.index, []).append({name for name, alias in names if id(alias) in later})
+        seen.setdefault(self.index, []).append(
+            {name for name, alias in names if id(alias) in later}
+        )
         weights(self, residual)
 
     monkeypatch.setattr(EagerBound, "backward_weight", spy)
@@ -215,13 +228,20 @@ def test_other_types_and_schedules(dtype, schedule):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_under_autocast(executor, waited):
     """The casts of weights are part of what waits."""
-    (whole, split), _ = both(CHAIN(), [WHOLE, SPLIT], dtype=torch.float32, amp=True, executor=executor)
+    (whole, split), _ = both(
+        CHAIN(), [WHOLE, SPLIT], dtype=torch.float32, amp=True, executor=executor
+    )
     assert_same_bits(whole, split)
     assert [{"0.weight", "3.weight"}] * 4 == waited[1]
 
 
 @pytest.mark.parametrize(
-    "first", [CHAIN, lambda: Calls(region, a=linear(), b=linear()), lambda: Calls(region, a=dropping(), b=linear())]
+    "first",
+    [
+        CHAIN,
+        lambda: Calls(region, a=linear(), b=linear()),
+        lambda: Calls(region, a=dropping(), b=linear()),
+    ],
 )
 def test_the_first_stage_does_all_of_it_later(first):
     """Also where a region is computed again, and draws."""
@@ -229,7 +249,9 @@ def test_the_first_stage_does_all_of_it_later(first):
     assert_same_bits(whole, split)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # of dynamo
 def test_a_compiled_region_is_walked_once(waited):
     """torch.compile frees what it has in its backward."""
     model = Calls(lambda x, a, b: b(a(x)), a=nn.Sequential(linear(), nn.Tanh()), b=linear())
@@ -242,7 +264,9 @@ def test_a_compiled_region_is_walked_once(waited):
 
 def test_a_parameter_that_is_handed_on_as_it_is():
     """A leaf among the roots has no operation behind it."""
-    stages, params, state = zip(*(fp.from_module(part.double()) for part in (linear(), Bare(), Sum())), strict=True)
+    stages, params, state = zip(
+        *(fp.from_module(part.double()) for part in (linear(), Bare(), Sum())), strict=True
+    )
     x = torch.randn(8, 6, dtype=torch.float64)
     plans = [
         fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
@@ -283,8 +307,12 @@ def test_a_backward_that_writes_into_its_gradient_is_refused():
         def backward(ctx, gradient):
             return gradient.mul_(3)
 
-    model = Calls(lambda x, a: (Writes.apply(x).flatten(0, 1) + a(x.flatten(0, 1))).view_as(x), a=linear())
-    with pytest.raises(fp.PlanError, match=r"writes into the gradient.*return a new one: grad \* 2"):
+    model = Calls(
+        lambda x, a: (Writes.apply(x).flatten(0, 1) + a(x.flatten(0, 1))).view_as(x), a=linear()
+    )
+    with pytest.raises(
+        fp.PlanError, match=r"writes into the gradient.*return a new one: grad \* 2"
+    ):
         both(model, [SPLIT], executor="serial")
 
 
@@ -292,9 +320,14 @@ def test_what_waits_does_not_depend_on_how_the_input_lies():
     """Torch adds a bias in the product of few rows and after that of others."""
     attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=3, batch_first=True)
     model = Calls(lambda x, a: a(x, x[..., :4], x[..., :3])[0], a=attention)
-    stages, params, _ = zip(*(fp.from_module(part.double()) for part in (linear(), model)), strict=True)
+    stages, params, _ = zip(
+        *(fp.from_module(part.double()) for part in (linear(), model)), strict=True
+    )
     x = torch.randn(6, 5, 6, dtype=torch.float64)  # 2, 2, 1 and 1 rows
-    plans = [fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu") for schedule in (WHOLE, SPLIT)]
+    plans = [
+        fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+        for schedule in (WHOLE, SPLIT)
+    ]
     assert_same_bits(*[fp.run(plan, params, (x, x)) for plan in plans])
 
 
@@ -381,7 +414,11 @@ def test_no_product_is_made_twice(monkeypatch):
 
     counted("backward")
     counted("backward_weight")
-    both(nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear()), [SPLIT], executor="serial")
+    both(
+        nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear()),
+        [SPLIT],
+        executor="serial",
+    )
     assert {"backward": {"mm": 12}, "backward_weight": {"mm": 12}} == found
 
 

@@ -1,5 +1,5 @@
-"""A schedule that steps gives what `step` after the run gives, bit for bit: parameters, the optimizer's state, the norm; and nothing
-where that would not have stepped, or the run fails."""
+"""A schedule that steps gives what `step` after the run gives, bit for bit: parameters, the
+optimizer's state, the norm; and nothing where that would not have stepped, or the run fails."""
 
 import copy
 import functools
@@ -18,7 +18,9 @@ X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 TARGET = torch.randn(12, 6, generator=torch.Generator().manual_seed(2))
 MAKERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-    "nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "nesterov": functools.partial(
+        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True
+    ),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
     "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, foreach=True),
@@ -29,7 +31,9 @@ NORMS = [None, 1e6, 0.05]
 
 def layers():
     generator = torch.Generator().manual_seed(3)
-    return tuple({name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(STAGES))
+    return tuple(
+        {name: torch.randn(6, 6, generator=generator) * 0.3 for name in "ab"} for _ in range(STAGES)
+    )
 
 
 def stage(p, x):
@@ -37,11 +41,14 @@ def stage(p, x):
 
 
 def plan_of(schedule, *, loss=F.mse_loss, **options):
-    return fp.make_plan([fp.stage(stage)] * schedule.num_stages, schedule, loss=loss, devices="cpu", **options)
+    return fp.make_plan(
+        [fp.stage(stage)] * schedule.num_stages, schedule, loss=loss, devices="cpu", **options
+    )
 
 
 class Twins:
-    """The same parameters twice, each with an optimizer: one is stepped in runs, the other one after them."""
+    """The same parameters twice, each with an optimizer: one is stepped in runs, the other one
+    after them."""
 
     def __init__(self, schedule, make, **options):
         self.schedule = schedule
@@ -85,7 +92,8 @@ def test_every_schedule(schedule, max_norm):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_every_optimizer(make, executor, max_norm):
-    """Three steps of each; of these Adagrad and SGD with Nesterov's momentum write into gradients where they can."""
+    """Three steps of each; of these Adagrad and SGD with Nesterov's momentum write into gradients
+    where they can."""
     twins = Twins(fp.schedules.zero_bubble(STAGES, MICROBATCHES), make)
     for number in range(3):
         twins.run(executor=executor, max_norm=max_norm, x=X * (number + 1))
@@ -93,20 +101,24 @@ def test_every_optimizer(make, executor, max_norm):
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_what_is_not_finite(scale):
-    """Under a loss scale nothing is stepped, whichever stage has it; without one the step is as wrong as without a schedule."""
+    """Under a loss scale nothing is stepped, whichever stage has it; without one the step is as
+    wrong as without a schedule."""
     twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
     twins.run(loss_scale=scale)
     before = snapshot((twins.params, twins.optimizer.state_dict()["state"]))
     broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
     _, got = twins.run(loss_scale=scale, target=broken)
     assert not got.norm.isfinite()
-    assert same(before, snapshot((twins.params, twins.optimizer.state_dict()["state"]))) == (scale != 1.0)
+    assert same(before, snapshot((twins.params, twins.optimizer.state_dict()["state"]))) == (
+        scale != 1.0
+    )
     if scale != 1.0:
         twins.run(loss_scale=scale)
 
 
 def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
-    """The last stage is stepped before the first one's backward raises, in each run but the first with state to restore."""
+    """The last stage is stepped before the first one's backward raises, in each run but the first
+    with state to restore."""
     seen = []
 
     class Raises(torch.autograd.Function):
@@ -125,12 +137,19 @@ def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
         return Raises.apply(stage(p, x))
 
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, MICROBATCHES))
-    plan = fp.make_plan([fp.stage(first), fp.stage(stage), fp.stage(stage)], schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(first), fp.stage(stage), fp.stage(stage)],
+        schedule,
+        loss=F.mse_loss,
+        devices="cpu",
+    )
     params = layers()[:3]
     stepped = []
     optimizer = MAKERS["adamw"](fp.leaves(params))
     own = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (stepped.append(1), own(self, *rest)))
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self, *rest: (stepped.append(1), own(self, *rest))
+    )
     for fails in (True, False, True):
         before, state = snapshot(params), copy.deepcopy(optimizer.state_dict())
         seen.clear()
@@ -148,7 +167,8 @@ def test_a_run_that_fails_leaves_all_as_it_was(monkeypatch):
 
 
 def test_each_stage_steps_on_its_lane_as_soon_as_it_can():
-    """The last stage's step ends before the first one's last backward begins, and a recorded run shows it."""
+    """The last stage's step ends before the first one's last backward begins, and a recorded run
+    shows it."""
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(3, 3))
     params = layers()[:3]
     result = fp.run(
@@ -190,7 +210,9 @@ def test_tied_parameters_wait_for_all(max_norm):
     optimizers = [MAKERS["adamw"](list(dict.fromkeys(fp.leaves(params)))) for params in rows]
     for _ in range(2):
         got = fp.run(plans[0], rows[0], (X, TARGET), optimizer=optimizers[0], max_norm=max_norm)
-        norm = fp.step(optimizers[1], rows[1], fp.run(plans[1], rows[1], (X, TARGET)), max_norm=max_norm)
+        norm = fp.step(
+            optimizers[1], rows[1], fp.run(plans[1], rows[1], (X, TARGET)), max_norm=max_norm
+        )
         assert same(norm, got.norm)
         assert same(rows[0], rows[1])
 
@@ -219,7 +241,9 @@ def test_groups_and_a_scheduler():
     twins.optimizer, twins.other = (
         make(params) for make, params in zip(makers, (twins.params, twins.wanted), strict=True)
     )
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (twins.optimizer, twins.other)]
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (twins.optimizer, twins.other)
+    ]
     for _ in range(3):
         twins.run()
         for scheduler in schedulers:
@@ -228,7 +252,8 @@ def test_groups_and_a_scheduler():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_modules_with_state(compiled):
-    """BatchNorm, dropout and compiled stages: a stage that was stepped wrote into its own parameters, and that is no fault."""
+    """BatchNorm, dropout and compiled stages: a stage that was stepped wrote into its own
+    parameters, and that is no fault."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 6))
     plans, rows = [], []
@@ -254,7 +279,10 @@ def test_modules_with_state(compiled):
         ({}, "steps .S., and the run was given no optimizer"),
         ({"optimizer": torch.optim.SGD}, "SGD is a class"),
         ({"optimizer": 3}, "optimizer first"),
-        ({"optimizer": torch.optim.SGD([torch.ones(2, requires_grad=True)])}, "holds none of the leaves"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(2, requires_grad=True)])},
+            "holds none of the leaves",
+        ),
         ({"optimizer": MAKERS["sgd"], "max_norm": -1.0}, "max_norm is a number from 0"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
     ],
@@ -282,7 +310,11 @@ def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
     params = layers()
     schedule = fp.schedules.step_params(fp.schedules.fill_drain(STAGES, MICROBATCHES))
     with pytest.raises(fp.PlanError, match=r"steps \(S\), and vjp"):
-        fp.vjp(fp.make_plan([fp.stage(stage)] * STAGES, schedule, devices="cpu", outputs=True), params, X)
+        fp.vjp(
+            fp.make_plan([fp.stage(stage)] * STAGES, schedule, devices="cpu", outputs=True),
+            params,
+            X,
+        )
     before = snapshot(params)
     fp.run_sequential(plan_of(schedule), params, (X, TARGET))
     assert same(before, snapshot(params))
@@ -304,7 +336,8 @@ def test_a_result_that_was_stepped_is_not_stepped_again():
 
 
 class Counts(torch.optim.Optimizer):
-    """Counts steps in its group and on itself, and looks at all leaves: not to be stepped in parts."""
+    """Counts steps in its group and on itself, and looks at all leaves: not to be stepped in
+    parts."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0})
@@ -344,7 +377,9 @@ def test_an_optimizer_of_ones_own_is_stepped_as_a_whole(make, executor):
     if make is Counts:
         assert 3 == twins.optimizer.count == twins.other.count
     else:
-        assert same(twins.other.base.state_dict()["state"], twins.optimizer.base.state_dict()["state"])
+        assert same(
+            twins.other.base.state_dict()["state"], twins.optimizer.base.state_dict()["state"]
+        )
 
 
 def test_hooks_get_the_optimizer_itself():
@@ -393,7 +428,9 @@ def test_views_of_one_buffer_are_stepped_at_the_end():
     twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), MAKERS["adamw"])
     for name, maker in (("params", "optimizer"), ("wanted", "other")):
         buffer = torch.randn(STAGES, 2, 6, 6, generator=torch.Generator().manual_seed(3)) * 0.3
-        setattr(twins, name, tuple({"a": both[0].detach(), "b": both[1].detach()} for both in buffer))
+        setattr(
+            twins, name, tuple({"a": both[0].detach(), "b": both[1].detach()} for both in buffer)
+        )
         setattr(twins, maker, MAKERS["adamw"](fp.leaves(getattr(twins, name))))
     for max_norm in NORMS:
         twins.run(max_norm=max_norm)
@@ -415,12 +452,16 @@ Replaces.__module__ = "torch.optim.replaces"  # so that it is stepped in parts
 
 
 def test_a_state_whose_tensors_are_replaced_comes_back():
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(Replaces, lr=0.1))
+    twins = Twins(
+        fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(Replaces, lr=0.1)
+    )
     twins.run(loss_scale=4.0)
     state = {id(leaf): twins.optimizer.state[leaf]["all"] for leaf in fp.leaves(twins.params)}
     broken = torch.where(torch.arange(12)[:, None] == 5, torch.inf, TARGET)
     twins.run(loss_scale=4.0, target=broken)
-    assert all(twins.optimizer.state[leaf]["all"] is state[id(leaf)] for leaf in fp.leaves(twins.params))
+    assert all(
+        twins.optimizer.state[leaf]["all"] is state[id(leaf)] for leaf in fp.leaves(twins.params)
+    )
     twins.run(loss_scale=4.0, max_norm=0.05)
 
 
@@ -450,7 +491,10 @@ def test_a_step_that_fails_leaves_all_as_it_was(monkeypatch, call):
 
 def test_autocast_is_of_the_stages():
     """As around `fp.run` alone: Adafactor multiplies matrices."""
-    twins = Twins(fp.schedules.one_f_one_b(STAGES, MICROBATCHES), functools.partial(torch.optim.Adafactor, lr=0.01))
+    twins = Twins(
+        fp.schedules.one_f_one_b(STAGES, MICROBATCHES),
+        functools.partial(torch.optim.Adafactor, lr=0.01),
+    )
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             want = fp.run(twins.outside, twins.wanted, (X, TARGET))
@@ -460,9 +504,14 @@ def test_autocast_is_of_the_stages():
 
 
 def test_names_of_parameters_and_the_order_of_the_state():
-    """Parts have the names of theirs; what is saved has the order of the leaves, whichever stage was first."""
+    """Parts have the names of theirs; what is saved has the order of the leaves, whichever stage
+    was first."""
     params = layers()
-    named = [(f"{stage}.{name}", leaf) for stage, tree in enumerate(params) for name, leaf in tree.items()]
+    named = [
+        (f"{stage}.{name}", leaf)
+        for stage, tree in enumerate(params)
+        for name, leaf in tree.items()
+    ]
     optimizer = torch.optim.AdamW(named, lr=0.01)
     plan = plan_of(fp.schedules.step_params(fp.schedules.one_f_one_b(STAGES, MICROBATCHES)))
     fp.run(plan, params, (X, TARGET), optimizer=optimizer, executor="serial")

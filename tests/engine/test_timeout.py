@@ -1,4 +1,5 @@
-"""timeout=: a run that stands still ends, and says what every lane did last, waits for, and where its Python is."""
+"""timeout=: a run that stands still ends, and says what every lane did last, waits for, and where
+its Python is."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def nothing_left():
     """Whatever happens, no thread of a run outlives the test."""
     yield
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(t.name.startswith("funcpipe") for t in threading.enumerate()):
+    while time.monotonic() < deadline and any(
+        t.name.startswith("funcpipe") for t in threading.enumerate()
+    ):
         time.sleep(0.02)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("funcpipe")]
 
@@ -105,7 +108,8 @@ def test_kept_lanes_run_again():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_code_that_cannot_be_interrupted(executor, capfd):
-    """One long call in C. Threads: left behind. Serial: the report is printed at once, and raised when the call ends."""
+    """One long call in C. Threads: left behind. Serial: the report is printed at once, and raised
+    when the call ends."""
     libc = ctypes.CDLL(None)
     plan = plan_of(error=lambda tensor: (libc.sleep(2), libc.sleep(1), None)[2])
     began = time.monotonic()
@@ -133,8 +137,11 @@ except fp.RunTimeout as error:
 
 
 def test_code_that_holds_the_interpreters_lock():
-    """No Python can run, so Python's own timer prints the stacks; when the lock is free again the run may just go on."""
-    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=60, check=False)
+    """No Python can run, so Python's own timer prints the stacks; when the lock is free again the
+    run may just go on."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=60, check=False
+    )
     assert "Timeout (" in done.stderr
     assert "in stuck" in done.stderr
     assert done.returncode == 0
@@ -173,7 +180,10 @@ def test_a_failure_while_another_lane_cannot_be_interrupted():
         return x * p
 
     plan = fp.make_plan(
-        [fp.stage(fails), fp.stage(stuck)], fp.schedules.fill_drain(2, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(fails), fp.stage(stuck)],
+        fp.schedules.fill_drain(2, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     x = torch.tensor([[1.0], [9.0]])
     began = time.monotonic()

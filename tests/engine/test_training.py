@@ -1,4 +1,5 @@
-"""Training as users do it, against plain PyTorch on the whole model: groups, frozen parts, schedulers, EMA, resuming."""
+"""Training as users do it, against plain PyTorch on the whole model: groups, frozen parts,
+schedulers, EMA, resuming."""
 
 import copy
 import io
@@ -15,11 +16,15 @@ import funcpipe as fp
 
 
 def test_parameter_groups_by_name():
-    """Weight decay on matrices alone, another learning rate for the head: as the same groups of the plain model."""
+    """Weight decay on matrices alone, another learning rate for the head: as the same groups of the
+    plain model."""
     pair = Pair()
 
     def groups(named):
-        named = [(name.removeprefix("0.").removeprefix("1.") if pipe else name, leaf) for pipe, (name, leaf) in named]
+        named = [
+            (name.removeprefix("0.").removeprefix("1.") if pipe else name, leaf)
+            for pipe, (name, leaf) in named
+        ]
         head = [leaf for name, leaf in named if name.startswith("5.")]
         matrices = [leaf for name, leaf in named if leaf.ndim >= 2 and not name.startswith("5.")]
         rest = [leaf for name, leaf in named if leaf.ndim < 2 and not name.startswith("5.")]
@@ -31,7 +36,9 @@ def test_parameter_groups_by_name():
         ]
 
     mine = torch.optim.AdamW(groups((True, one) for one in fp.named_leaves(pair.params)), lr=0.02)
-    theirs = torch.optim.AdamW(groups((False, one) for one in pair.plain.named_parameters()), lr=0.02)
+    theirs = torch.optim.AdamW(
+        groups((False, one) for one in pair.plain.named_parameters()), lr=0.02
+    )
     for x, t in pair.batches():
         fp.step(mine, pair.params, fp.run(pair.plan, pair.params, (x, t)).grads)
         pair.backward(x, t)
@@ -51,7 +58,8 @@ def test_named_leaves_are_named_parameters():
 
 @pytest.mark.parametrize("how", ["requires_grad", "tree", "function"])
 def test_frozen_leaves_stay(how):
-    """Frozen by flag, by a tree of bools or by a function: no gradient, no optimizer state, the numbers of eager."""
+    """Frozen by flag, by a tree of bools or by a function: no gradient, no optimizer state, the
+    numbers of eager."""
     pair = Pair()
     frozen = {"0.weight", "3.weight", "3.bias"}
     trainable = None
@@ -69,14 +77,22 @@ def test_frozen_leaves_stay(how):
     theirs = torch.optim.AdamW(pair.plain.parameters(), lr=0.05)
     for x, t in pair.batches():
         result = fp.run(pair.plan, pair.params, (x, t), trainable=trainable)
-        assert frozen == {name for tree in result.grads for name, gradient in tree.items() if gradient is None}
+        assert frozen == {
+            name for tree in result.grads for name, gradient in tree.items() if gradient is None
+        }
         norm = fp.step(mine, pair.params, result.grads, max_norm=0.5)
         pair.backward(x, t)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5), rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            norm, nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.5), rtol=1e-10, atol=0
+        )
         theirs.step()
     pair.assert_equal()
     assert len(before) - len(frozen) == len(mine.state)
-    changed = {name.split(".", 1)[1] for name, leaf in fp.named_leaves(pair.params) if not leaf.equal(before[name])}
+    changed = {
+        name.split(".", 1)[1]
+        for name, leaf in fp.named_leaves(pair.params)
+        if not leaf.equal(before[name])
+    }
     assert {name for name, _ in pair.plain.named_parameters()} - frozen == changed
 
 
@@ -89,12 +105,16 @@ def adapted(params, x):
 
 @pytest.mark.parametrize("chosen", ["flags", "function"])
 def test_adapters_train_on_a_frozen_base(chosen):
-    """LoRA-like: gradients and optimizer for the adapters alone; the base gets None and stays, bit for bit."""
+    """LoRA-like: gradients and optimizer for the adapters alone; the base gets None and stays, bit
+    for bit."""
     torch.manual_seed(0)
     base = [nn.Linear(5, 5).double() for _ in range(2)]
 
     def adapter():
-        return {"down": torch.randn(5, 2, dtype=torch.float64), "up": torch.zeros(2, 5, dtype=torch.float64)}
+        return {
+            "down": torch.randn(5, 2, dtype=torch.float64),
+            "up": torch.zeros(2, 5, dtype=torch.float64),
+        }
 
     params = tuple({"base": dict(layer.named_parameters()), "lora": adapter()} for layer in base)
     trainable = (lambda name, leaf: ".lora." in name) if chosen == "function" else None
@@ -105,7 +125,9 @@ def test_adapters_train_on_a_frozen_base(chosen):
     for leaf in fp.leaves([tree["lora"] for tree in own]):
         leaf.requires_grad_()
     frozen = snapshot([tree["base"] for tree in params])
-    plan = fp.make_plan([adapted, adapted], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [adapted, adapted], fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu"
+    )
     mine = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in params]), lr=0.05)
     theirs = torch.optim.AdamW(fp.leaves([tree["lora"] for tree in own]), lr=0.05)
     for _ in range(STEPS):
@@ -115,11 +137,15 @@ def test_adapters_train_on_a_frozen_base(chosen):
         fp.step(mine, params, result.grads, max_norm=0.1)
         theirs.zero_grad()
         F.mse_loss(adapted(own[1], adapted(own[0], x)), t).backward()
-        nn.utils.clip_grad_norm_([leaf for group in theirs.param_groups for leaf in group["params"]], 0.1)
+        nn.utils.clip_grad_norm_(
+            [leaf for group in theirs.param_groups for leaf in group["params"]], 0.1
+        )
         theirs.step()
     for a, b in zip(params, own, strict=True):
         for key in ("down", "up"):
-            torch.testing.assert_close(a["lora"][key].detach(), b["lora"][key].detach(), rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(
+                a["lora"][key].detach(), b["lora"][key].detach(), rtol=1e-9, atol=1e-11
+            )
     assert params[1]["lora"]["up"].detach().abs().max() > 0.01
     assert same(frozen, snapshot([tree["base"] for tree in params]))
 
@@ -138,7 +164,10 @@ SCHEDULERS = {
 def test_learning_rates_follow_schedulers(name):
     """Any scheduler of torch.optim: rates and parameters are those of the plain loop."""
     pair = Pair()
-    mine, theirs = torch.optim.SGD(fp.leaves(pair.params), lr=0.05), torch.optim.SGD(pair.plain.parameters(), lr=0.05)
+    mine, theirs = (
+        torch.optim.SGD(fp.leaves(pair.params), lr=0.05),
+        torch.optim.SGD(pair.plain.parameters(), lr=0.05),
+    )
     my_rates, their_rates = SCHEDULERS[name](mine), SCHEDULERS[name](theirs)
     seen = []
     for x, t in pair.batches():
@@ -156,32 +185,45 @@ def test_learning_rates_follow_schedulers(name):
 
 @pytest.mark.parametrize("replicas", [False, True], ids=["one", "replicas"])
 def test_tied_weights_are_clipped_once(replicas):
-    """A language model's embedding that is its head too: norm, clipping and steps of the tied plain model."""
+    """A language model's embedding that is its head too: norm, clipping and steps of the tied plain
+    model."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 7, bias=False)).double()
+    plain = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 7, bias=False)
+    ).double()
     plain[3].weight = plain[0].weight
     model = copy.deepcopy(plain)
     stages, params, _ = zip(fp.from_module(model[:2]), fp.from_module(model[2:]), strict=True)
     if replicas:
         params[1]["3.weight"] = nn.Parameter(params[1]["3.weight"].detach().clone())
     ties = [[(0, "0.weight"), (1, "3.weight")]]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties, devices="cpu")
-    mine, theirs = torch.optim.AdamW(fp.leaves(params), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 3), loss=F.cross_entropy, ties=ties, devices="cpu"
+    )
+    mine, theirs = (
+        torch.optim.AdamW(fp.leaves(params), lr=0.1),
+        torch.optim.AdamW(plain.parameters(), lr=0.1),
+    )
     assert (4 if replicas else 3) == len(mine.param_groups[0]["params"])
     for _ in range(STEPS):
         x, t = torch.randint(0, 7, (2, 10))
-        norm = fp.step(mine, params, fp.run(plan, params, (x, t)).grads, max_norm=0.1, ties=plan.ties)
+        norm = fp.step(
+            mine, params, fp.run(plan, params, (x, t)).grads, max_norm=0.1, ties=plan.ties
+        )
         theirs.zero_grad()
         F.cross_entropy(plain(x), t).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         theirs.step()
         torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
     for key, tree in (("0.weight", params[0]), ("3.weight", params[1])):
-        torch.testing.assert_close(tree[key].detach(), plain[3].weight.detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            tree[key].detach(), plain[3].weight.detach(), rtol=1e-8, atol=1e-10
+        )
 
 
 def test_two_optimizers_share_one_norm():
-    """Muon for the matrices, AdamW for the rest: each step clips by the norm of everything, as the plain loop does."""
+    """Muon for the matrices, AdamW for the rest: each step clips by the norm of everything, as the
+    plain loop does."""
     pair = Pair()
     split = [
         [leaf for leaf in found if (leaf.ndim == 2) == flat]
@@ -209,7 +251,8 @@ def test_loss_scales_may_differ():
     once = fp.run(pair.plan, pair.params, (x, t))
     parts = [slice(0, 3), slice(3, 4), slice(4, 10)]
     runs = [
-        fp.run(pair.plan, pair.params, (x[a], t[a]), loss_scale=s) for a, s in zip(parts, (3.0, 1.0, 7.0), strict=True)
+        fp.run(pair.plan, pair.params, (x[a], t[a]), loss_scale=s)
+        for a, s in zip(parts, (3.0, 1.0, 7.0), strict=True)
     ]
     total = fp.accumulate(one for one in runs)
     assert 7.0 == total.loss_scale
@@ -219,13 +262,17 @@ def test_loss_scales_may_differ():
 
 
 def test_moving_averages():
-    """torch's own EMA over leaves: the numbers of an AveragedModel, on a copy that is run like any parameters."""
+    """torch's own EMA over leaves: the numbers of an AveragedModel, on a copy that is run like any
+    parameters."""
     pair = Pair()
     update = swa_utils.get_ema_multi_avg_fn(0.8)
     reference = swa_utils.AveragedModel(pair.plain, multi_avg_fn=update)
     reference.update_parameters(pair.plain)  # the first call copies
     average = copy.deepcopy(pair.params)
-    mine, theirs = torch.optim.SGD(fp.leaves(pair.params), lr=0.5), torch.optim.SGD(pair.plain.parameters(), lr=0.5)
+    mine, theirs = (
+        torch.optim.SGD(fp.leaves(pair.params), lr=0.5),
+        torch.optim.SGD(pair.plain.parameters(), lr=0.5),
+    )
     for x, t in pair.batches():
         fp.step(mine, pair.params, fp.run(pair.plan, pair.params, (x, t)).grads)
         update(fp.leaves(average), fp.leaves(pair.params), None)
@@ -246,7 +293,14 @@ def training(schedule):
     plan = fp.make_plan(stages, schedule, loss=F.cross_entropy, devices="cpu")
     optimizer = torch.optim.AdamW(fp.named_leaves(params), lr=0.1)
     rates = lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    return plan, params, state, optimizer, rates, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    return (
+        plan,
+        params,
+        state,
+        optimizer,
+        rates,
+        torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
+    )
 
 
 def train(made, first, last):
@@ -254,7 +308,14 @@ def train(made, first, last):
     for number in range(first, last):
         torch.manual_seed(100 + number)
         batch = torch.randn(10, 6), torch.randint(0, 3, (10,))
-        result = fp.run(plan, params, batch, state=state, seed=fp.fold_in(7, number), loss_scale=scaler.get_scale())
+        result = fp.run(
+            plan,
+            params,
+            batch,
+            state=state,
+            seed=fp.fold_in(7, number),
+            loss_scale=scaler.get_scale(),
+        )
         fp.step(optimizer, params, result.grads, max_norm=1.0, scaler=scaler)
         scaler.update()
         rates.step()
@@ -263,7 +324,8 @@ def train(made, first, last):
 
 
 def test_training_resumes_bit_for_bit():
-    """Saved after three steps, loaded into freshly made trees and optimizer, on another schedule: the bits of six."""
+    """Saved after three steps, loaded into freshly made trees and optimizer, on another schedule:
+    the bits of six."""
     straight = training(fp.schedules.one_f_one_b(2, 4))
     expected = train(straight, 0, 6)
     made = training(fp.schedules.one_f_one_b(2, 4))
@@ -271,7 +333,11 @@ def test_training_resumes_bit_for_bit():
     file = io.BytesIO()
     names = ("optimizer", "rates", "scaler")
     saved = {name: one.state_dict() for name, one in zip(names, made[3:], strict=True)}
-    saved |= {"params": dict(fp.named_leaves(made[1])), "state": dict(fp.named_leaves(state)), "step": 3}
+    saved |= {
+        "params": dict(fp.named_leaves(made[1])),
+        "state": dict(fp.named_leaves(state)),
+        "step": 3,
+    }
     torch.save(saved, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
@@ -290,7 +356,8 @@ def test_training_resumes_bit_for_bit():
 
 
 def test_closures_are_refused_by_step_and_work_by_hand():
-    """LBFGS wants to evaluate the loss itself: `step` says so, and a closure over `run` is the plain closure."""
+    """LBFGS wants to evaluate the loss itself: `step` says so, and a closure over `run` is the
+    plain closure."""
     pair = Pair()
     options = {"lr": 1.0, "max_iter": 5, "line_search_fn": "strong_wolfe"}
     mine = torch.optim.LBFGS(fp.leaves(pair.params), **options)
@@ -313,7 +380,9 @@ def test_closures_are_refused_by_step_and_work_by_hand():
         return pair.backward(x, t)
 
     for _ in range(3):
-        torch.testing.assert_close(mine.step(closure), theirs.step(plain_closure), rtol=1e-8, atol=0)
+        torch.testing.assert_close(
+            mine.step(closure), theirs.step(plain_closure), rtol=1e-8, atol=0
+        )
     for leaf in fp.leaves(pair.params):
         leaf.grad = None
     assert evaluations[0] == evaluations[1] > 5

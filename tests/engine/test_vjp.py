@@ -1,4 +1,5 @@
-"""vjp: the halves of a run equal the run, for every schedule that has halves; dropped, it leaves nothing."""
+"""vjp: the halves of a run equal the run, for every schedule that has halves; dropped, it leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ S, M = 4, 4
 
 def halved(schedule: fp.Schedule) -> bool:
     """Does every device run its forwards first, whatever moves meanwhile."""
-    orders = ["".join(a.kind.value for a in order if a.kind.value not in "OLU") for order in schedule.orders]
+    orders = [
+        "".join(a.kind.value for a in order if a.kind.value not in "OLU")
+        for order in schedule.orders
+    ]
     return all("F" not in order.lstrip("F") for order in orders)
 
 
@@ -32,13 +36,16 @@ MIXED = [one for one in schedules(S, M) if not halved(one)]
 
 
 def dot(y, c):
-    """The loss whose cotangents are ``c``; of one microbatch, so it undoes the share of the microbatch."""
+    """The loss whose cotangents are ``c``; of one microbatch, so it undoes the share of the
+    microbatch."""
     return (y * c).sum(), 1.0
 
 
 def with_loss(stages, schedule, params, x, c, **options):
     """What ``run`` gives for the same cotangents: the sum over microbatches of y * c."""
-    plan = fp.make_plan(stages, schedule, loss=dot, weight=lambda c: 1.0, devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, schedule, loss=dot, weight=lambda c: 1.0, devices="cpu", outputs=True
+    )
     count = min(len(x), schedule.num_microbatches)
     return fp.run_sequential(plan, params, (x, c), loss_scale=count, threads_per_lane=1, **options)
 
@@ -60,7 +67,9 @@ def test_same_bits_as_a_run(schedule, executor, rows):
     expected = with_loss(stages, schedule, params, x, c, feeds={"scale": scale})
     plan = fp.make_plan(stages, schedule, devices="cpu")
     before = snapshot((params, x, c, scale))
-    result, pullback = fp.vjp(plan, params, x, feeds={"scale": scale}, executor=executor, threads_per_lane=1)
+    result, pullback = fp.vjp(
+        plan, params, x, feeds={"scale": scale}, executor=executor, threads_per_lane=1
+    )
     grads, input_grads = pullback(c)
     assert same(expected.outputs, result.outputs)
     assert same(expected.grads, grads)
@@ -74,7 +83,8 @@ def test_same_bits_as_a_run(schedule, executor, rows):
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("remat", [False, True])
 def test_modules_with_state_and_dropout(executor, remat):
-    """Batch norm's state is committed by the forwards; dropout draws the same in R, however much later it runs."""
+    """Batch norm's state is committed by the forwards; dropout draws the same in R, however much
+    later it runs."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)) for _ in range(2)]
     stages, params, state = zip(
@@ -85,7 +95,9 @@ def test_modules_with_state_and_dropout(executor, remat):
     x, c = torch.randn(2, 10, 6, dtype=torch.float64)
     expected = with_loss(stages, schedule, params, x, c, state=state, seed=7)
     plan = fp.make_plan(stages, schedule, devices="cpu")
-    result, pullback = fp.vjp(plan, params, x, state=state, seed=7, executor=executor, threads_per_lane=1)
+    result, pullback = fp.vjp(
+        plan, params, x, state=state, seed=7, executor=executor, threads_per_lane=1
+    )
     assert same(expected.state, result.state)
     assert result.grads is None
     assert result.loss is None
@@ -99,12 +111,16 @@ def test_a_schedule_without_halves_is_refused(schedule):
     stages, params = net()
     plan = fp.make_plan(stages, schedule, devices="cpu")
     with pytest.raises(fp.PlanError, match=r"device \d runs \dF\d after \d[BIR]\d"):
-        fp.vjp(plan, params, torch.ones(4, 6, dtype=torch.float64), feeds={"scale": torch.ones(4, 1)})
+        fp.vjp(
+            plan, params, torch.ones(4, 6, dtype=torch.float64), feeds={"scale": torch.ones(4, 1)}
+        )
 
 
 def linear_plan(stages=2, microbatches=2, **options):
     part = fp.stage(lambda p, x: torch.tanh(x @ p), name="part")
-    return fp.make_plan([part] * stages, fp.schedules.fill_drain(stages, microbatches), devices="cpu", **options)
+    return fp.make_plan(
+        [part] * stages, fp.schedules.fill_drain(stages, microbatches), devices="cpu", **options
+    )
 
 
 PARAMS = (torch.eye(3, dtype=torch.float64), torch.ones(3, 3, dtype=torch.float64))
@@ -114,7 +130,9 @@ X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 def test_plans_that_have_no_pullback():
     with pytest.raises(fp.PlanError, match=r"fp\.run"):
         fp.vjp(linear_plan(loss=F.mse_loss), PARAMS, X)
-    forward = fp.make_plan(linear_plan().stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    forward = fp.make_plan(
+        linear_plan().stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match="no backwards"):
         fp.vjp(forward, PARAMS, X)
     with torch.inference_mode(), pytest.raises(fp.PlanError, match="inference_mode"):
@@ -188,13 +206,21 @@ def test_trees_of_outputs_and_inputs():
     _, n, total = result.outputs
     assert n.tolist() == [0, 1]
     assert isinstance(total, fp.Microbatches)
-    with pytest.raises(fp.BatchError, match=r"cotangents\[1\] belongs to an output that has no gradient"):
+    with pytest.raises(
+        fp.BatchError, match=r"cotangents\[1\] belongs to an output that has no gradient"
+    ):
         pullback((torch.ones(2, 3), torch.ones(2), None))
-    with pytest.raises(fp.BatchError, match=r"cotangents\[2\] belongs to an output that comes as Microbatches"):
+    with pytest.raises(
+        fp.BatchError, match=r"cotangents\[2\] belongs to an output that comes as Microbatches"
+    ):
         pullback((torch.ones(2, 3), None, torch.ones(())))
-    grads, back = pullback((torch.ones(2, 3), None, fp.Microbatches([torch.tensor(1.0), torch.tensor(10.0)])))
+    grads, back = pullback(
+        (torch.ones(2, 3), None, fp.Microbatches([torch.tensor(1.0), torch.tensor(10.0)]))
+    )
     a = inputs["a"].value
-    factor = torch.tensor([[1.0 * 3 + 1], [1.0 * 3 + 10]]) * 2  # d/dh is 3 + the cotangent of the sum
+    factor = (
+        torch.tensor([[1.0 * 3 + 1], [1.0 * 3 + 10]]) * 2
+    )  # d/dh is 3 + the cotangent of the sum
     assert torch.equal(back["a"], factor.T.expand(3, 2))
     assert torch.equal(back["table"], (a.T * factor).sum(0))
     assert back["n"] is None
@@ -235,8 +261,11 @@ def test_no_cotangent_at_all_gives_zeros():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_inside_of_an_outer_backward(executor):
-    """As a module would use it: both halves in an autograd Function, under no_grad and on the engine's own terms."""
-    plan = fp.make_plan(linear_plan().stages, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu")
+    """As a module would use it: both halves in an autograd Function, under no_grad and on the
+    engine's own terms."""
+    plan = fp.make_plan(
+        linear_plan().stages, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu"
+    )
 
     class Pipe(torch.autograd.Function):
         @staticmethod
@@ -254,7 +283,9 @@ def test_inside_of_an_outer_backward(executor):
     params = tuple(p.clone().requires_grad_() for p in PARAMS)
     (Pipe.apply(X * before, *params) * after).sum().backward()
     got = [before.grad, after.grad, *(p.grad for p in params)]
-    before2, after2, *params2 = (t.detach().clone().requires_grad_() for t in (before, after, *params))
+    before2, after2, *params2 = (
+        t.detach().clone().requires_grad_() for t in (before, after, *params)
+    )
     (fp.apply(plan.stages, params2, X * before2).y * after2).sum().backward()
     for a, b in zip(got, [before2.grad, after2.grad, *(p.grad for p in params2)], strict=True):
         assert torch.allclose(a, b, rtol=1e-10)
@@ -264,7 +295,9 @@ def test_inside_of_an_outer_backward(executor):
 def test_what_was_switched_on_holds_in_the_second_half(executor):
     """R runs under the autocast of the forwards, though the pullback is called outside of it."""
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p)), name="part")
-    plan = fp.make_plan([part] * 2, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu")
+    plan = fp.make_plan(
+        [part] * 2, fp.schedules.remat(fp.schedules.fill_drain(2, 2)), devices="cpu"
+    )
     params, x = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3)
     with torch.autocast("cpu", torch.bfloat16):
         result, pullback = fp.vjp(plan, params, x, executor=executor)
@@ -307,7 +340,10 @@ def test_a_failing_backward_spends_it(executor):
         def backward(ctx, g):
             raise KeyError("boom")
 
-    parts = [fp.stage(lambda p, x: Boom.apply(x * p), name="bad"), fp.stage(lambda p, x: x * p, name="good")]
+    parts = [
+        fp.stage(lambda p, x: Boom.apply(x * p), name="bad"),
+        fp.stage(lambda p, x: x * p, name="good"),
+    ]
     plan = fp.make_plan(parts, fp.schedules.fill_drain(2, 2), devices="cpu")
     _, pullback = fp.vjp(plan, (torch.ones(3), torch.ones(3)), X.float(), executor=executor)
     with pytest.raises(KeyError, match="boom") as caught:
@@ -342,7 +378,9 @@ def test_a_batch_that_is_used_again_for_the_next(executor, remat):
     """A loader that fills the same buffers: what R reads is what F read."""
     part = fp.stage(lambda p, x, *, feeds: x * p * feeds["m"], name="part", feeds=["m"])
     schedule = fp.schedules.fill_drain(2, 2)
-    plan = fp.make_plan([part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu")
+    plan = fp.make_plan(
+        [part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu"
+    )
     params = (torch.tensor(2.0), torch.tensor(3.0))
     x, m = torch.arange(1.0, 5.0), torch.full((4,), 2.0)
     _, pullback = fp.vjp(plan, params, x.clone(), feeds={"m": m.clone()}, executor=executor)
@@ -357,12 +395,19 @@ def test_a_batch_that_is_used_again_for_the_next(executor, remat):
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
     "around",
-    [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad, lambda: torch.device("meta")],
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.device("meta"),
+    ],
 )
 def test_what_is_on_at_the_pullback_alone_changes_nothing(around, remat, executor):
     part = fp.stage(lambda p, x: torch.tanh(F.linear(x, p) + torch.ones(3)), name="part")
     schedule = fp.schedules.fill_drain(2, 2)
-    plan = fp.make_plan([part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu")
+    plan = fp.make_plan(
+        [part] * 2, fp.schedules.remat(schedule) if remat else schedule, devices="cpu"
+    )
     params, x, c = (torch.rand(3, 3), torch.rand(3, 3)), torch.rand(4, 3), torch.ones(4, 3)
     _, pullback = fp.vjp(plan, params, x, executor=executor)
     expected = pullback(c)

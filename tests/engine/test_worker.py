@@ -1,4 +1,5 @@
-"""Worker threads: jobs in order with the caller's context variables, interruption inside of a job only, Python's end."""
+"""Worker threads: jobs in order with the caller's context variables, interruption inside of a job
+only, Python's end."""
 
 from __future__ import annotations
 
@@ -101,5 +102,7 @@ worker.give(job)
 Worker("idle").start()
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    end = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    end = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100
+    )
     assert (end.returncode, end.stdout, end.stderr) == (0, "done\n", "")

@@ -1,4 +1,5 @@
-"""Stages without state or draws, rows independent of each other; and the same numbers by plain autograd."""
+"""Stages without state or draws, rows independent of each other; and the same numbers by plain
+autograd."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ def linear(p, x):
 def function_plan(schedule, loss=F.mse_loss, count=S, fn=linear, **options):
     """Stages without state or draws, rows independent of each other."""
     return fp.make_plan(
-        [fp.stage(fn, name=f"s{i}") for i in range(count)], schedule, loss=loss, devices="cpu", **options
+        [fp.stage(fn, name=f"s{i}") for i in range(count)],
+        schedule,
+        loss=loss,
+        devices="cpu",
+        **options,
     )
 
 
 def weights(count=S):
     g = torch.Generator().manual_seed(0)
-    return tuple({"w": torch.randn(WIDTH, WIDTH, generator=g, dtype=torch.float64)} for _ in range(count))
+    return tuple(
+        {"w": torch.randn(WIDTH, WIDTH, generator=g, dtype=torch.float64)} for _ in range(count)
+    )
 
 
 def rows(count):

@@ -42,7 +42,8 @@ class Boom(Exception):
 
 
 class Executors:
-    """Called with a plan it gives an executor of one kind; lanes are kept until another number of them is asked for."""
+    """Called with a plan it gives an executor of one kind; lanes are kept until another number of
+    them is asked for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,10 +80,12 @@ class Failure(NamedTuple):
 
 
 class Rig:
-    """Modules with buffers and ``.grad``, an optimizer that has made a step, a batch, stages with a skip.
+    """Modules with buffers and ``.grad``, an optimizer that has made a step, a batch, stages with a
+    skip.
 
     Args:
-        num_stages: the first stashes, the last pops; each is a module with an in-place layer, batch norm and dropout.
+        num_stages: the first stashes, the last pops; each is a module with an in-place layer, batch
+            norm and dropout.
     """
 
     def __init__(self, num_stages: int = S) -> None:
@@ -94,7 +97,9 @@ class Rig:
         join = fp.stage(lambda p, x, *, skips: x + skips["e"], name="join", pop=["e"])
         first = (fp.compose(parts[0][0], keep), (parts[0][1], ()), (parts[0][2], ()))
         last = (fp.compose(join, parts[-1][0]), ((), parts[-1][1]), ((), parts[-1][2]))
-        self.stages, self.params, self.state = (tuple(one) for one in zip(first, *parts[1:-1], last, strict=True))
+        self.stages, self.params, self.state = (
+            tuple(one) for one in zip(first, *parts[1:-1], last, strict=True)
+        )
         self.x, self.target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
         self.optimizer = torch.optim.AdamW(fp.leaves(self.params), lr=1e-3)
         self.expected = self.run_sequential(self.plan(fp.schedules.fill_drain(num_stages, M)))
@@ -110,7 +115,11 @@ class Rig:
         class Layer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.bound, self.norm, self.drop = nn.Hardtanh(inplace=True), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+                self.bound, self.norm, self.drop = (
+                    nn.Hardtanh(inplace=True),
+                    nn.BatchNorm1d(WIDTH),
+                    nn.Dropout(0.2),
+                )
                 self.w = nn.Parameter(torch.rand(WIDTH) + 0.5)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,10 +147,17 @@ class Rig:
     def given(self, plan: fp.Plan, options: dict[str, Any]) -> dict[str, Any]:
         """What a run of the rig takes; ``options`` win."""
         batch = (self.x, self.target) if plan.loss else self.x
-        own = {"params": self.params, "batch": batch, "state": self.state, "seed": 3, "threads_per_lane": 1}
+        own = {
+            "params": self.params,
+            "batch": batch,
+            "state": self.state,
+            "seed": 3,
+            "threads_per_lane": 1,
+        }
         return {**own, **options}
 
-    # -- faults --------------------------------------------------------------------------------------------------------
+    # -- faults
+    # -------------------------------------------------------------------------------
 
     def strike(self, make: Callable[[], BaseException] = lambda: Boom("boom")) -> None:
         """Raise what ``make`` makes, and keep a note of it; nothing while the rig is not armed."""
@@ -155,7 +171,11 @@ class Rig:
             del error
 
     def fault(
-        self, stage: int, microbatch: int, kind: str, make: Callable[[], BaseException] = lambda: Boom("boom")
+        self,
+        stage: int,
+        microbatch: int,
+        kind: str,
+        make: Callable[[], BaseException] = lambda: Boom("boom"),
     ) -> FaultAt:
         """`FaultAt` that strikes while the rig is armed."""
         return FaultAt(stage, microbatch, kind, error=lambda _: self.strike(make))
@@ -167,10 +187,12 @@ class Rig:
         self.watch.memory.clear()
         self.watch.graphs.clear()
 
-    # -- what must stay ------------------------------------------------------------------------------------------------
+    # -- what must stay
+    # -------------------------------------------------------------------------------
 
     def everything(self) -> list[Any]:
-        """A copy of every number that belongs to the caller: parameters, .grad, buffers, optimizer, state, batch."""
+        """A copy of every number that belongs to the caller: parameters, .grad, buffers, optimizer,
+        state, batch."""
         own = [[*m.parameters(), *m.buffers()] for m in self.modules]
         grads = [p.grad for m in self.modules for p in m.parameters()]
         moments = flatten(self.optimizer.state_dict())[0]
@@ -273,19 +295,23 @@ def assert_invariant(
     kept: bool = False,
     cycles: bool = False,
 ) -> Failure:
-    """Invariant I. ``call`` fails as it must and leaves nothing behind; ``again``, unarmed, gives the right numbers.
+    """Invariant I. ``call`` fails as it must and leaves nothing behind; ``again``, unarmed, gives
+    the right numbers.
 
     Args:
         rig: whose faults strike; armed for ``call`` only.
         call: the run that fails.
         again: the next run; a Result is compared with the oracle's.
-        kind: what arrives: a base of a StageError whose cause is the original, or (no Exception) the very object. An
-            error of the library's own has no cause; then no fault of the rig struck.
-        at, stage, name, microbatch, device: the coordinates; ``at`` is a pattern for the action. None: not looked at.
+        kind: what arrives: a base of a StageError whose cause is the original, or (no Exception)
+            the very object. An error of the library's own has no cause; then no fault of the rig
+            struck.
+        at, stage, name, microbatch, device: the coordinates; ``at`` is a pattern for the action.
+            None: not looked at.
         words: patterns, each to be found in message and notes.
         whole: also count all tensors of the process (slow).
         kept: lanes of the executor live on (nothing has run).
-        cycles: the caller's own code makes cycles, so the garbage collector may run first; the library needs none.
+        cycles: the caller's own code makes cycles, so the garbage collector may run first; the
+            library needs none.
     """
     before, marks, around, threads = rig.everything(), rig.marks(), surroundings(), lane_threads()
     rig.forget()
@@ -343,7 +369,9 @@ def _assert_kind(error: BaseException, kind: type[BaseException], struck: list[S
         assert isinstance(error, fp.FuncpipeError)
 
 
-def _assert_place(error: Any, text: str, at: Any, stage: Any, name: Any, microbatch: Any, device: Any) -> None:
+def _assert_place(
+    error: Any, text: str, at: Any, stage: Any, name: Any, microbatch: Any, device: Any
+) -> None:
     if at is not None:
         assert re.fullmatch(at, error.funcpipe.action), error.funcpipe
         assert f"in {error.funcpipe.action}" in text

@@ -1,4 +1,5 @@
-"""Rows 16 to 18, 21, 27: batches, devices, parameters and plans that do not fit, and odd ones that must work."""
+"""Rows 16 to 18, 21, 27: batches, devices, parameters and plans that do not fit, and odd ones that
+must work."""
 
 from __future__ import annotations
 
@@ -44,13 +45,17 @@ def refused(rig, call, kind, *words):
     assert [] == called
 
 
-# -- row 16: the batch -----------------------------------------------------------------------------------------------------
+# -- row 16: the batch
+# -------------------------------------------------------------------------------
 
 X, T = torch.ones(7, WIDTH, dtype=torch.float64), torch.zeros(7, WIDTH, dtype=torch.float64)
 BATCHES = {
     "no rows": ((X[:0], T[:0]), "inputs", "target", "no rows"),
     "rows differ": ((X, T[:5]), "inputs has 7", "target has 5"),
-    "a leaf deep inside": ((X, {"y": T, "more": [{"mask": T[:6]}]}), r"target\['more'\]\[0\]\['mask'\] has 6"),
+    "a leaf deep inside": (
+        (X, {"y": T, "more": [{"mask": T[:6]}]}),
+        r"target\['more'\]\[0\]\['mask'\] has 6",
+    ),
     "0-dim": (
         (X, {"y": T, "k": torch.tensor(2.0)}),
         r"target\['k'\] is a 0-dim tensor",
@@ -58,15 +63,23 @@ BATCHES = {
     ),
     "an array": ((X, np.zeros((7, WIDTH))), "target is a ndarray", r"torch\.from_numpy"),
     "no pair": (X, r"\(inputs, target\)", "Tensor"),
-    "too many microbatches": ((fp.Microbatches([X] * (M + 1)), T), f"inputs is cut into {M + 1}", f"the plan has {M}"),
-    "microbatch without rows": ((fp.Microbatches([X, X[:0]]), T), "microbatch 1 of inputs has no rows"),
+    "too many microbatches": (
+        (fp.Microbatches([X] * (M + 1)), T),
+        f"inputs is cut into {M + 1}",
+        f"the plan has {M}",
+    ),
+    "microbatch without rows": (
+        (fp.Microbatches([X, X[:0]]), T),
+        "microbatch 1 of inputs has no rows",
+    ),
     "no such axis": ((fp.Axis(X, 2), T), r"inputs has shape \(7, 4\) and no axis 2"),
 }
 
 
 @pytest.mark.parametrize("bad", BATCHES.values(), ids=list(BATCHES))
 def test_a_batch_that_cannot_be_cut_runs_nothing(rig, bad, executor):
-    """Row 16: BatchError with the leaf's path and the sizes, before any compute, by every way to run."""
+    """Row 16: BatchError with the leaf's path and the sizes, before any compute, by every way to
+    run."""
     batch, *words = bad
     plan = rig.plan(SCHEDULES[0])
     refused(rig, lambda: rig.run(plan, executor(plan), batch=batch), fp.BatchError, *words)
@@ -76,28 +89,37 @@ def test_a_batch_that_cannot_be_cut_runs_nothing(rig, bad, executor):
 @pytest.mark.parametrize("count", [1, 2, M, M + 1, 2 * M + 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
 def test_any_number_of_rows(count, schedule, executor):
-    """Row 16: one row, fewer than microbatches, a remainder: the oracle's bits and plain autograd's numbers."""
+    """Row 16: one row, fewer than microbatches, a remainder: the oracle's bits and plain autograd's
+    numbers."""
     plan = function_plan(schedule)
     params, batch = weights(), rows(count)
     expected = fp.run_sequential(plan, params, batch, threads_per_lane=1)
-    assert_same_result(expected, fp.run(plan, params, batch, executor=executor(plan), threads_per_lane=1))
+    assert_same_result(
+        expected, fp.run(plan, params, batch, executor=executor(plan), threads_per_lane=1)
+    )
     assert_plain(expected, params, *batch)
 
 
 def test_dicts_in_another_order(executor):
-    """Row 16: the same numbers whatever the order of keys, in one batch, in ready-made microbatches, in params."""
+    """Row 16: the same numbers whatever the order of keys, in one batch, in ready-made
+    microbatches, in params."""
 
     def first(p, x):
         return torch.tanh((x["a"] - 2 * x["b"]) @ p["w"] + p["c"])
 
     stages = [fp.stage(first), fp.stage(lambda p, x: x @ p["w"])]
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0, devices="cpu"
+        stages,
+        fp.schedules.one_f_one_b(2, 2),
+        loss=lambda y, t: F.mse_loss(y, t["y"]) + t["k"] * 0,
+        devices="cpu",
     )
     a, b = rows(4)
     w = weights(2)
     c = torch.ones(WIDTH, dtype=torch.float64)
-    go = lambda params, x, t: fp.run(plan, params, (x, t), executor=executor(plan), threads_per_lane=1)
+    go = lambda params, x, t: fp.run(
+        plan, params, (x, t), executor=executor(plan), threads_per_lane=1
+    )
     expected = go(({"w": w[0]["w"], "c": c}, w[1]), {"a": a, "b": b}, {"y": b, "k": 1})
     swapped = go((OrderedDict(c=c, w=w[0]["w"]), w[1]), {"b": b, "a": a}, {"k": 1, "y": b})
     ready = go(
@@ -111,7 +133,8 @@ def test_dicts_in_another_order(executor):
         assert all(torch.equal(expected.grads[0][key], result.grads[0][key]) for key in "wc")
 
 
-# -- row 17: devices and dtypes ----------------------------------------------------------------------------------------------
+# -- row 17: devices and dtypes
+# -------------------------------------------------------------------------------
 
 
 def test_leaves_on_another_device_are_named(rig, executor):
@@ -140,21 +163,31 @@ def test_leaves_on_another_device_are_named(rig, executor):
 
 @pytest.mark.parametrize("which", ["inputs", "target", "feeds"])
 def test_a_batch_without_numbers_is_refused(which):
-    """Row 17: a meta tensor has nothing to copy to the stage's device; its place in the batch is named."""
+    """Row 17: a meta tensor has nothing to copy to the stage's device; its place in the batch is
+    named."""
     called = []
 
     def fn(p, x, *, feeds):
         called.append(1)
         return x * feeds["f"]
 
-    plan = fp.make_plan([fp.stage(fn, feeds=["f"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(fn, feeds=["f"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     given = {
-        name: torch.ones(4, 2, device="meta" if name == which else "cpu") for name in ("inputs", "target", "feeds")
+        name: torch.ones(4, 2, device="meta" if name == which else "cpu")
+        for name in ("inputs", "target", "feeds")
     }
     place = "feeds['f']" if which == "feeds" else which
     for executor in EXECUTORS:
         with pytest.raises((fp.PlacementError, fp.BatchError)) as caught:
-            fp.run(plan, ((),), (given["inputs"], given["target"]), feeds={"f": given["feeds"]}, executor=executor)
+            fp.run(
+                plan,
+                ((),),
+                (given["inputs"], given["target"]),
+                feeds={"f": given["feeds"]},
+                executor=executor,
+            )
         assert f"{place} " in str(caught.value)
         assert "meta" in str(caught.value)
     assert [] == called
@@ -168,7 +201,9 @@ def test_shapes_without_numbers(executor):
     for batch in (rows(7), tuple(one.to("meta") for one in rows(7))):
         result = fp.run(plan, params, batch, executor=executor(plan))
         assert result.loss.is_meta
-        assert [one.shape for one in fp.leaves(params)] == [one.shape for one in fp.leaves(result.grads)]
+        assert [one.shape for one in fp.leaves(params)] == [
+            one.shape for one in fp.leaves(result.grads)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +226,8 @@ def test_a_wrong_dtype_says_where(rig, inputs, target, at, executor):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_devices_that_are_not_here(rig, executor):
-    """Row 27: a plan for CUDA is data and can be made anywhere; a run says what is missing and what to write."""
+    """Row 27: a plan for CUDA is data and can be made anywhere; a run says what is missing and what
+    to write."""
     plan = rig.plan(SCHEDULES[0], devices=[f"cuda:{i}" for i in range(S)])
     refused(
         rig,
@@ -210,20 +246,32 @@ def test_devices_that_are_not_here(rig, executor):
 def test_words_that_are_no_device(rig, word, executor):
     """Row 17: a plan is made without torch, so its run refuses them, by lane and word."""
     plan = rig.plan(SCHEDULES[0], devices=word)
-    refused(rig, lambda: rig.run(plan, executor(plan)), fp.PlacementError, f"device 0 is {word!r}", "device 2 is")
+    refused(
+        rig,
+        lambda: rig.run(plan, executor(plan)),
+        fp.PlacementError,
+        f"device 0 is {word!r}",
+        "device 2 is",
+    )
 
 
-# -- row 18: parameters ------------------------------------------------------------------------------------------------------
+# -- row 18: parameters
+# -------------------------------------------------------------------------------
 
 
 def changed(rig, **leaves):
     """The rig's parameters with leaves of stage 1 changed; None: left out."""
     own = {**rig.params[1], **leaves}
-    return (rig.params[0], {key: leaf for key, leaf in own.items() if leaf is not None}, rig.params[2])
+    return (
+        rig.params[0],
+        {key: leaf for key, leaf in own.items() if leaf is not None},
+        rig.params[2],
+    )
 
 
 def test_keys_and_shapes_run_nothing(rig, executor):
-    """Row 18: missing, unknown, another shape, no tensor, too few trees: named, before any stage is called."""
+    """Row 18: missing, unknown, another shape, no tensor, too few trees: named, before any stage is
+    called."""
     plan = rig.plan(SCHEDULES[0])
     w = rig.params[1]["w"]
     for params, words in (
@@ -234,13 +282,23 @@ def test_keys_and_shapes_run_nothing(rig, executor):
         (rig.params[:2], ("each of 3 stages", "layer1", "got 2")),
         (dict(enumerate(rig.params)), ("a tuple", "dict")),
     ):
-        refused(rig, lambda params=params: rig.run(plan, executor(plan), params=params), fp.PlanError, *words)
+        refused(
+            rig,
+            lambda params=params: rig.run(plan, executor(plan), params=params),
+            fp.PlanError,
+            *words,
+        )
 
 
-@pytest.mark.parametrize("schedule", [fp.schedules.one_f_one_b(2, M), fp.schedules.zero_bubble(2, M)], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [fp.schedules.one_f_one_b(2, M), fp.schedules.zero_bubble(2, M)], ids=ids
+)
 def test_parameters_that_share_memory(schedule, executor):
-    """Row 18: slices of one buffer, overlapping ones, expanded, transposed: gradients of plain autograd, nothing written."""
-    buffer = torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    """Row 18: slices of one buffer, overlapping ones, expanded, transposed: gradients of plain
+    autograd, nothing written."""
+    buffer = torch.randn(
+        3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     cases = {
         "slices": (buffer[:WIDTH], buffer[WIDTH : 2 * WIDTH]),
         "overlapping": (buffer[:WIDTH], buffer[1 : WIDTH + 1]),
@@ -258,7 +316,8 @@ def test_parameters_that_share_memory(schedule, executor):
 
 
 def test_parameters_of_every_kind(executor):
-    """Row 18: results of other operations (non-leaf), inference tensors, frozen, nn.Parameter: right numbers, no graph touched."""
+    """Row 18: results of other operations (non-leaf), inference tensors, frozen, nn.Parameter:
+    right numbers, no graph touched."""
     plan, batch = function_plan(SCHEDULES[0]), rows(7)
     source = [p["w"].clone().requires_grad_() for p in weights()]
     computed = tuple({"w": w * 1.5} for w in source)
@@ -273,25 +332,38 @@ def test_parameters_of_every_kind(executor):
     for params in kinds.values():
         result = fp.run(plan, params, batch, executor=executor(plan))
         assert_plain(result, params, *batch)
-        assert all(gradient.grad_fn is None and not gradient.requires_grad for gradient in fp.leaves(result.grads))
+        assert all(
+            gradient.grad_fn is None and not gradient.requires_grad
+            for gradient in fp.leaves(result.grads)
+        )
         assert all(p["w"].grad is None for p in params if p["w"].is_leaf)
     assert all(w.grad is None for w in source)
     sum(p["w"].sum() for p in computed).backward()  # the user's own graph is whole
     assert all(torch.equal(torch.full_like(w, 1.5), w.grad) for w in source)
-    frozen = tuple({"w": torch.nn.Parameter(p["w"].clone(), requires_grad=i == 1)} for i, p in enumerate(weights()))
+    frozen = tuple(
+        {"w": torch.nn.Parameter(p["w"].clone(), requires_grad=i == 1)}
+        for i, p in enumerate(weights())
+    )
     result = fp.run(plan, frozen, batch, executor=executor(plan))
     assert [None, None] == [result.grads[i]["w"] for i in (0, 2)]
-    torch.testing.assert_close(result.grads[1]["w"], plain(weights(), *batch)[1][1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        result.grads[1]["w"], plain(weights(), *batch)[1][1], rtol=1e-10, atol=1e-12
+    )
 
 
 def test_inference_tensors_everywhere(rig, executor):
-    """Row 18: batch, parameters and state made under inference_mode; modules with buffers and in-place layers."""
+    """Row 18: batch, parameters and state made under inference_mode; modules with buffers and
+    in-place layers."""
     plan = rig.plan(SCHEDULES[0])
     made = lambda tree: fp.core.tree.map_leaves(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree
     )
     with torch.inference_mode():
-        options = {"params": made(rig.params), "state": made(rig.state), "batch": (rig.x.clone(), rig.target.clone())}
+        options = {
+            "params": made(rig.params),
+            "state": made(rig.state),
+            "batch": (rig.x.clone(), rig.target.clone()),
+        }
     assert all(leaf.is_inference() for leaf in fp.leaves(options["params"]))
     result = rig.run(plan, executor(plan), **options)
     assert_same_result(rig.expected, result)
@@ -303,23 +375,37 @@ def test_a_tie_that_nobody_declared(rig, executor):
     plan = function_plan(SCHEDULES[0])
     w = weights(1)[0]["w"]
     shared = ({"w": w}, {"w": w.clone()}, {"w": w})
-    words = (r"params\[0\] at 'w' and params\[2\] at 'w' are one tensor", r"ties=\[\(\(0, 'w'\), \(2, 'w'\)\)\]")
-    refused(rig, lambda: fp.run(plan, shared, rows(7), executor=executor(plan)), fp.PlanError, *words)
+    words = (
+        r"params\[0\] at 'w' and params\[2\] at 'w' are one tensor",
+        r"ties=\[\(\(0, 'w'\), \(2, 'w'\)\)\]",
+    )
+    refused(
+        rig, lambda: fp.run(plan, shared, rows(7), executor=executor(plan)), fp.PlanError, *words
+    )
     tied = function_plan(SCHEDULES[0], ties=[((0, "w"), (2, "w"))])
     result = fp.run(tied, shared, rows(7), executor=executor(plan))
     _, grads = plain(shared, *rows(7))
     torch.testing.assert_close(result.grads[0]["w"], grads[0] + grads[2], rtol=1e-10, atol=1e-12)
 
 
-# -- row 21: schedules and plans ---------------------------------------------------------------------------------------------
+# -- row 21: schedules and plans
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-@pytest.mark.parametrize("counts", [(0, 2), (2, 0), (-1, 2), (2, -3), (2.0, 2), ("2", 2), (None, 2)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(0, 2), (2, 0), (-1, 2), (2, -3), (2.0, 2), ("2", 2), (None, 2)], ids=str
+)
 def test_counts_that_are_none(family, counts):
     """Row 21: no stages, no microbatches, no whole number: refused by name, in every family."""
-    word = "num_stages" if (counts[1] == 2 and counts[0] != 2) or not isinstance(counts[0], int) else "num_microbatches"
-    with pytest.raises(fp.ScheduleError, match=f"{word}.*{counts[0] if word == 'num_stages' else counts[1]!r}"):
+    word = (
+        "num_stages"
+        if (counts[1] == 2 and counts[0] != 2) or not isinstance(counts[0], int)
+        else "num_microbatches"
+    )
+    with pytest.raises(
+        fp.ScheduleError, match=f"{word}.*{counts[0] if word == 'num_stages' else counts[1]!r}"
+    ):
         family(*counts)
 
 
@@ -334,7 +420,15 @@ def test_counts_that_are_none(family, counts):
         lambda: fp.Schedule.parse(""),
         lambda: fp.Schedule(((),)),
     ],
-    ids=["duplicate", "backward first", "gap", "cycle", "W without I", "empty text", "empty device"],
+    ids=[
+        "duplicate",
+        "backward first",
+        "gap",
+        "cycle",
+        "W without I",
+        "empty text",
+        "empty device",
+    ],
 )
 def test_no_wrong_schedule_gets_to_a_run(build):
     """Row 21: whatever is wrong is seen when the plan is made, at the latest; never a hang."""
@@ -361,7 +455,9 @@ def test_too_few_lanes_are_refused(rig, schedule):
     """Row 21: kept lanes of another number; names both and the call."""
     plan = rig.plan(schedule)
     with fp.lanes(plan) as lanes:
-        other = rig.plan(fp.schedules.fill_drain(S, M, num_devices=1 if plan.num_devices == S else S))
+        other = rig.plan(
+            fp.schedules.fill_drain(S, M, num_devices=1 if plan.num_devices == S else S)
+        )
         go = functools.partial(rig.run, other, lanes)
         refused(
             rig,

@@ -27,7 +27,8 @@ def rig():
 
 
 def test_ctrl_c_and_the_cell_again(rig, executor):
-    """Row 5, 30: a real SIGINT in a running cell, within a second; the same cell again, with kept lanes too."""
+    """Row 5, 30: a real SIGINT in a running cell, within a second; the same cell again, with kept
+    lanes too."""
 
     def long(tensor):
         end = time.monotonic() + 30
@@ -87,12 +88,15 @@ def script(code, *words):
 
 
 def test_ctrl_c_ends_the_process():
-    """Row 5: within a second, threads joined, with the status of a process that SIGINT ended (a shell says 130)."""
+    """Row 5: within a second, threads joined, with the status of a process that SIGINT ended (a
+    shell says 130)."""
     process = script(WAITS, "threads", "in Python")
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    arrived = float(out.strip().splitlines()[-2])  # at the caller; how long Python takes to leave is its own matter
+    arrived = float(
+        out.strip().splitlines()[-2]
+    )  # at the caller; how long Python takes to leave is its own matter
     assert arrived - began < 1
     assert -signal.SIGINT == process.returncode
     assert "[]" == out.strip().splitlines()[-1]
@@ -101,7 +105,8 @@ def test_ctrl_c_ends_the_process():
 
 
 def test_ctrl_c_twice_leaves_what_cannot_be_interrupted():
-    """Row 5: law 7 waits for actions in flight; who presses again does not wait for one that sleeps in C."""
+    """Row 5: law 7 waits for actions in flight; who presses again does not wait for one that sleeps
+    in C."""
     process = script(WAITS, "threads", "in C")
     process.send_signal(signal.SIGINT)
     assert "interrupted" == process.stdout.readline().strip()  # two signals at once would be one
@@ -136,7 +141,8 @@ sys.exit(3)
 
 
 def test_leaving_while_a_run_goes_on():
-    """Row 30: the interpreter ends while a daemon thread of the user's runs a plan: no crash, the status is kept."""
+    """Row 30: the interpreter ends while a daemon thread of the user's runs a plan: no crash, the
+    status is kept."""
     process = script(LEAVES, "lanes", "in Python")
     _, err = process.communicate(timeout=20)
     assert "" == err
@@ -162,7 +168,8 @@ def test_leaving_waits_for_threads_that_are_no_daemons():
 
 
 def test_lanes_that_are_closed_during_a_run(rig):
-    """Row 30: by another thread: the run ends well or is refused; nothing hangs, no thread stays."""
+    """Row 30: by another thread: the run ends well or is refused; nothing hangs, no thread
+    stays."""
     plan = rig.plan(SCHEDULES[0], FaultAt(1, 1, "F", error=lambda _: time.sleep(0.2)))
     lanes, inside = fp.lanes(plan), threading.Event()
     first = FaultAt(0, 0, "F", error=lambda _: inside.set())
@@ -183,7 +190,8 @@ def test_lanes_that_are_closed_during_a_run(rig):
 
 
 def test_lanes_that_nobody_holds_end(rig):
-    """Row 30: ``run(..., executor=fp.lanes(plan))`` and ``del lanes``: the threads end with the object."""
+    """Row 30: ``run(..., executor=fp.lanes(plan))`` and ``del lanes``: the threads end with the
+    object."""
     plan = rig.plan(SCHEDULES[0])
     lanes = fp.lanes(plan)
     assert_same_result(rig.expected, rig.run(plan, lanes))

@@ -23,7 +23,8 @@ def rig():
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_trace_that_cannot_be_written(rig, executor, tmp_path):
-    """Row 29: the disk is full, no such folder: an OSError of the call that writes; result and timeline stay usable."""
+    """Row 29: the disk is full, no such folder: an OSError of the call that writes; result and
+    timeline stay usable."""
     plan = rig.plan(SCHEDULES[0])
     result = rig.run(plan, executor(plan), record=True)
     for path in ("/dev/full", tmp_path / "none" / "trace.json"):
@@ -76,16 +77,21 @@ def test_the_demo_into_a_closed_pipe(capsys, monkeypatch):
 
 
 def test_the_watchdog_without_stderr(monkeypatch):
-    """Row 29: its report is printed when code does not react; where that fails, the run still ends with RunTimeout."""
+    """Row 29: its report is printed when code does not react; where that fails, the run still ends
+    with RunTimeout."""
     libc = ctypes.CDLL(None)
     stuck = lambda p, x: (libc.usleep(1_600_000), x)[1] if x.any() else x
-    plan = fp.make_plan([fp.stage(stuck)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(stuck)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
+    )
     fp.run(plan, ((),), torch.zeros(1), executor="serial")
     with nothing_unheard():
         monkeypatch.setattr(sys, "stderr", Broken())
         try:
             # Not on the main thread: there a signal would end the sleep.
-            (error,) = together(lambda: fp.run(plan, ((),), torch.ones(1), executor="serial", timeout=0.2))
+            (error,) = together(
+                lambda: fp.run(plan, ((),), torch.ones(1), executor="serial", timeout=0.2)
+            )
         finally:
             monkeypatch.undo()
     assert isinstance(error, fp.RunTimeout)

@@ -38,12 +38,14 @@ def rig():
     return Rig()
 
 
-# -- row 24: two runs at once ----------------------------------------------------------------------------------------------
+# -- row 24: two runs at once
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("executor", PLAIN)
 def test_one_of_two_runs_fails(rig, executor):
-    """Row 24: from two threads of the user's, one failing all the time: the other has the right numbers all the time."""
+    """Row 24: from two threads of the user's, one failing all the time: the other has the right
+    numbers all the time."""
     bad, fine = rig.plan(SCHEDULES[0], FaultAt(1, 1, "F", error=Boom)), rig.plan(SCHEDULES[0])
     before, around = rig.everything(), surroundings()
 
@@ -69,7 +71,8 @@ def test_one_of_two_runs_fails(rig, executor):
 
 
 def test_a_thread_that_began_to_compute_during_a_run():
-    """Row 24: it took the number of intra-op threads of that run; a run of its own hands that to nobody else."""
+    """Row 24: it took the number of intra-op threads of that run; a run of its own hands that to
+    nobody else."""
     entered, leave, ready = threading.Event(), threading.Event(), threading.Event()
     around = surroundings()
 
@@ -79,7 +82,9 @@ def test_a_thread_that_began_to_compute_during_a_run():
         return x
 
     def run(fn):
-        plan = fp.make_plan([fp.stage(fn)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+        plan = fp.make_plan(
+            [fp.stage(fn)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
+        )
         return fp.run(plan, ((),), torch.ones(2), executor="serial", threads_per_lane=2)
 
     def late():
@@ -105,7 +110,9 @@ def test_a_thread_that_began_to_compute_during_a_run():
 @pytest.mark.parametrize(("mine", "others"), [(1, 2), (2, 1), (3, 1), (1, 3)])
 def test_a_caller_whose_number_is_not_that_of_new_threads(mine, others, monkeypatch):
     """Row 24: both are as before, whatever numbers this run and earlier ones had."""
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
+    )
     monkeypatch.setattr(context, "_outside", 0)  # nobody has asked yet
     torch.set_num_threads(mine)
     with ThreadPoolExecutor(1) as pool:
@@ -152,7 +159,8 @@ def test_lanes_for_each_of_two_runs(rig):
 
 @pytest.mark.parametrize("call", ["run", "run_sequential", "vjp"])
 def test_a_run_inside_of_a_stage(rig, call, executor):
-    """Row 24: refused with the coordinates of the outer stage, in forward and backward; nothing is left behind."""
+    """Row 24: refused with the coordinates of the outer stage, in forward and backward; nothing is
+    left behind."""
     inner = rig.plan(fp.schedules.fill_drain(S, M), **({"loss": None} if call == "vjp" else {}))
 
     def nested(tensor):
@@ -165,11 +173,19 @@ def test_a_run_inside_of_a_stage(rig, call, executor):
     for kind in "FB":
         plan = rig.plan(SCHEDULES[0], FaultAt(1, 0, kind, error=nested))
         go = functools.partial(rig.run, plan, executor(plan))
-        assert_invariant(rig, go, go, kind=fp.StageError, at=f"1{kind}0", words=("inside of a stage", r"fp\.apply"))
+        assert_invariant(
+            rig,
+            go,
+            go,
+            kind=fp.StageError,
+            at=f"1{kind}0",
+            words=("inside of a stage", r"fp\.apply"),
+        )
 
 
 def test_asyncio(rig, executor):
-    """Row 24: in a coroutine, in threads of its loop beside each other, failing: as anywhere else."""
+    """Row 24: in a coroutine, in threads of its loop beside each other, failing: as anywhere
+    else."""
     plan = rig.plan(SCHEDULES[0], rig.fault(1, 1, "F"))
     go = functools.partial(rig.run, plan, executor(plan))
 
@@ -181,18 +197,25 @@ def test_asyncio(rig, executor):
 
     async def beside():
         own = rig.plan(SCHEDULES[0])
-        return await asyncio.gather(*(asyncio.to_thread(rig.run, own, "threads") for _ in range(3)), directly())
+        return await asyncio.gather(
+            *(asyncio.to_thread(rig.run, own, "threads") for _ in range(3)), directly()
+        )
 
     for way in (directly, in_thread):
         assert_invariant(
-            rig, lambda way=way: asyncio.run(way()), lambda way=way: asyncio.run(way()), at="1F1", cycles=True
+            rig,
+            lambda way=way: asyncio.run(way()),
+            lambda way=way: asyncio.run(way()),
+            at="1F1",
+            cycles=True,
         )
     for result in asyncio.run(beside()):
         assert_same_result(rig.expected, result)
 
 
 def test_a_coroutine_that_is_cancelled(rig, executor):
-    """Row 24: to_thread cannot end its thread; the run ends by itself and the lanes serve the next."""
+    """Row 24: to_thread cannot end its thread; the run ends by itself and the lanes serve the
+    next."""
     plan = rig.plan(SCHEDULES[0], FaultAt(1, 0, "F", error=lambda _: time.sleep(0.3)))
     go = functools.partial(rig.run, plan, executor(plan))
 
@@ -204,7 +227,8 @@ def test_a_coroutine_that_is_cancelled(rig, executor):
     assert_same_result(rig.expected, go())
 
 
-# -- row 24: fork ------------------------------------------------------------------------------------------------------------
+# -- row 24: fork
+# -------------------------------------------------------------------------------
 
 
 def in_child(work, seconds=10):
@@ -220,7 +244,9 @@ def in_child(work, seconds=10):
 
     process = context.Process(target=child, daemon=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, from Python 3.12 on
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of fork beside threads, from Python 3.12 on
         process.start()
     try:
         return ours.recv() if ours.poll(seconds) else None
@@ -230,7 +256,8 @@ def in_child(work, seconds=10):
 
 
 def test_a_forked_child_runs(rig):
-    """Row 24: after runs on threads in the parent, with lanes alive there: the child's numbers are right on any executor."""
+    """Row 24: after runs on threads in the parent, with lanes alive there: the child's numbers are
+    right on any executor."""
     plan = rig.plan(SCHEDULES[0])
 
     def work(executor):
@@ -245,7 +272,8 @@ def test_a_forked_child_runs(rig):
 
 
 def test_lanes_of_the_parent_do_not_hang_in_a_forked_child(rig):
-    """Row 24: their threads are not in the child. They are refused with what to do, or start anew; closing them ends."""
+    """Row 24: their threads are not in the child. They are refused with what to do, or start anew;
+    closing them ends."""
     plan = rig.plan(SCHEDULES[0])
     with fp.lanes(plan) as lanes:
         rig.run(plan, lanes)
@@ -269,7 +297,8 @@ def test_a_stage_may_fork(rig, executor):
     assert ["returned 2.0"] == answers
 
 
-# -- row 24: modes around a run ----------------------------------------------------------------------------------------------
+# -- row 24: modes around a run
+# -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -293,7 +322,9 @@ def default_device(name):
 
 MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast without its cache": lambda: torch.autocast(
+        "cpu", torch.bfloat16, cache_enabled=False
+    ),
     "device meta": lambda: torch.device("meta"),
     "default device meta": lambda: default_device("meta"),
     "default device cpu": lambda: default_device("cpu"),
@@ -318,7 +349,8 @@ def deterministic():
 @pytest.mark.filterwarnings("ignore:Error detected in")
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
 def test_modes_around_a_run_that_fails(rig, mode, executor):
-    """Row 24: the mode holds after the failure as before it, on every thread; the next run has the oracle's bits."""
+    """Row 24: the mode holds after the failure as before it, on every thread; the next run has the
+    oracle's bits."""
     kind = "FB"[list(MODES.values()).index(mode) % 2]
     plan = rig.plan(SCHEDULES[0], rig.fault(1, 1, kind))
     with mode():
@@ -328,14 +360,21 @@ def test_modes_around_a_run_that_fails(rig, mode, executor):
     assert_same_result(rig.expected, rig.run(rig.plan(SCHEDULES[0]), executor(plan)))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
 def test_modes_without_autograd(rig, mode, executor):
-    """Row 24: a plan with backwards is refused before any stage, forwards alone run, a failing one leaves the mode."""
+    """Row 24: a plan with backwards is refused before any stage, forwards alone run, a failing one
+    leaves the mode."""
     plan = rig.plan(SCHEDULES[0])
     forwards = rig.plan(SCHEDULES[0].forwards(), rig.fault(1, 1, "F"), loss=None)
     with mode():
         assert_invariant(
-            rig, lambda: rig.run(plan, executor(plan)), kind=fp.PlanError, words=(mode.__name__, "forwards"), kept=True
+            rig,
+            lambda: rig.run(plan, executor(plan)),
+            kind=fp.PlanError,
+            words=(mode.__name__, "forwards"),
+            kept=True,
         )
         go = lambda: rig.run(forwards, executor(forwards))
         expected = rig.run_sequential(forwards)

@@ -1,4 +1,5 @@
-"""Row 26: 1,000 runs, every tenth with a fault: threads, file descriptors, memory and objects stay as they were."""
+"""Row 26: 1,000 runs, every tenth with a fault: threads, file descriptors, memory and objects stay
+as they were."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ class Faulty:
             "keyboard": rig.plan(schedule, rig.fault(1, 2, "F", KeyboardInterrupt)),
             "timeout": rig.plan(schedule, FaultAt(1, 1, "B", error=self.sleep)),
         }
-        self.expected = {"nan": fp.NotFiniteError, "keyboard": KeyboardInterrupt, "timeout": fp.RunTimeout}
+        self.expected = {
+            "nan": fp.NotFiniteError,
+            "keyboard": KeyboardInterrupt,
+            "timeout": fp.RunTimeout,
+        }
 
     def loss(self, y, target):
         self.rig.strike()
@@ -64,7 +69,9 @@ class Faulty:
         """One run; it fails as it must, or gives the right numbers."""
         rig, plan = self.rig, self.plans[way]
         rig.armed = fault
-        go = functools.partial(rig.run, plan, executor, **(self.options.get(way, {}) if fault else {}))
+        go = functools.partial(
+            rig.run, plan, executor, **(self.options.get(way, {}) if fault else {})
+        )
         try:
             if not fault:
                 assert_same_result(rig.expected, go())
@@ -81,13 +88,20 @@ def measures():
     gc.collect()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * PAGE
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), num_tensors(), len(gc.get_objects()), resident
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        num_tensors(),
+        len(gc.get_objects()),
+        resident,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
 def test_a_thousand_runs_leave_no_trace():
-    """Fresh threads, kept lanes and none in turn; F, B, loss, commit, NaN, KeyboardInterrupt, timeout in turn."""
+    """Fresh threads, kept lanes and none in turn; F, B, loss, commit, NaN, KeyboardInterrupt,
+    timeout in turn."""
     faulty = Faulty()
     ways = list(faulty.plans)
     with fp.lanes(faulty.plans["F"]) as lanes:
@@ -98,7 +112,9 @@ def test_a_thousand_runs_leave_no_trace():
                 faulty.run(ways[(number // 10) % len(ways)], executor, fault=number % 10 == 9)
 
         several(0, 210)  # each way on each executor, so that what is made once is made
-        faulty.run("F", lanes, fault=False)  # a failed run ends its lanes, the next starts them again
+        faulty.run(
+            "F", lanes, fault=False
+        )  # a failed run ends its lanes, the next starts them again
         threads, files, tensors, objects, resident = measures()
         several(0, RUNS)
         faulty.run("F", lanes, fault=False)

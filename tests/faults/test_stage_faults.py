@@ -1,4 +1,5 @@
-"""Rows 1 to 10: what fails inside of a stage, a loss, a commit, a callback; invariant I after each."""
+"""Rows 1 to 10: what fails inside of a stage, a loss, a commit, a callback; invariant I after
+each."""
 
 from __future__ import annotations
 
@@ -27,12 +28,17 @@ def rig():
 def place(plan, stage, microbatch):
     """The coordinates of a stage in a plan."""
     device = f"{plan.schedule.device_of[stage]} (cpu)"
-    return {"stage": stage, "name": plan.stages[stage].name, "microbatch": microbatch, "device": device}
+    return {
+        "stage": stage,
+        "name": plan.stages[stage].name,
+        "microbatch": microbatch,
+        "device": device,
+    }
 
 
 def letter(schedule, kind, stage=1):
-    """How the schedule calls an action: its backward may be I, and of the first stage, with an input that needs no
-    gradient, W."""
+    """How the schedule calls an action: its backward may be I, and of the first stage, with an
+    input that needs no gradient, W."""
     split = any(action.kind is fp.Kind.I for order in schedule.orders for action in order)
     return ("I" if stage else "W") if kind == "B" and split else kind
 
@@ -40,11 +46,14 @@ def letter(schedule, kind, stage=1):
 EVERYWHERE = [(stage, microbatch) for stage in (0, 1, S - 1) for microbatch in (0, M - 1)]
 
 
-# -- rows 1 and 2: F, R, B, I ----------------------------------------------------------------------------------------------
+# -- rows 1 and 2: F, R, B, I
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("number", "schedule"), list(enumerate(schedules(S, M))), ids=lambda v: "" if isinstance(v, int) else ids(v)
+    ("number", "schedule"),
+    list(enumerate(schedules(S, M))),
+    ids=lambda v: "" if isinstance(v, int) else ids(v),
 )
 def test_every_kind_of_action_in_every_schedule(rig, number, schedule):
     """Row 1, 2: F, R and B of two places in turn; every schedule, the executors in turn."""
@@ -53,12 +62,19 @@ def test_every_kind_of_action_in_every_schedule(rig, number, schedule):
     executor = Executors(EXECUTORS[number % 3])
     for nth, kind in enumerate(letters):
         one = letter(schedule, kind)
-        found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind.value == one]
+        found = [
+            (a.stage, a.microbatch)
+            for order in schedule.orders
+            for a in order
+            if a.kind.value == one
+        ]
         stage, microbatch = found[(number + nth) % len(found)]
         shown = letter(schedule, kind, stage)
         plan = rig.plan(schedule, rig.fault(stage, microbatch, kind))
         go = lambda plan=plan: rig.run(plan, executor(plan))
-        assert_invariant(rig, go, go, at=f"{stage}{shown}{microbatch}", **place(plan, stage, microbatch))
+        assert_invariant(
+            rig, go, go, at=f"{stage}{shown}{microbatch}", **place(plan, stage, microbatch)
+        )
     executor.close()
 
 
@@ -132,12 +148,17 @@ class InBackward:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
 @pytest.mark.parametrize("way", ["function", "tensor_hook", "node_hook", "checkpoint"])
 def test_ways_to_fail_in_a_backward(rig, way, schedule, executor):
-    """Row 2: custom function, hooks on tensors and nodes, recomputation: the forward stage is named, torch says none."""
+    """Row 2: custom function, hooks on tensors and nodes, recomputation: the forward stage is
+    named, torch says none."""
     trip = fp.stage(lambda p, x: getattr(InBackward(), way)(rig, x), name="trip")
     middle = fp.compose(rig.stages[1], trip)
-    plan = fp.make_plan((rig.stages[0], middle, rig.stages[2]), schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        (rig.stages[0], middle, rig.stages[2]), schedule, loss=F.mse_loss, devices="cpu"
+    )
     params, state = ((t[0], (t[1], ()), t[2]) for t in (rig.params, rig.state))
-    go = lambda: fp.run(plan, **rig.given(plan, {"params": params, "state": state, "executor": executor(plan)}))
+    go = lambda: fp.run(
+        plan, **rig.given(plan, {"params": params, "state": state, "executor": executor(plan)})
+    )
     first = 0 if schedule.is_ascending else M - 1
     action = f"1{letter(schedule, 'B')}{first}"
 
@@ -149,7 +170,8 @@ def test_ways_to_fail_in_a_backward(rig, way, schedule, executor):
     assert_invariant(rig, go, again, at=action, **place(plan, 1, first))
 
 
-# -- row 3: loss, commit, callbacks ------------------------------------------------------------------------------------------
+# -- row 3: loss, commit, callbacks
+# -------------------------------------------------------------------------------
 
 
 def in_loss(rig, microbatch=1):
@@ -175,17 +197,22 @@ def test_the_loss_fails(rig, schedule, executor):
     plan = rig.plan(schedule, loss=backward)
     go = functools.partial(rig.run, plan, executor(plan))
     first = 0 if schedule.is_ascending else M - 1
-    assert_invariant(rig, go, go, at=f"{S - 1}{letter(schedule, 'B')}{first}", **place(plan, S - 1, first))
+    assert_invariant(
+        rig, go, go, at=f"{S - 1}{letter(schedule, 'B')}{first}", **place(plan, S - 1, first)
+    )
 
 
 def commits(rig, make):
-    """The rig's stages, the last with statistics whose merge fails; with their parameters and state."""
+    """The rig's stages, the last with statistics whose merge fails; with their parameters and
+    state."""
 
     def commit(state, stats):
         rig.strike(make)
         return state.add_(sum(stats))  # in place: into its own copy
 
-    counts = fp.stage(lambda p, x, *, state: fp.Out(x, stats=x.detach().sum()), name="counts", commit=commit)
+    counts = fp.stage(
+        lambda p, x, *, state: fp.Out(x, stats=x.detach().sum()), name="counts", commit=commit
+    )
     last = fp.compose(rig.stages[-1], counts)
     stages = (*rig.stages[:-1], last)
     trees = {
@@ -195,7 +222,9 @@ def commits(rig, make):
     return stages, trees
 
 
-@pytest.mark.parametrize("make", [Boom, KeyboardInterrupt, StopIteration], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "make", [Boom, KeyboardInterrupt, StopIteration], ids=lambda kind: kind.__name__
+)
 def test_the_merge_of_state_fails(rig, make, executor):
     """Row 3, 4: "commit" stands in the place of the action; the state given is untouched."""
     stages, trees = commits(rig, make)
@@ -241,7 +270,8 @@ def test_a_callback_fails(rig, word, make, executor):
     assert [] == called  # before any stage
 
 
-# -- row 4: exits ----------------------------------------------------------------------------------------------------------
+# -- row 4: exits
+# -------------------------------------------------------------------------------
 
 
 class Quit(BaseException):
@@ -261,15 +291,20 @@ def test_exits_leave_nothing_behind(rig, kind, make, executor):
     assert_invariant(rig, go, go, kind=make, at=f"1{letter(schedule, kind)}1", **place(plan, 1, 1))
 
 
-# -- row 6: two at once ------------------------------------------------------------------------------------------------------
+# -- row 6: two at once
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kinds", [(Boom, KeyboardInterrupt), (KeyboardInterrupt, Boom), (SystemExit, Quit), (Boom, Boom)], ids=str
+    "kinds",
+    [(Boom, KeyboardInterrupt), (KeyboardInterrupt, Boom), (SystemExit, Quit), (Boom, Boom)],
+    ids=str,
 )
 def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
-    """Row 6: of an error and an exit in two lanes the earlier in plan order arrives, the other is a note of it."""
-    # On a loaded machine the one that fails first would else have the other interrupted before that one fails.
+    """Row 6: of an error and an exit in two lanes the earlier in plan order arrives, the other is a
+    note of it."""
+    # On a loaded machine the one that fails first would else have the other interrupted before that
+    # one fails.
     monkeypatch.setattr("funcpipe._src.engine.lanes._PATIENCE", 10.0)
     meet = threading.Barrier(2)
 
@@ -281,7 +316,10 @@ def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
 
         return fail
 
-    faults = [FaultAt(0, 1, "F", error=together(kinds[0])), FaultAt(1, 0, "F", error=together(kinds[1]))]
+    faults = [
+        FaultAt(0, 1, "F", error=together(kinds[0])),
+        FaultAt(1, 0, "F", error=together(kinds[1])),
+    ]
     plan = rig.plan(fp.schedules.fill_drain(S, M), *faults)
     order = [str(plan.program.action(code)) for code in plan.program.order]
     first = min(("0F1", "1F0"), key=order.index)
@@ -297,10 +335,13 @@ def test_two_lanes_fail_at_once(rig, kinds, monkeypatch):
         )
         assert first == failure.where.action
         assert str(failure.where) == failure.notes[0]
-        assert len(failure.notes) == 1 or ("also failed: " in failure.notes[1] and other.__name__ in failure.notes[1])
+        assert len(failure.notes) == 1 or (
+            "also failed: " in failure.notes[1] and other.__name__ in failure.notes[1]
+        )
 
 
-# -- row 7: exceptions that end loops ----------------------------------------------------------------------------------------
+# -- row 7: exceptions that end loops
+# -------------------------------------------------------------------------------
 
 
 ENDS = [StopIteration, StopAsyncIteration, EOFError, queue.Empty]
@@ -309,22 +350,35 @@ ENDS = [StopIteration, StopAsyncIteration, EOFError, queue.Empty]
 @pytest.mark.parametrize("make", ENDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_exceptions_that_end_loops(rig, kind, make, executor):
-    """Row 7: they end no loop of the library's; they are errors of the stage. The schedules in turn."""
+    """Row 7: they end no loop of the library's; they are errors of the stage. The schedules in
+    turn."""
     schedule = SCHEDULES[ENDS.index(make) % len(SCHEDULES)]
     plan = rig.plan(schedule, rig.fault(S - 1, M - 1, kind, make))
     go = functools.partial(rig.run, plan, executor(plan))
-    assert_invariant(rig, go, go, kind=make, at=f"{S - 1}{letter(schedule, kind)}{M - 1}", **place(plan, S - 1, M - 1))
+    assert_invariant(
+        rig,
+        go,
+        go,
+        kind=make,
+        at=f"{S - 1}{letter(schedule, kind)}{M - 1}",
+        **place(plan, S - 1, M - 1),
+    )
 
 
-@pytest.mark.parametrize("make", [build for build, _ in ODD], ids=lambda make: type(make()).__name__)
+@pytest.mark.parametrize(
+    "make", [build for build, _ in ODD], ids=lambda make: type(make()).__name__
+)
 def test_odd_exceptions_leave_nothing_behind(rig, make, executor):
     """Types that are hard to build again; the one that cannot be arrives as a plain StageError."""
     plan = rig.plan(SCHEDULES[0], rig.fault(1, 1, "B", make))
     go = functools.partial(rig.run, plan, executor(plan))
-    assert_invariant(rig, go, go, kind=fp.StageError if type(make()) is Final else type(make()), at="1B1")
+    assert_invariant(
+        rig, go, go, kind=fp.StageError if type(make()) is Final else type(make()), at="1B1"
+    )
 
 
-# -- row 8: out of memory ----------------------------------------------------------------------------------------------------
+# -- row 8: out of memory
+# -------------------------------------------------------------------------------
 
 MEMORY = {
     "torch": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
@@ -340,7 +394,9 @@ MEMORY = {
 def test_out_of_memory_says_what_is_held(rig, kind, make, executor):
     """Row 8: residuals that live, their bytes, what to do; tried once."""
     schedule = fp.schedules.fill_drain(S, M)
-    microbatch = 2 if kind == "F" else 1  # two were kept before; two are left, the one in use among them
+    microbatch = (
+        2 if kind == "F" else 1
+    )  # two were kept before; two are left, the one in use among them
     plan = rig.plan(schedule, rig.fault(1, microbatch, kind, make))
     go = functools.partial(rig.run, plan, executor(plan))
     words = (
@@ -351,13 +407,18 @@ def test_out_of_memory_says_what_is_held(rig, kind, make, executor):
     )
     assert_invariant(rig, go, go, kind=type(make()), words=words, **place(plan, 1, microbatch))
     other = rig.plan(schedule, rig.fault(1, 1, kind, lambda: RuntimeError("shapes differ")))
-    failure = assert_invariant(rig, functools.partial(rig.run, other, executor(other)), kind=RuntimeError)
+    failure = assert_invariant(
+        rig, functools.partial(rig.run, other, executor(other)), kind=RuntimeError
+    )
     assert [str(failure.where)] == failure.notes
 
 
 @pytest.mark.parametrize(
     ("allocate", "kind"),
-    [(lambda: torch.empty(1 << 58, dtype=torch.uint8), RuntimeError), (lambda: bytearray(1 << 62), MemoryError)],
+    [
+        (lambda: torch.empty(1 << 58, dtype=torch.uint8), RuntimeError),
+        (lambda: bytearray(1 << 62), MemoryError),
+    ],
     ids=["torch", "python"],
 )
 def test_out_of_memory_for_real(rig, allocate, kind, executor):
@@ -378,7 +439,8 @@ def test_out_of_memory_for_real(rig, allocate, kind, executor):
     assert [1] == tries
 
 
-# -- rows 9 and 10: checks and timeouts --------------------------------------------------------------------------------------
+# -- rows 9 and 10: checks and timeouts
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
@@ -389,13 +451,20 @@ def test_numbers_that_are_not_finite(rig, kind, schedule, executor):
     plan = rig.plan(schedule, FaultAt(1, 1, kind, error=spoil))
     go = functools.partial(rig.run, plan, executor(plan), check="finite")
     assert_invariant(
-        rig, go, go, kind=fp.NotFiniteError, at=f"1{letter(schedule, kind)}1", words=("NaN",), **place(plan, 1, 1)
+        rig,
+        go,
+        go,
+        kind=fp.NotFiniteError,
+        at=f"1{letter(schedule, kind)}1",
+        words=("NaN",),
+        **place(plan, 1, 1),
     )
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_a_timeout_leaves_nothing_behind(rig, kind, executor):
-    """Row 10: the lanes that waited and the one that stood still are joined, and their tensors gone."""
+    """Row 10: the lanes that waited and the one that stood still are joined, and their tensors
+    gone."""
 
     def sleep(tensor):
         end = time.monotonic() + 60
@@ -414,17 +483,21 @@ def test_a_timeout_leaves_nothing_behind(rig, kind, executor):
         )
 
 
-# -- the two halves of a vjp -------------------------------------------------------------------------------------------------
+# -- the two halves of a vjp
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Boom, KeyboardInterrupt], ids=lambda kind: kind.__name__)
 def test_both_halves_of_a_vjp(rig, make, executor):
-    """Rows 1, 2, 4: a forward fails in the first half, a backward in the second; the pullback is spent, not broken."""
+    """Rows 1, 2, 4: a forward fails in the first half, a backward in the second; the pullback is
+    spent, not broken."""
     for kind in "FB":
         plan = rig.plan(fp.schedules.fill_drain(S, M), rig.fault(1, 1, kind, make), loss=None)
 
         def go(plan=plan):
-            result, pullback = fp.vjp(plan, rig.params, rig.x, state=rig.state, seed=3, executor=executor(plan))
+            result, pullback = fp.vjp(
+                plan, rig.params, rig.x, state=rig.state, seed=3, executor=executor(plan)
+            )
             try:
                 return pullback(torch.ones_like(result.outputs))
             finally:
@@ -432,5 +505,7 @@ def test_both_halves_of_a_vjp(rig, make, executor):
                     pullback(torch.ones_like(result.outputs))
 
         good = [tensor.clone() for tensor in fp.leaves(go()[0])]
-        again = lambda go=go, good=good: all(map(torch.equal, good, fp.leaves(go()[0]))) or pytest.fail("other numbers")
+        again = lambda go=go, good=good: (
+            all(map(torch.equal, good, fp.leaves(go()[0]))) or pytest.fail("other numbers")
+        )
         assert_invariant(rig, go, again, kind=make, at=f"1{kind}1", **place(plan, 1, 1))

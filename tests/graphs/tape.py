@@ -1,8 +1,9 @@
-"""A graph of the CPU that tests put in the place of a device's: it writes down every operation, and does it again.
+"""A graph of the CPU that tests put in the place of a device's: it writes down every operation, and
+does it again.
 
-As a CUDA graph it knows memory and operations and nothing of Python: numbers that Python took from tensors cannot be
-taken (the device would have to wait), those that Python brought in are frozen, and what is played writes where it was
-written when it was recorded.
+As a CUDA graph it knows memory and operations and nothing of Python: numbers that Python took from
+tensors cannot be taken (the device would have to wait), those that Python brought in are frozen,
+and what is played writes where it was written when it was recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcpipe._src.core.plain_tensors import address
 from funcpipe._src.devices.stream import StreamBackend
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+}
 """Operations that give numbers to Python."""
 
 
@@ -28,7 +33,11 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in READS and args[0].dtype is not torch.uint8:  # states of the host's generator are
             raise RuntimeError("operation not permitted when stream is capturing\nmore words")
-        inputs = {address(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        inputs = {
+            address(one)
+            for one in pytree.tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError("a draw was recorded")
@@ -36,7 +45,9 @@ class _Recording(TorchDispatchMode):
         fresh = [one.numel() > 0 and address(one) not in inputs for one in made]
         # A lazy copy shares its memory until someone writes; a device's graph would have a copy.
         lazy = "lazy_clone" in str(func)
-        self.tape.operations.append((func, args, kwargs or {}, made, [lazy or one for one in fresh]))
+        self.tape.operations.append(
+            (func, args, kwargs or {}, made, [lazy or one for one in fresh])
+        )
         return out
 
 
@@ -57,7 +68,11 @@ class Tape:
     def record(self, work):
         with _Recording(self):
             out = work()
-        for *_, made, fresh in self.operations:  # nobody may lean on numbers that were there when it was recorded
+        for (
+            *_,
+            made,
+            fresh,
+        ) in self.operations:  # nobody may lean on numbers that were there when it was recorded
             for one, new in zip(made, fresh, strict=True):
                 if new:
                     with torch.no_grad():
@@ -69,7 +84,9 @@ class Tape:
         with torch.no_grad():
             for func, args, kwargs, made, fresh in self.operations:
                 found = pytree.tree_leaves(func(*args, **kwargs))
-                for one, old, new in zip([x for x in found if isinstance(x, torch.Tensor)], made, fresh, strict=True):
+                for one, old, new in zip(
+                    [x for x in found if isinstance(x, torch.Tensor)], made, fresh, strict=True
+                ):
                     if new:
                         old.detach().copy_(one)
 

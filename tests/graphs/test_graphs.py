@@ -1,4 +1,5 @@
-"""fp.graphs and backend="cudagraphs", with a stand-in for the device's graphs: what is recorded, what is played, why not."""
+"""fp.graphs and backend="cudagraphs", with a stand-in for the device's graphs: what is recorded,
+what is played, why not."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def tapes(monkeypatch):
 
 
 def stages(**options):
-    """Skips, an in-place operation, a feed, batch norm with its statistics; with options: compiled."""
+    """Skips, an in-place operation, a feed, batch norm with its statistics; with options:
+    compiled."""
     torch.manual_seed(0)
 
     @fp.stage(stash=["far"])
@@ -47,7 +49,9 @@ def stages(**options):
     def second(p, x, *, skips, feeds):
         return F.relu(x.mul_(1.5) @ p["w"] + skips["far"] * feeds["scale"])
 
-    norm, norm_params, norm_state = fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="norm")
+    norm, norm_params, norm_state = fp.from_module(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="norm"
+    )
     last = fp.stage(lambda p, x: x @ p["w"], name="last")
     parts = first, second, norm, last
     w = [{"w": torch.randn(4, 4)} for _ in range(3)]
@@ -78,9 +82,12 @@ def data(rows=6, seed=1):
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse": False}], ids=["eager", "compiled"])
-@pytest.mark.parametrize("schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [one for one in schedules(S, M) if "offload" not in one.name], ids=ids
+)
 def test_played_runs_have_the_same_bits(tapes, schedule, options):
-    """Parameters that move (new ones, and in place), state that goes round, other batches: all are the oracle's."""
+    """Parameters that move (new ones, and in place), state that goes round, other batches: all are
+    the oracle's."""
     parts, params, state = stages(**options)
     plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu", outputs=True)
     expected_state = state
@@ -97,7 +104,8 @@ def test_played_runs_have_the_same_bits(tapes, schedule, options):
                     p.sub_(g, alpha=0.1)
             if number == 1:
                 params = tuple(
-                    {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in p.items()} for p in params
+                    {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in p.items()}
+                    for p in params
                 )
         assert graphs.count == 1
     [tape] = [one for one in tapes.made if one.plays]
@@ -109,10 +117,16 @@ def test_a_result_is_the_callers(tapes):
     plan, params = linear_plan(outputs=True)
     with fp.graphs(plan) as graphs:
         first = fp.run(plan, params, data(), executor=graphs)
-        kept = [one.clone() for one in fp.leaves((first.grads, first.outputs, first.loss, first.losses))]
+        kept = [
+            one.clone() for one in fp.leaves((first.grads, first.outputs, first.loss, first.losses))
+        ]
         given = [one.clone() for one in fp.leaves(params)]
         second = fp.run(plan, params, data(seed=5), executor=graphs)
-        assert all(map(torch.equal, kept, fp.leaves((first.grads, first.outputs, first.loss, first.losses))))
+        assert all(
+            map(
+                torch.equal, kept, fp.leaves((first.grads, first.outputs, first.loss, first.losses))
+            )
+        )
         assert not torch.equal(first.loss, second.loss)
         first.grads[0]["w"].zero_()  # nor does the caller into theirs
         fp.run(plan, params, data(), executor=graphs)
@@ -123,17 +137,26 @@ def test_a_result_is_the_callers(tapes):
 
 def test_a_state_that_stays_is_the_callers_own(tapes):
     parts, params, state = stages()
-    plan = fp.make_plan(parts, fp.schedules.fill_drain(S, M, backward=False), devices="cpu", train=False, outputs=True)
+    plan = fp.make_plan(
+        parts,
+        fp.schedules.fill_drain(S, M, backward=False),
+        devices="cpu",
+        train=False,
+        outputs=True,
+    )
     x, _, scale = batches(1)[0]
     with fp.graphs(plan) as graphs:
         for _ in range(2):
             result = fp.run(plan, params, x, state=state, feeds={"scale": scale}, executor=graphs)
             assert result.stats.executor == "graph"
-            assert all(a is b for a, b in zip(fp.leaves(result.state), fp.leaves(state), strict=True))
+            assert all(
+                a is b for a, b in zip(fp.leaves(result.state), fp.leaves(state), strict=True)
+            )
 
 
 def test_each_form_of_input_is_recorded_once(tapes):
-    """Rows, types, layouts, what is trained, the loss scale, grad mode, autocast, which leaves are one."""
+    """Rows, types, layouts, what is trained, the loss scale, grad mode, autocast, which leaves are
+    one."""
     plan, params = linear_plan()
     frozen = ({"w": params[0]["w"].clone()}, {"w": params[1]["w"].clone().requires_grad_()})
     turned = tuple({"w": p["w"].t().contiguous().t()} for p in params)
@@ -178,7 +201,9 @@ def test_wrapped_leaves(tapes):
         rows, table = x
         return rows @ (p["w"] + table)
 
-    plan = fp.make_plan([first], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [first], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu", outputs=True
+    )
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         for seed in (1, 2):
@@ -207,12 +232,18 @@ REASONS = {
         {},
         "StageError[RuntimeError]: operation not permitted when stream is capturing",
     ),
-    "weight": (lambda: linear_plan(weight=lambda t: t.square().sum()), {}, ": RuntimeError: operation not permitted"),
+    "weight": (
+        lambda: linear_plan(weight=lambda t: t.square().sum()),
+        {},
+        ": RuntimeError: operation not permitted",
+    ),
     "record": (linear_plan, {"record": True}, "record=True measures"),
     "ranges": (linear_plan, {"ranges": True}, "ranges=True names its actions"),
     "timeout": (linear_plan, {"timeout": 50.0}, "timeout= watches"),
     "offload": (
-        lambda: linear_plan(schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))),
+        lambda: linear_plan(
+            schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))
+        ),
         {},
         "the host keeps step",
     ),
@@ -239,13 +270,19 @@ def test_why_it_is_no_graph(tapes, reason):
 
 
 def test_targets_that_count_evenly(tapes):
-    """Class indices are looked at before: a graph where microbatches count as their rows, a run where labels are padded."""
+    """Class indices are looked at before: a graph where microbatches count as their rows, a run
+    where labels are padded."""
     for loss, summed in ((F.cross_entropy, False), (nn.CrossEntropyLoss(reduction="sum"), True)):
         plan, params = linear_plan(loss=loss)
         x, target = data()[0], torch.tensor([0, 1, 2, 3, 1, -100])
         some = torch.tensor([0, -100, 2, 3, -100, 1])  # two in each microbatch
         with fp.graphs(plan) as graphs:
-            for labels, graph in ((target.clamp(min=0), True), (target, summed), (some, True), (target + 0, summed)):
+            for labels, graph in (
+                (target.clamp(min=0), True),
+                (target, summed),
+                (some, True),
+                (target + 0, summed),
+            ):
                 result = fp.run(plan, params, (x, labels), executor=graphs)
                 assert_same_result(fp.run_sequential(plan, params, (x, labels)), result)
                 assert (None if summed else float((labels != -100).sum())) == result.weight
@@ -255,7 +292,8 @@ def test_targets_that_count_evenly(tapes):
 
 
 def test_draws_are_no_graph(tapes):
-    """A graph would draw the same numbers; runs draw by their seeds, and without one they refuse."""
+    """A graph would draw the same numbers; runs draw by their seeds, and without one they
+    refuse."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     part, params, _ = fp.from_module(net, name="drops")
     for one in (part, fp.compile_stage(part)):
@@ -279,7 +317,9 @@ def test_where_there_are_none():
 
 def test_lanes_on_two_devices_are_no_graph(tapes):
     plan, params = linear_plan(
-        loss=None, schedule=partial(fp.schedules.fill_drain, backward=False), devices=["cpu", "meta"]
+        loss=None,
+        schedule=partial(fp.schedules.fill_drain, backward=False),
+        devices=["cpu", "meta"],
     )
     meta = (params[0], {"w": params[1]["w"].to("meta")})
     with fp.graphs(plan) as graphs:
@@ -302,11 +342,16 @@ class Unhashable:
 
 @pytest.mark.parametrize(
     ("odd", "words"),
-    [(Config(), "it gets a Config, which may change"), (Unhashable(), "it gets a Unhashable, which cannot be told")],
+    [
+        (Config(), "it gets a Config, which may change"),
+        (Unhashable(), "it gets a Unhashable, which cannot be told"),
+    ],
 )
 def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
     part = fp.stage(lambda p, x: x * p["w"] * getattr(p["odd"], "factor", 1))
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
+    )
     with fp.graphs(plan) as graphs:
         for factor in (1, 2):
             odd.factor = factor
@@ -318,10 +363,21 @@ def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):
 def test_values_that_can_be_compared(tapes):
     """Numbers, words, functions, types; -0.0 is no 0.0, and nan is nan."""
     part = fp.stage(lambda p, x: p["f"](x * p["w"]) / p["c"])
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
+    )
     with fp.graphs(plan) as graphs:
         for c in (0.0, -0.0, float("nan"), float("nan"), 2):
-            params = ({"w": torch.ones(4), "c": c, "f": torch.tanh, "n": None, "t": torch.float32, "s": "word"},)
+            params = (
+                {
+                    "w": torch.ones(4),
+                    "c": c,
+                    "f": torch.tanh,
+                    "n": None,
+                    "t": torch.float32,
+                    "s": "word",
+                },
+            )
             result = fp.run(plan, params, data()[0], executor=graphs)
             assert result.stats.executor == "graph", result.stats.reason
             expected = fp.run_sequential(plan, params, data()[0]).outputs
@@ -330,7 +386,8 @@ def test_values_that_can_be_compared(tapes):
 
 
 def test_functions_that_choose_what_is_trained(tapes):
-    """A new lambda each time that chooses the same is the same form; one that chooses otherwise is not."""
+    """A new lambda each time that chooses the same is the same form; one that chooses otherwise is
+    not."""
     plan, params = linear_plan()
     chosen = ["0"]
     with fp.graphs(plan) as graphs:
@@ -344,7 +401,9 @@ def test_functions_that_choose_what_is_trained(tapes):
 
 def test_a_grad_mode_is_a_form(tapes):
     part = fp.stage(lambda p, x: x * p["w"] * (1 if torch.is_grad_enabled() else 2))
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", outputs=True
+    )
     params, x = ({"w": torch.ones(4)},), data()[0]
     with fp.graphs(plan) as graphs:
         for _ in range(2):
@@ -357,7 +416,8 @@ def test_a_grad_mode_is_a_form(tapes):
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_results_that_are_what_was_given(tapes, lanes):
-    """The target as aux, an output that is the input: lazy copies of memory that the next run fills."""
+    """The target as aux, an output that is the input: lazy copies of memory that the next run
+    fills."""
     part = fp.stage(lambda p, x: (x, x * p["w"]))
     loss = lambda y, t: fp.Loss(F.mse_loss(y[1], t), None, (t, t[:1], y[0]))
     last = fp.stage(lambda p, x: (x[0], x[1] * p["w"]))
@@ -384,7 +444,9 @@ class Metrics:
 def test_results_that_hide_tensors(tapes):
     """They would be the graph's own memory."""
     part = fp.stage(lambda p, x: x * p["w"])
-    loss = lambda y, t: fp.Loss(F.mse_loss(y, t), None, (Metrics(y.detach().sum()), 3, "word", None))
+    loss = lambda y, t: fp.Loss(
+        F.mse_loss(y, t), None, (Metrics(y.detach().sum()), 3, "word", None)
+    )
     plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 1), loss=loss, devices="cpu")
     params = ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
@@ -395,14 +457,20 @@ def test_results_that_hide_tensors(tapes):
 
 
 def test_memory_with_gaps(tapes):
-    """A stage sees slices as it sees them elsewhere (expanded tensors are written out), and the numbers are the same."""
+    """A stage sees slices as it sees them elsewhere (expanded tensors are written out), and the
+    numbers are the same."""
     seen = []
 
     def looks(p, x):
         seen.append((x[0].stride(), x[1].stride()))
         return x[0] * p["w"] + x[1]
 
-    plan = fp.make_plan([fp.stage(looks)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [fp.stage(looks)],
+        fp.schedules.fill_drain(1, 1, backward=False),
+        devices="cpu",
+        outputs=True,
+    )
     x = (torch.randn(6, 8)[:, ::2], torch.randn(6, 1).expand(6, 4))
     params = ({"w": torch.randn(8)[::2]},)
     with fp.graphs(plan) as graphs:
@@ -437,13 +505,19 @@ def test_mistakes_say_what_they_say_elsewhere(tapes):
         for bad, error in [
             (lambda: fp.run(plan, params[:1], data(), executor=graphs), fp.PlanError),
             (lambda: fp.run(plan, params, data()[0], executor=graphs), fp.BatchError),
-            (lambda: fp.run(plan, params, (torch.ones(3, 5), torch.ones(3, 4)), executor=graphs), fp.StageError),
+            (
+                lambda: fp.run(plan, params, (torch.ones(3, 5), torch.ones(3, 4)), executor=graphs),
+                fp.StageError,
+            ),
             (lambda: fp.run(plan, params, data(), check="all", executor=graphs), fp.PlanError),
             (lambda: fp.run(plan, params, data(), check=None, executor=graphs), fp.PlanError),
             (lambda: fp.run(plan, params, data(), seed="one", executor=graphs), fp.PlanError),
             (lambda: fp.run(plan, params, data(), trainable="all", executor=graphs), fp.PlanError),
             (lambda: fp.run(plan, params[0], data(), executor=graphs), fp.PlanError),
-            (lambda: fp.run(plan, params, [one.to("meta") for one in data()], executor=graphs), fp.BatchError),
+            (
+                lambda: fp.run(plan, params, [one.to("meta") for one in data()], executor=graphs),
+                fp.BatchError,
+            ),
             (lambda: fp.run(plan, meta, data(), executor=graphs), fp.PlacementError),
             (lambda: fp.run(plan, params, data(), loss_scale=0.0, executor=graphs), fp.PlanError),
         ]:
@@ -467,7 +541,9 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
         with pytest.raises(fp.FuncpipeError, match="inside of a stage"):
             fp.run(outer, ((),), data()[0])
         with pytest.raises(fp.FuncpipeError, match="torch.func"):
-            torch.func.vmap(lambda t: t * fp.run(plan, params, batch, executor=graphs).loss)(torch.ones(2))
+            torch.func.vmap(lambda t: t * fp.run(plan, params, batch, executor=graphs).loss)(
+                torch.ones(2)
+            )
 
 
 def test_whose_they_are(tapes):
@@ -480,7 +556,10 @@ def test_whose_they_are(tapes):
     with pytest.raises(fp.PlanError, match="takes a plan; got a str"):
         fp.graphs("plan")
     halves = fp.make_plan(plan.stages, fp.schedules.fill_drain(2, 2), devices="cpu")
-    with fp.graphs(halves) as graphs, pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"):
+    with (
+        fp.graphs(halves) as graphs,
+        pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"),
+    ):
         fp.vjp(halves, params, data()[0], executor=graphs)
 
 
@@ -493,11 +572,15 @@ def test_one_run_at_a_time(tapes):
             assert go.wait(20)
         return x @ p["w"]
 
-    plan = fp.make_plan([fp.stage(waits)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(waits)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     params = ({"w": torch.eye(4)},)
     with fp.graphs(plan) as graphs:
         found = []
-        thread = threading.Thread(target=lambda: found.append(fp.run(plan, params, data(), executor=graphs)))
+        thread = threading.Thread(
+            target=lambda: found.append(fp.run(plan, params, data(), executor=graphs))
+        )
         thread.start()
         assert inside.wait(20)
         with pytest.raises(fp.FuncpipeError, match="busy"):
@@ -515,7 +598,9 @@ def test_closed_while_they_record(tapes):
         held[0].close()
         return x @ p["w"]
 
-    plan = fp.make_plan([fp.stage(closes)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(closes)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
     graphs = fp.graphs(plan)
     held.append(graphs)
     fp.run(plan, ({"w": torch.eye(4)},), data(), executor=graphs)
@@ -546,7 +631,9 @@ def test_closed_graphs_hold_nothing(tapes):
         tape = weakref.ref(tapes.made[-1])
         del x, y, result
         gc.collect()
-        assert [one() for one in alive] == [None] * 3  # what was given and what came out is not kept
+        assert [one() for one in alive] == [
+            None
+        ] * 3  # what was given and what came out is not kept
     tapes.made.clear()
     gc.collect()
     assert tape() is None
@@ -561,21 +648,30 @@ def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     assert result.stats.reason == "not a graph: its programs are graphs themselves"
 
 
-# -- backend="cudagraphs" ------------------------------------------------------------------------------------------
+# -- backend="cudagraphs"
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "schedule", [fp.schedules.one_f_one_b(S, M), fp.schedules.remat(fp.schedules.zero_bubble(S, M))], ids=ids
+    "schedule",
+    [fp.schedules.one_f_one_b(S, M), fp.schedules.remat(fp.schedules.zero_bubble(S, M))],
+    ids=ids,
 )
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_programs_as_graphs(tapes, schedule, executor):
-    """Each program is recorded once, whatever the microbatches, and runs of other parameters are the oracle's."""
+    """Each program is recorded once, whatever the microbatches, and runs of other parameters are
+    the oracle's."""
     parts, params, state = stages(backend="cudagraphs")
     plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
     plain = fp.make_plan(stages(fuse=True)[0], schedule, loss=F.mse_loss, devices="cpu")
     made = None
     for x, target, scale in batches(3, rows=6):
-        given = {"state": state, "feeds": {"scale": scale}, "trainable": True, "threads_per_lane": 1}
+        given = {
+            "state": state,
+            "feeds": {"scale": scale},
+            "trainable": True,
+            "threads_per_lane": 1,
+        }
         expected = fp.run(plain, params, (x, target), executor="serial", **given)
         result = fp.run(plan, params, (x, target), executor=executor, **given)
         torch.testing.assert_close((result.loss, result.grads), (expected.loss, expected.grads))
@@ -632,11 +728,15 @@ def test_what_is_on_while_programs_are_built(tapes, built):
     found = []
     for backend in ("graph", "cudagraphs"):
         part = fp.compile_stage(fp.stage(exact), backend=backend)
-        plan = fp.make_plan([part] * 2, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(
+            [part] * 2, fp.schedules.zero_bubble(2, 2), loss=F.mse_loss, devices="cpu"
+        )
         amp = torch.autocast("cpu", torch.bfloat16, enabled=built == "under autocast")
         with amp:
             if built == "in inference mode":
-                evaluated = fp.make_plan([part] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+                evaluated = fp.make_plan(
+                    [part] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+                )
                 with torch.inference_mode():
                     fp.run(evaluated, params, data()[0])
                 with torch.no_grad():
@@ -651,7 +751,9 @@ def test_weights_are_copied_once_a_run(tapes, monkeypatch):
     from funcpipe._src.devices import device_graph
 
     w, x = torch.ones(2, 2), torch.ones(2, 2)
-    found = device_graph.Recorded(tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True)
+    found = device_graph.Recorded(
+        tapes.graph(w.device), w.device, [w, x], lambda own: [own[0] @ own[1]], steady=True
+    )
     copied, own = [], {*map(id, found._own)}
     real = device_graph.copy_all
 

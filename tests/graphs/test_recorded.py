@@ -1,4 +1,5 @@
-"""Recordings by themselves: a device's graph with a stand-in for torch's module, the rehearsal, what cannot be given."""
+"""Recordings by themselves: a device's graph with a stand-in for torch's module, the rehearsal,
+what cannot be given."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 class Module:
-    """torch.cuda, as far as a graph needs it: streams that note what waits for what, and a recording that may fail to end."""
+    """torch.cuda, as far as a graph needs it: streams that note what waits for what, and a
+    recording that may fail to end."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses, self.log = refuses, []
@@ -118,7 +120,8 @@ def made(module, work=lambda own: [own[0] * 2], given=None):
 
 
 def test_on_which_streams():
-    """Warmed and recorded on its own stream, played on the caller's; turns follow each other whatever the streams."""
+    """Warmed and recorded on its own stream, played on the caller's; turns follow each other
+    whatever the streams."""
     module, seen = Module(), []
 
     def work(own):
@@ -133,7 +136,10 @@ def test_on_which_streams():
     assert found([torch.ones(3) * 3])[0].tolist() == [6] * 3
     other, module.log = module.Stream(CPU), []
     recorded = []
-    real, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda self, stream: recorded.append(stream)
+    real, torch.Tensor.record_stream = (
+        torch.Tensor.record_stream,
+        lambda self, stream: recorded.append(stream),
+    )
     try:
         with module.stream(other):
             assert found([torch.ones(3)])[0].tolist() == [2] * 3
@@ -206,7 +212,10 @@ WAITS = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_the_rehearsal_refuses(name):
-    with pytest.raises(Unrecordable, match=r"waits for numbers of cpu|gives numbers of cpu to meta"), Rehearsal(CPU):
+    with (
+        pytest.raises(Unrecordable, match=r"waits for numbers of cpu|gives numbers of cpu to meta"),
+        Rehearsal(CPU),
+    ):
         WAITS[name](torch.ones(3))
 
 
@@ -245,11 +254,22 @@ def test_a_refusal_before_the_recording():
 
 
 def test_results_of_many_forms_are_copied_out():
-    """Types, strides, gaps, expanded ones, views of one memory, and none at all: the numbers, and memory of their own."""
+    """Types, strides, gaps, expanded ones, views of one memory, and none at all: the numbers, and
+    memory of their own."""
 
     def work(own):
         x = own[0] + 1
-        return [x, x.t(), x[:, ::2], x[:, :1].expand(3, 4), (x > 1).long(), x.double(), x.new_empty(0), x.sum(), x]
+        return [
+            x,
+            x.t(),
+            x[:, ::2],
+            x[:, :1].expand(3, 4),
+            (x > 1).long(),
+            x.double(),
+            x.new_empty(0),
+            x.sum(),
+            x,
+        ]
 
     recorded = Recorded(Tape(), CPU, [torch.arange(12.0).view(3, 4)], work)
     for factor in (1.0, 2.0):
@@ -258,7 +278,10 @@ def test_results_of_many_forms_are_copied_out():
         for one, other in zip(results, wanted, strict=True):
             assert (one.dtype, one.size()) == (other.dtype, other.size())
             assert torch.equal(one, other)
-        assert len({one.untyped_storage().data_ptr() for one in results if one.numel()}) == len(results) - 1
+        assert (
+            len({one.untyped_storage().data_ptr() for one in results if one.numel()})
+            == len(results) - 1
+        )
         kept = [one.clone() for one in results]
         recorded([given * 5])
         assert all(map(torch.equal, kept, results))
@@ -272,9 +295,17 @@ def test_results_that_cannot_be_given():
 
 
 def test_a_failure_is_told_though_streams_fail_too(monkeypatch):
-    """What a device says to streams that a failure has spoilt hides nothing, and the next run is no run in a run."""
-    plan = fp.make_plan([fp.stage(lambda p, x: 1 / 0)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
-    good = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
+    """What a device says to streams that a failure has spoilt hides nothing, and the next run is no
+    run in a run."""
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: 1 / 0)],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
+    good = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
 
     def spoilt(self):
         raise RuntimeError("operation not permitted")
@@ -284,6 +315,8 @@ def test_a_failure_is_told_though_streams_fail_too(monkeypatch):
         patch.setattr(Place, "join", spoilt)
         with pytest.raises(ZeroDivisionError):
             fp.run(plan, ((),), (x, x), executor="serial")
-        with pytest.raises(RuntimeError, match="not permitted"):  # no other failure: it is the run's
+        with pytest.raises(
+            RuntimeError, match="not permitted"
+        ):  # no other failure: it is the run's
             fp.run(good, ((),), (x, x), executor="serial")
     fp.run(good, ((),), (x, x), executor="serial")

@@ -53,10 +53,16 @@ CONTAINERS = {
     "list": (lambda h, extra: [extra, h], lambda t: (t[1], t[0])),
     "named tuple": (lambda h, extra: Pair(h, extra), lambda t: (t.a, t.b)),
     "ordered dict": (lambda h, extra: OrderedDict(z=h, a=extra), lambda t: (t["z"], t["a"])),
-    "default dict": (lambda h, extra: defaultdict(list, {"z": h, "a": extra}), lambda t: (t["z"], t["a"])),
+    "default dict": (
+        lambda h, extra: defaultdict(list, {"z": h, "a": extra}),
+        lambda t: (t["z"], t["a"]),
+    ),
     "dict subclass": (lambda h, extra: Output(z=h, a=extra), lambda t: (t.z, t.a)),
     "UserDict": (lambda h, extra: Encoding({"z": h, "a": extra}), lambda t: (t["z"], t["a"])),
-    "registered dataclass": (lambda h, extra: {"s": State(h, 3), "e": extra}, lambda t: (t["s"].h, t["e"])),
+    "registered dataclass": (
+        lambda h, extra: {"s": State(h, 3), "e": extra},
+        lambda t: (t["s"].h, t["e"]),
+    ),
 }
 
 EXTRAS = {
@@ -90,7 +96,8 @@ def total(extra):
 
 
 def net(container, extra):
-    """Output and stash in a container; a second stage checks what came and a third takes the stash."""
+    """Output and stash in a container; a second stage checks what came and a third takes the
+    stash."""
     make, take = CONTAINERS[container]
 
     @fp.stage(stash=["s"])
@@ -127,7 +134,9 @@ def check(container, extra, which):
     y = torch.cat([fp.apply(stages, leaves, part).y for part in x.tensor_split(3)])
     F.mse_loss(y, t).backward()
     tolerance = 5e-2 if extra == "bfloat16" else 1e-10
-    torch.testing.assert_close(expected.grads, tuple(leaf.grad for leaf in leaves), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        expected.grads, tuple(leaf.grad for leaf in leaves), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -177,15 +186,24 @@ def test_two_threads_may_meet_a_mapping_at_the_same_time():
 def test_parameters_are_any_tree():
     """Nested parameters with numbers, None and classes; gradients have the structure."""
     params = (
-        {"layers": [Pair(torch.ones(3), None), Output(w=torch.ones(3), n=2)], "name": "x", "empty": {}},
+        {
+            "layers": [Pair(torch.ones(3), None), Output(w=torch.ones(3), n=2)],
+            "name": "x",
+            "empty": {},
+        },
         State(torch.ones(3), 4),
     )
     one = fp.stage(lambda p, x: x * p["layers"][0].a * p["layers"][1].w, name="one")
     two = fp.stage(lambda p, x: x * p.h * p.n, name="two")
-    plan = fp.make_plan([one, two], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [one, two], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     grads = fp.run(plan, params, (torch.ones(2, 3), None)).grads
     assert same(
-        map_leaves(lambda leaf: torch.full((3,), 4.0) if isinstance(leaf, torch.Tensor) else None, params), grads
+        map_leaves(
+            lambda leaf: torch.full((3,), 4.0) if isinstance(leaf, torch.Tensor) else None, params
+        ),
+        grads,
     )
     assert (Output, State) == (type(grads[0]["layers"][1]), type(grads[1]))
 
@@ -195,13 +213,19 @@ def test_targets_feeds_and_outputs_are_trees():
 
     @fp.stage(feeds=["extra"])
     def part(p, x, *, feeds):
-        return Output(logits=x["ids"] * p + feeds["extra"]["bias"][0], note=feeds["extra"]["note"], each=x["ids"].sum())
+        return Output(
+            logits=x["ids"] * p + feeds["extra"]["bias"][0],
+            note=feeds["extra"]["note"],
+            each=x["ids"].sum(),
+        )
 
     def loss(y, t):
         assert t["name"] == "task"
         return F.mse_loss(y.logits, t["goal"][0])
 
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2), loss=loss, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2), loss=loss, outputs=True, devices="cpu"
+    )
     x, bias, goal = torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 2)
     result = fp.run(
         plan,
@@ -211,7 +235,11 @@ def test_targets_feeds_and_outputs_are_trees():
     )
     torch.testing.assert_close(result.outputs.logits, x + bias)
     torch.testing.assert_close(result.loss, F.mse_loss(x + bias, goal))
-    assert (Output, "n", fp.Microbatches) == (type(result.outputs), result.outputs.note, type(result.outputs.each))
+    assert (Output, "n", fp.Microbatches) == (
+        type(result.outputs),
+        result.outputs.note,
+        type(result.outputs.each),
+    )
 
 
 def test_a_skip_that_is_popped_but_not_used():
@@ -224,7 +252,9 @@ def test_a_skip_that_is_popped_but_not_used():
         ),
         fp.stage(lambda p, x, *, skips: x * p, pop=["a", "b"], name="1"),
         fp.stage(
-            lambda p, x, *, skips: torch.where(skips["c"][1], x * p, x * skips["c"][0]), pop=["a", "b", "c"], name="2"
+            lambda p, x, *, skips: torch.where(skips["c"][1], x * p, x * skips["c"][0]),
+            pop=["a", "b", "c"],
+            name="2",
         ),
     )
     x = torch.randn(5, 2, dtype=torch.float64)
@@ -233,20 +263,31 @@ def test_a_skip_that_is_popped_but_not_used():
     for schedule in schedules(3, 2)[::3]:
         plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.square().mean(), devices="cpu")
         for executor in EXECUTORS:
-            grads = fp.run(plan, [leaf.detach() for leaf in leaves], (x, None), executor=executor).grads
-            torch.testing.assert_close(grads, tuple(leaf.grad for leaf in leaves), rtol=1e-10, atol=1e-10)
+            grads = fp.run(
+                plan, [leaf.detach() for leaf in leaves], (x, None), executor=executor
+            ).grads
+            torch.testing.assert_close(
+                grads, tuple(leaf.grad for leaf in leaves), rtol=1e-10, atol=1e-10
+            )
 
 
 def test_a_stage_that_stops_gradients():
     """Integers only between two stages: what comes before gets zeros and is called unused."""
-    stages = (fp.stage(lambda p, x: (x * p).long(), name="0"), fp.stage(lambda p, x: x.double() * p, name="1"))
+    stages = (
+        fp.stage(lambda p, x: (x * p).long(), name="0"),
+        fp.stage(lambda p, x: x.double() * p, name="1"),
+    )
     x = torch.randn(4, 2, dtype=torch.float64) * 5
-    for schedule in (fp.schedules.one_f_one_b(2, 2), fp.schedules.remat(fp.schedules.zero_bubble(2, 2))):
+    for schedule in (
+        fp.schedules.one_f_one_b(2, 2),
+        fp.schedules.remat(fp.schedules.zero_bubble(2, 2)),
+    ):
         plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.sum(), devices="cpu")
         for executor in EXECUTORS:
             result = fp.run(
                 plan,
-                (torch.ones((), dtype=torch.float64),) * 1 + (torch.full((), 2.0, dtype=torch.float64),),
+                (torch.ones((), dtype=torch.float64),) * 1
+                + (torch.full((), 2.0, dtype=torch.float64),),
                 (x, None),
                 executor=executor,
             )

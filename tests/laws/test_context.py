@@ -1,4 +1,5 @@
-"""Law 8: what the caller has switched on holds inside stages, on every thread; what cannot travel is refused."""
+"""Law 8: what the caller has switched on holds inside stages, on every thread; what cannot travel
+is refused."""
 
 import contextvars
 import threading
@@ -29,11 +30,15 @@ def net(look=lambda: None):
 
 
 def train(look=lambda: None, schedule=None):
-    return fp.make_plan(net(look), schedule or fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
+    return fp.make_plan(
+        net(look), schedule or fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu"
+    )
 
 
 def evaluate(look=lambda: None, **options):
-    return fp.make_plan(net(look), fp.schedules.fill_drain(2, 3, backward=False), devices="cpu", **options)
+    return fp.make_plan(
+        net(look), fp.schedules.fill_drain(2, 3, backward=False), devices="cpu", **options
+    )
 
 
 def seen(ask, plan_of, executor, batch):
@@ -45,7 +50,8 @@ def seen(ask, plan_of, executor, batch):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_callers_context_holds_inside_stages(executor):
-    """autocast with its dtype, default device, context variables; and nothing where nothing is on."""
+    """autocast with its dtype, default device, context variables; and nothing where nothing is
+    on."""
     ask = lambda: (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.empty(1).device.type,
@@ -78,7 +84,8 @@ def test_modes_are_still_on_after_a_run(executor):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_grad_mode(executor):
-    """Autograd is on in plans with backwards, also where no residual is kept; off in others, whatever the caller has."""
+    """Autograd is on in plans with backwards, also where no residual is kept; off in others,
+    whatever the caller has."""
     assert {True} == seen(torch.is_grad_enabled, train, executor, (X, X))
     rematted = lambda look: train(look, fp.schedules.remat(fp.schedules.one_f_one_b(2, 3)))
     assert {True} == seen(torch.is_grad_enabled, rematted, executor, (X, X))
@@ -90,7 +97,8 @@ def test_grad_mode(executor):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_inference_mode(executor):
-    """Forward-only plans run in the caller's inference mode, with the same numbers; training goes on with the tensors."""
+    """Forward-only plans run in the caller's inference mode, with the same numbers; training goes
+    on with the tensors."""
     expected = fp.run(evaluate(), PARAMS, X, executor=executor).outputs
     with torch.inference_mode():
         assert {True} == seen(torch.is_inference_mode_enabled, evaluate, executor, X)
@@ -104,15 +112,20 @@ def test_inference_mode(executor):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_inference_mode_with_buffers(executor):
     """Modules with buffers too."""
-    stage, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="m")
+    stage, params, state = fp.from_module(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), name="m"
+    )
     plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
     expected = fp.run(plan, (params,), X, state=(state,), executor=executor).outputs
     with torch.inference_mode():
-        assert torch.equal(expected, fp.run(plan, (params,), X, state=(state,), executor=executor).outputs)
+        assert torch.equal(
+            expected, fp.run(plan, (params,), X, state=(state,), executor=executor).outputs
+        )
 
 
 def by_autograd(stages, parts):
-    """Loss and gradients of plain autograd, microbatch by microbatch, the backward outside of autocast."""
+    """Loss and gradients of plain autograd, microbatch by microbatch, the backward outside of
+    autocast."""
     leaves = [{"w": p["w"].clone().requires_grad_()} for p in PARAMS]
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = sum(F.mse_loss(fp.apply(stages, leaves, x).y, x) for x in X.chunk(parts)) / parts
@@ -121,9 +134,12 @@ def by_autograd(stages, parts):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("base", [fp.schedules.one_f_one_b(2, 3), fp.schedules.zero_bubble(2, 3)], ids=ids)
+@pytest.mark.parametrize(
+    "base", [fp.schedules.one_f_one_b(2, 3), fp.schedules.zero_bubble(2, 3)], ids=ids
+)
 def test_autocast_with_remat(base, executor):
-    """Same bits with and without remat, those of the oracle; gradients are full, in the parameters' dtype, and right."""
+    """Same bits with and without remat, those of the oracle; gradients are full, in the parameters'
+    dtype, and right."""
     with torch.autocast("cpu", torch.bfloat16):
         expected = fp.run_sequential(train(schedule=base), PARAMS, (X, X), threads_per_lane=1)
         for schedule in (
@@ -131,7 +147,9 @@ def test_autocast_with_remat(base, executor):
             fp.schedules.remat(base),
             fp.schedules.remat(base, keep=lambda action: action.microbatch == 1),
         ):
-            result = fp.run(train(schedule=schedule), PARAMS, (X, X), executor=executor, threads_per_lane=1)
+            result = fp.run(
+                train(schedule=schedule), PARAMS, (X, X), executor=executor, threads_per_lane=1
+            )
             assert_same_result(expected, result)
     loss, grads = by_autograd(net(), 3)
     assert [torch.float32] * 2 == [leaf.dtype for leaf in fp.leaves(result.grads)]
@@ -169,13 +187,17 @@ class Dispatches(TorchDispatchMode):
 MODES = [
     (Functions, "function mode Functions"),
     (Dispatches, "dispatch mode Dispatches"),
-    (lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), "saved-tensor hooks"),
+    (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "saved-tensor hooks",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("mode", "word"), MODES, ids=lambda v: v if isinstance(v, str) else "")
 def test_what_cannot_travel_is_refused(mode, word):
-    """Threads name what and the way out; the serial executor takes it; None chooses serial and says why."""
+    """Threads name what and the way out; the serial executor takes it; None chooses serial and says
+    why."""
     plan = train()
     expected = fp.run(plan, PARAMS, (X, X), executor="serial")
     with fp.lanes(plan) as lanes, mode():
@@ -230,20 +252,25 @@ def test_transforms_are_refused(transform, call):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_two_runs_at_the_same_time(executor):
-    """From two threads of the user's, same plan, same stages (modules with state and dropout), same parameters."""
+    """From two threads of the user's, same plan, same stages (modules with state and dropout), same
+    parameters."""
     layers = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
     stages, params, state = zip(*(fp.from_module(layers(), name=n) for n in "ab"), strict=True)
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
     batches = [X, X * 2 + 1]
     options = {"state": state, "threads_per_lane": 1}
-    expected = [fp.run_sequential(plan, params, (x, x), seed=i, **options) for i, x in enumerate(batches)]
+    expected = [
+        fp.run_sequential(plan, params, (x, x), seed=i, **options) for i, x in enumerate(batches)
+    ]
     results, start = [[], []], threading.Barrier(2)
 
     def user(index):
         x = batches[index]
         start.wait(5)
         for _ in range(40):
-            results[index].append(fp.run(plan, params, (x, x), seed=index, executor=executor, **options))
+            results[index].append(
+                fp.run(plan, params, (x, x), seed=index, executor=executor, **options)
+            )
 
     threads = [threading.Thread(target=user, args=(index,)) for index in range(2)]
     for thread in threads:
@@ -258,7 +285,8 @@ def test_two_runs_at_the_same_time(executor):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_nobody_changes_the_number_of_threads_of_a_lane(executor):
-    """What another thread sets while a run is on does not reach its lanes: bits depend on the number."""
+    """What another thread sets while a run is on does not reach its lanes: bits depend on the
+    number."""
 
     def look():
         other = threading.Thread(target=torch.set_num_threads, args=(3,))
@@ -296,7 +324,8 @@ def test_busy_lanes_are_refused():
 
 
 def test_lanes_serve_many_runs():
-    """50 runs, among them one that fails, give the oracle's bits; the threads stay, and end with the block."""
+    """50 runs, among them one that fails, give the oracle's bits; the threads stay, and end with
+    the block."""
     fail = []
     plan = train(lambda: fail and fail.pop()())
     expected = fp.run_sequential(plan, PARAMS, (X, X), threads_per_lane=1)
@@ -310,9 +339,16 @@ def test_lanes_serve_many_runs():
                 fail.append(lambda: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     fp.run(plan, PARAMS, (X, X), executor=lanes)
-            assert_same_result(expected, fp.run(plan, PARAMS, (X, X), executor=lanes, threads_per_lane=1))
+            assert_same_result(
+                expected, fp.run(plan, PARAMS, (X, X), executor=lanes, threads_per_lane=1)
+            )
         assert plan.num_devices == len(names())
     assert set() == names()
-    wrong = fp.make_plan(net(), fp.schedules.one_f_one_b(2, 2, num_devices=1), loss=F.mse_loss, devices="cpu")
-    with fp.lanes(plan) as lanes, pytest.raises(fp.PlanError, match=r"these lanes are 2, the plan has 1"):
+    wrong = fp.make_plan(
+        net(), fp.schedules.one_f_one_b(2, 2, num_devices=1), loss=F.mse_loss, devices="cpu"
+    )
+    with (
+        fp.lanes(plan) as lanes,
+        pytest.raises(fp.PlanError, match=r"these lanes are 2, the plan has 1"),
+    ):
         fp.run(wrong, PARAMS, (X, X), executor=lanes)

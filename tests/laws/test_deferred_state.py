@@ -1,4 +1,5 @@
-"""Law 5: batch norm's new state is its own update, applied once to all that the layer saw; nothing else is counted."""
+"""Law 5: batch norm's new state is its own update, applied once to all that the layer saw; nothing
+else is counted."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ class Seen(nn.Module):
         for name, layer in model.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.register_forward_pre_hook(
-                    lambda _, args, name=name: self.inputs.setdefault(name, []).append(args[0].detach())
+                    lambda _, args, name=name: self.inputs.setdefault(name, []).append(
+                        args[0].detach()
+                    )
                 )
 
 
@@ -42,7 +45,8 @@ def model(seed=0):
 
 
 def expected_state(make, parts):
-    """The state of each layer after one update of torch's own for each of its calls, by all that these saw."""
+    """The state of each layer after one update of torch's own for each of its calls, by all that
+    these saw."""
     seen = Seen(make())
     for part in parts:
         seen.model(part)
@@ -57,7 +61,10 @@ def expected_state(make, parts):
 def cut(make, bounds):
     """The model as stages under its own names."""
     whole = make()
-    parts = [fp.from_module(whole[a:b], name=f"part{a}") for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [
+        fp.from_module(whole[a:b], name=f"part{a}")
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
     return zip(*parts, strict=True)
 
 
@@ -68,13 +75,16 @@ def flat(trees):
 def assert_states(expected, state, rtol=1e-12):
     assert expected.keys() == state.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(state[key], value, rtol=rtol, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            state[key], value, rtol=rtol, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("rows", [12, 11, 8])
 @pytest.mark.parametrize("bounds", [(0, 8), (0, 2, 5, 8)], ids=len)
 def test_state_is_the_update_by_all_that_a_layer_saw(bounds, rows):
-    """Three layers, 1d and 2d, even and uneven; every schedule, remat, executor: and the same bits."""
+    """Three layers, 1d and 2d, even and uneven; every schedule, remat, executor: and the same
+    bits."""
     x = torch.randn(rows, 1, 8, 8, dtype=torch.float64)
     expected = expected_state(model, x.tensor_split(4))
     stages, params, state = cut(model, bounds)
@@ -83,7 +93,9 @@ def test_state_is_the_update_by_all_that_a_layer_saw(bounds, rows):
     for schedule in schedules(len(stages), 4)[::2]:
         plan = fp.make_plan(stages, schedule, loss=lambda y, t: y.square().mean(), devices="cpu")
         for executor in EXECUTORS:
-            new = fp.run(plan, params, (x, None), state=state, executor=executor, threads_per_lane=1).state
+            new = fp.run(
+                plan, params, (x, None), state=state, executor=executor, threads_per_lane=1
+            ).state
             first = first or new
             assert same(first, new)
     assert_states(expected, flat(first))
@@ -95,7 +107,9 @@ def test_the_plain_average_over_several_steps(count):
     """momentum=None: the average of all batches so far, for any number of microbatches."""
     make = lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
     part, params, state = fp.from_module(make())
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     plain, states = make(), (state,)
     for step in range(4):
         x = torch.randn(10, 3, dtype=torch.float64) * (step + 1) + step
@@ -110,9 +124,13 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
     """Mean 1e4, deviation 1: 1e-5 relative; sums of squares would give noise."""
     x = torch.randn(64, 3) + torch.tensor([1e4, -1e4, 0.0])
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0))
-    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
-    torch.testing.assert_close(new["running_mean"].double(), x.double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        new["running_mean"].double(), x.double().mean(0), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(new["running_var"].double(), x.double().var(0), rtol=1e-5, atol=0)
 
 
@@ -120,14 +138,17 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("size", [(2, 2), (8, 8), (48, 48)], ids=str)
 def test_large_means_that_move_from_image_to_image_make_a_variance(size, form, count):
-    """Mean 1e4, deviation .1 in and between images, few and many values; whole numbers too, whose float32 sums round."""
+    """Mean 1e4, deviation .1 in and between images, few and many values; whole numbers too, whose
+    float32 sums round."""
     g = torch.Generator().manual_seed(count)
     x = torch.randn(24, 3, *size, generator=g) * 0.1 + torch.randn(24, 1, 1, 1, generator=g) * 0.1
     x += torch.tensor([1e4, -1e4, 0.0]).reshape(3, 1, 1)
     x[:, 2] = torch.randint(0, 256, (24, *size), generator=g).float()
     x = x.to(memory_format=form)
     part, params, state = fp.from_module(nn.BatchNorm2d(3, momentum=1.0))
-    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     wide = x.double().transpose(0, 1).flatten(1)
     torch.testing.assert_close(new["running_mean"].double(), wide.mean(1), rtol=1e-6, atol=1e-5)
@@ -140,15 +161,20 @@ def test_half_precision_state_has_means_of_all_values(rows):
     """A bfloat16 running mean of one microbatch is no mean to merge."""
     x = (torch.randn(2 * rows, 3) + 10).bfloat16()
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0).bfloat16())
-    plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.float().sum(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.float().sum(), devices="cpu"
+    )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert torch.equal(new["running_mean"], x.double().mean(0).bfloat16())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_run_counts_once_whatever_is_computed_again(executor):
-    """num_batches_tracked rises by 1 per run: 1, 4 microbatches, remat of all, planning, a second run."""
-    part, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="a")
+    """num_batches_tracked rises by 1 per run: 1, 4 microbatches, remat of all, planning, a second
+    run."""
+    part, params, state = fp.from_module(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="a"
+    )
     other, more, rest = fp.from_module(nn.BatchNorm1d(3), name="b")
     for schedule in (
         fp.schedules.one_f_one_b(2, 1),
@@ -159,9 +185,17 @@ def test_a_run_counts_once_whatever_is_computed_again(executor):
         states = (state, rest)
         for step in (1, 2):
             states = fp.run(
-                plan, (params, more), (torch.randn(9, 3), torch.zeros(9, 3)), state=states, executor=executor
+                plan,
+                (params, more),
+                (torch.randn(9, 3), torch.zeros(9, 3)),
+                state=states,
+                executor=executor,
             ).state
-            assert step == int(states[0]["1.num_batches_tracked"]) == int(states[1]["num_batches_tracked"])
+            assert (
+                step
+                == int(states[0]["1.num_batches_tracked"])
+                == int(states[1]["num_batches_tracked"])
+            )
 
 
 def test_evaluation_leaves_the_very_same_state():
@@ -171,22 +205,29 @@ def test_evaluation_leaves_the_very_same_state():
     x = torch.randn(7, 1, 8, 8, dtype=torch.float64)
     result = fp.run(plan, params, x, state=state)
     assert all(mine is given for mine, given in zip(result.state, state, strict=True))
-    assert all(result.state[i][key] is value for i, tree in enumerate(state) for key, value in tree.items())
+    assert all(
+        result.state[i][key] is value for i, tree in enumerate(state) for key, value in tree.items()
+    )
     torch.testing.assert_close(result.outputs, model().eval()(x), rtol=1e-12, atol=1e-12)
 
 
 def test_a_frozen_layer_stays_as_it_was():
-    """bn.eval() inside of a training module: running statistics are used and kept; its neighbour trains."""
+    """bn.eval() inside of a training module: running statistics are used and kept; its neighbour
+    trains."""
     make = lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     torch.manual_seed(0)
     plain = make()
     plain[0].running_mean += 2
     plain[0].eval()
     part, params, state = fp.from_module(plain)
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, outputs=True, devices="cpu"
+    )
     x = torch.randn(6, 3, dtype=torch.float64)
     evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
-    fp.run(evaluate, (params,), x, state=(state,))  # the copy goes into evaluation and must come back as it was
+    fp.run(
+        evaluate, (params,), x, state=(state,)
+    )  # the copy goes into evaluation and must come back as it was
     result = fp.run(plan, (params,), (x, x), state=(state,))
     for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
         assert torch.equal(state[key], result.state[0][key])
@@ -202,7 +243,9 @@ def test_gradients_are_those_of_batch_norm_microbatch_by_microbatch():
     for a, b in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
         (F.mse_loss(plain(a), b) * len(a) / 10).backward()
     stages, params, state = cut(model, (0, 2, 5, 8))
-    plan = fp.make_plan(stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu"
+    )
     grads = flat(fp.run(plan, params, (x, t), state=state).grads)
     for key, parameter in plain.named_parameters():
         torch.testing.assert_close(grads[key], parameter.grad, rtol=1e-10, atol=1e-12)
@@ -224,7 +267,9 @@ def test_a_recomputation_inside_of_a_stage_does_not_count(use_reentrant):
 
     found = []
     for wrap in (False, True):
-        (a, b), params, state = zip(fp.from_module(Block(False)), fp.from_module(Block(wrap)), strict=True)
+        (a, b), params, state = zip(
+            fp.from_module(Block(False)), fp.from_module(Block(wrap)), strict=True
+        )
         plan = fp.make_plan([a, b], fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices="cpu")
         batch = torch.linspace(-1, 1, 24).view(8, 3), torch.zeros(8, 3)
         found.append(fp.run(plan, params, batch, state=state))
@@ -234,7 +279,8 @@ def test_a_recomputation_inside_of_a_stage_does_not_count(use_reentrant):
 
 
 def test_a_layer_used_twice_sees_both_inputs():
-    """Two updates, as of the layer alone: by the first inputs of all microbatches, then by the second ones."""
+    """Two updates, as of the layer alone: by the first inputs of all microbatches, then by the
+    second ones."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -246,13 +292,16 @@ def test_a_layer_used_twice_sees_both_inputs():
 
     x = torch.randn(7, 3, dtype=torch.float64)
     part, params, state = fp.from_module(Twice())
-    plan = fp.make_plan([part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert_states(expected_state(Twice, x.tensor_split(3)), new)
 
 
 def test_other_written_buffers_are_refused_by_name():
-    """A module that counts its calls, an instance norm that tracks, an own statistic in a function stage."""
+    """A module that counts its calls, an instance norm that tracks, an own statistic in a function
+    stage."""
 
     class Counts(nn.Module):
         def __init__(self):
@@ -276,9 +325,16 @@ def test_other_written_buffers_are_refused_by_name():
         (nn.InstanceNorm1d(3, track_running_stats=True), "running_mean"),
     ):
         part, params, state = fp.from_module(module)
-        plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), train=True, devices="cpu")
+        plan = fp.make_plan(
+            [part], fp.schedules.fill_drain(1, 2, backward=False), train=True, devices="cpu"
+        )
         with pytest.raises(fp.PlanError, match=name) as caught:
-            fp.run(plan, (params,), inputs if name == "calls" else inputs[..., None].expand(4, 3, 5), state=(state,))
+            fp.run(
+                plan,
+                (params,),
+                inputs if name == "calls" else inputs[..., None].expand(4, 3, 5),
+                state=(state,),
+            )
         assert "table" not in str(caught.value)
 
     @fp.stage
@@ -293,13 +349,19 @@ def test_other_written_buffers_are_refused_by_name():
     assert 0 == float(state[0]["seen"])
 
 
-@fp.stage(commit=lambda state, stats: {"count": state["count"] + sum(n for n, _ in stats), "first": stats[0][1]})
+@fp.stage(
+    commit=lambda state, stats: {
+        "count": state["count"] + sum(n for n, _ in stats),
+        "first": stats[0][1],
+    }
+)
 def counting(p, x, *, state, train):
     return fp.Out(x * p + state["count"] * 0, stats=(len(x), x.sum().detach()))
 
 
 def test_a_function_stage_commits_once_in_microbatch_order():
-    """commit gets the statistics of all microbatches by their number, in every schedule; not in evaluation."""
+    """commit gets the statistics of all microbatches by their number, in every schedule; not in
+    evaluation."""
     x = torch.arange(6.0)[:, None]
     for schedule in (
         fp.schedules.fill_drain(1, 3),
@@ -307,15 +369,20 @@ def test_a_function_stage_commits_once_in_microbatch_order():
         fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0"),
     ):
         plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum(), devices="cpu")
-        state = fp.run(plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)).state
-        assert {"count": 11.0, "first": 1.0} == {key: float(value) for key, value in state[0].items()}
+        state = fp.run(
+            plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)
+        ).state
+        assert {"count": 11.0, "first": 1.0} == {
+            key: float(value) for key, value in state[0].items()
+        }
     given = ({"count": torch.tensor(5.0), "first": None},)
     plan = fp.make_plan([counting], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
     assert fp.run(plan, (torch.ones(()),), x, state=given).state[0] is given[0]
 
 
 def test_a_state_that_is_rebound_is_refused():
-    """state["seen"] = ... is a write like state["seen"] += ...: the next microbatch would see it."""
+    """state["seen"] = ... is a write like state["seen"] += ...: the next microbatch would see
+    it."""
 
     @fp.stage
     def own(p, x, *, state):

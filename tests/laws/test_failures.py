@@ -1,4 +1,5 @@
-"""Law 7: nothing hangs. Whatever fails wherever, the caller gets it with its coordinates and the next run is clean."""
+"""Law 7: nothing hangs. Whatever fails wherever, the caller gets it with its coordinates and the
+next run is clean."""
 
 import gc
 import os
@@ -49,7 +50,8 @@ def executor(request):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
 def test_every_action_fails_with_its_coordinates(schedule, executor):
-    """F, R, B or I, loss; first, middle and last stage and microbatch. The next run is clean, nothing was written."""
+    """F, R, B or I, loss; first, middle and last stage and microbatch. The next run is clean,
+    nothing was written."""
     faults = Faults()
     plan = make(schedule, faults)
     expected = go(plan, run=fp.run_sequential)
@@ -60,9 +62,15 @@ def test_every_action_fails_with_its_coordinates(schedule, executor):
     places = [(letter, s, m) for letter in letters for s in (0, 2, S - 1) for m in (0, M - 1)]
     for letter, s, m in [*places, ("L", S - 1, 0), ("L", S - 1, M - 1)]:
         original = Boom("boom", letter)
-        faults.at, faults.make, faults.calls = f"{s}{letter}{m}", lambda original=original: original, []
+        faults.at, faults.make, faults.calls = (
+            f"{s}{letter}{m}",
+            lambda original=original: original,
+            [],
+        )
         error = caught(lambda: go(plan, executor(plan)))
-        at = "W" if backward == "I" and s == 0 else backward  # the first stage has no input that waits for it
+        at = (
+            "W" if backward == "I" and s == 0 else backward
+        )  # the first stage has no input that waits for it
         shown = f"{s}F{m} (loss)" if letter == "L" else f"{s}{at if letter == 'B' else letter}{m}"
         assert isinstance(error, Boom)
         assert isinstance(error, fp.StageError)
@@ -98,8 +106,12 @@ def test_weight_and_commit_fail_with_their_names(executor):
         raise Boom("sum")
 
     plain = fp.stage(lambda p, x: x * p["w"])
-    commits = fp.stage(lambda p, x, *, state: fp.Out(x * p["w"], stats=x.sum()), name="stats", commit=fail)
-    plan = fp.make_plan([plain, commits], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    commits = fp.stage(
+        lambda p, x, *, state: fp.Out(x * p["w"], stats=x.sum()), name="stats", commit=fail
+    )
+    plan = fp.make_plan(
+        [plain, commits], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     run = lambda plan, **given: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan), **given)
     state = ((), torch.ones(2))
     error = caught(lambda: run(plan, state=state))
@@ -109,7 +121,9 @@ def test_weight_and_commit_fail_with_their_names(executor):
     assert ["in commit of stage 1 ('stats') on device 1 (cpu)"] == error.__notes__
     assert torch.equal(torch.ones(2), state[1])
 
-    weighs = fp.make_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, weight=fail, devices="cpu")
+    weighs = fp.make_plan(
+        [plain, plain], fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, weight=fail, devices="cpu"
+    )
     error = caught(lambda: run(weighs))
     assert isinstance(error, Boom)
     assert Where(None, "", 0, "weight", "") == error.funcpipe
@@ -118,18 +132,23 @@ def test_weight_and_commit_fail_with_their_names(executor):
 def test_a_wrong_loss_says_where(executor):
     """What funcpipe itself refuses inside a run has coordinates too."""
     plain = fp.stage(lambda p, x: x * p["w"])
-    plan = fp.make_plan([plain, plain], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y, devices="cpu")
+    plan = fp.make_plan(
+        [plain, plain], fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y, devices="cpu"
+    )
     error = caught(lambda: fp.run(plan, PARAMS[:2], (X, X), executor=executor(plan)))
     assert fp.StageError is type(error)
     assert "1F0 (loss)" == error.funcpipe.action
 
 
 @pytest.mark.parametrize(
-    "exit", [KeyboardInterrupt("now"), SystemExit(3), GeneratorExit()], ids=lambda e: type(e).__name__
+    "exit",
+    [KeyboardInterrupt("now"), SystemExit(3), GeneratorExit()],
+    ids=lambda e: type(e).__name__,
 )
 @pytest.mark.parametrize("at", ["0F3", "2F1", "1B2"])
 def test_exits_arrive_as_the_very_object(exit, at, executor):
-    """KeyboardInterrupt, SystemExit, GeneratorExit stay what they are, with coordinates and a note."""
+    """KeyboardInterrupt, SystemExit, GeneratorExit stay what they are, with coordinates and a
+    note."""
     faults = Faults()
     plan = make(SCHEDULES[1], faults)
     exit.__dict__.clear()
@@ -147,15 +166,21 @@ def test_the_message_is_for_a_user():
     plan = make(SCHEDULES[1], faults)
     faults.at, faults.make = "2F0", lambda: ValueError("shapes differ")
     text = "".join(traceback.format_exception(caught(lambda: go(plan, "threads"))))
-    end = "StageError[ValueError]: shapes differ\nin 2F0 of stage 2 ('part2') at microbatch 0 on device 2 (cpu)\n"
+    end = (
+        "StageError[ValueError]: shapes differ\nin 2F0 of stage 2 ('part2') at microbatch 0 on "
+        "device 2 (cpu)\n"
+    )
     assert text.endswith(end)
     assert 1 == text.count("The above exception was the direct cause")
     assert "During handling" not in text
 
 
-@pytest.mark.parametrize(("build", "fields"), ODD, ids=lambda v: type(v()).__name__ if callable(v) else "")
+@pytest.mark.parametrize(
+    ("build", "fields"), ODD, ids=lambda v: type(v()).__name__ if callable(v) else ""
+)
 def test_odd_exceptions_survive(build, fields, executor):
-    """Types with arguments, slots, C fields, frozen or final: caught as what they are, with all they hold; they pickle."""
+    """Types with arguments, slots, C fields, frozen or final: caught as what they are, with all
+    they hold; they pickle."""
     faults = Faults()
     plan = make(SCHEDULES[1], faults)
     faults.at, faults.make = "1F1", build
@@ -169,7 +194,9 @@ def test_odd_exceptions_survive(build, fields, executor):
     else:
         assert isinstance(error, type(original))
         assert str(original) == str(error)
-        assert [getattr(original, name) for name in fields] == [getattr(error, name) for name in fields]
+        assert [getattr(original, name) for name in fields] == [
+            getattr(error, name) for name in fields
+        ]
     again = pickle.loads(pickle.dumps(error))
     assert fp.StageError is type(again)
     assert error.funcpipe == again.funcpipe
@@ -181,7 +208,9 @@ def slow_halt(monkeypatch, seconds):
     """The caller wakes late after a failure."""
     halt = fp.typing.Lanes._halt
     monkeypatch.setattr(
-        fp.typing.Lanes, "_halt", lambda self, execution, wait: (time.sleep(seconds), halt(self, execution, wait))
+        fp.typing.Lanes,
+        "_halt",
+        lambda self, execution, wait: (time.sleep(seconds), halt(self, execution, wait)),
     )
 
 
@@ -194,9 +223,13 @@ def test_the_earliest_of_two_failures_wins(monkeypatch):
         both.wait(5)
         raise Boom(p)
 
-    first = fp.stage(lambda p, x: x if x.any() else fail(p, x), name="first")  # fails at microbatch 1
+    first = fp.stage(
+        lambda p, x: x if x.any() else fail(p, x), name="first"
+    )  # fails at microbatch 1
     second = fp.stage(fail, name="second")
-    plan = fp.make_plan([first, second], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [first, second], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+    )
     x = torch.tensor([[1.0], [0.0]])
     for _ in range(5):
         error = caught(lambda: fp.run(plan, ("a", "b"), x, executor="threads"))
@@ -217,7 +250,8 @@ def test_sorting_of_failures():
 
 
 def test_no_action_starts_after_a_failure(monkeypatch):
-    """The other lane ends the action that it is in and begins no other, even while the caller sleeps."""
+    """The other lane ends the action that it is in and begins no other, even while the caller
+    sleeps."""
     slow_halt(monkeypatch, 0.2)
     calls = []
 
@@ -227,7 +261,9 @@ def test_no_action_starts_after_a_failure(monkeypatch):
         return x
 
     first = fp.stage(lambda p, x: x if int(x) < 3 else 1 / 0)
-    plan = fp.make_plan([first, fp.stage(slow)], fp.schedules.fill_drain(2, 6, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [first, fp.stage(slow)], fp.schedules.fill_drain(2, 6, backward=False), devices="cpu"
+    )
     assert 2 == next(pool.slots for pool in plan.program.pools if pool.role is fp.typing.Role.ACT)
     error = caught(lambda: fp.run(plan, ((), ()), torch.arange(6), executor="threads"))
     assert "0F3" == error.funcpipe.action
@@ -253,7 +289,9 @@ def test_users_who_wrap_everything_do_not_hide_the_failure():
         raise Boom("first")
 
     plan = fp.make_plan(
-        [fp.stage(wraps), fp.stage(fails)], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+        [fp.stage(wraps), fp.stage(fails)],
+        fp.schedules.fill_drain(2, 2, backward=False),
+        devices="cpu",
     )
     error = caught(lambda: fp.run(plan, ((), ()), torch.tensor([0, 1]), executor="threads"))
     assert isinstance(error, Boom)
@@ -283,7 +321,8 @@ def test_nothing_of_a_failed_run_is_reachable(at, executor):
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_ctrl_c_while_the_caller_waits(executor):
-    """A real SIGINT ends stages that run for long within a second; all threads are joined (conftest)."""
+    """A real SIGINT ends stages that run for long within a second; all threads are joined
+    (conftest)."""
     inside, sent = threading.Event(), []
 
     def long(p, x):
@@ -294,11 +333,15 @@ def test_ctrl_c_while_the_caller_waits(executor):
         return x
 
     def press():
-        if inside.wait(5):  # else the run failed before: a signal now would end this process, and nobody would see why
+        if inside.wait(
+            5
+        ):  # else the run failed before: a signal now would end this process, and nobody would see why
             sent.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
 
-    plan = fp.make_plan([fp.stage(long)] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(long)] * 2, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu"
+    )
     timer = threading.Timer(0.05, press)
     timer.start()
     error = caught(lambda: fp.run(plan, ((), ()), X, executor=executor))
@@ -316,7 +359,9 @@ def test_random_failures_never_hang():
         for _ in range(250):
             executor = dice.choice([lanes, "threads"])
             faults.at = f"{dice.randrange(3)}{dice.choice('FB')}{dice.randrange(3)}"
-            faults.make = dice.choice([Boom, KeyboardInterrupt, lambda: SystemExit(1), StopIteration])
+            faults.make = dice.choice(
+                [Boom, KeyboardInterrupt, lambda: SystemExit(1), StopIteration]
+            )
             faults.calls = []
             error = caught(lambda executor=executor: go(plan, executor))
             assert faults.at == error.funcpipe.action

@@ -1,6 +1,8 @@
-"""How much Python runs for one action: calls of the package's functions, and files, counted by ``sys.setprofile``.
+"""How much Python runs for one action: calls of the package's functions, and files, counted by
+``sys.setprofile``.
 
-The host's time for an action is what a small stage waits for, so a feature may not add a branch to every action.
+The host's time for an action is what a small stage waits for, so a feature may not add a branch to
+every action.
 """
 
 import sys
@@ -34,9 +36,13 @@ def counted(monkeypatch) -> dict[str, list[str]]:
         called = files[str(self.program.action(self.program.runs[self.done]))]
 
         def note(frame, event, argument):
-            generated = frame.f_code.co_filename == "<string>"  # what namedtuple and dataclass write
+            generated = (
+                frame.f_code.co_filename == "<string>"
+            )  # what namedtuple and dataclass write
             if event == "call" and (generated or frame.f_code.co_filename.startswith(PACKAGE)):
-                called.append(frame.f_globals["__name__"] if generated else frame.f_code.co_filename)
+                called.append(
+                    frame.f_globals["__name__"] if generated else frame.f_code.co_filename
+                )
 
         sys.setprofile(note)
         try:

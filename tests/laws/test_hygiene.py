@@ -1,4 +1,5 @@
-"""Law 3: nothing of the caller's is touched. Law 6: nothing leaks, and what is held is what the schedule says."""
+"""Law 3: nothing of the caller's is touched. Law 6: nothing leaks, and what is held is what the
+schedule says."""
 
 import gc
 import random
@@ -42,9 +43,12 @@ def surroundings():
 
 
 def model():
-    """Two module stages, in-place layers first, batch norm, dropout; gradients and flags set before."""
+    """Two module stages, in-place layers first, batch norm, dropout; gradients and flags set
+    before."""
     torch.manual_seed(1)
-    first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.2))
+    first = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.2)
+    )
     second = nn.Sequential(nn.Hardtanh(inplace=True), nn.Linear(5, 2), nn.BatchNorm1d(2).eval())
     for parameter in (*first.parameters(), *second.parameters()):
         parameter.grad = torch.randn_like(parameter)
@@ -63,13 +67,20 @@ def touched(modules):
 @pytest.mark.parametrize("executor", [*EXECUTORS, "oracle"])
 @pytest.mark.parametrize(
     "schedule",
-    [fp.schedules.one_f_one_b(2, 3), fp.schedules.remat(fp.schedules.fill_drain(2, 3)), fp.schedules.zero_bubble(2, 3)],
+    [
+        fp.schedules.one_f_one_b(2, 3),
+        fp.schedules.remat(fp.schedules.fill_drain(2, 3)),
+        fp.schedules.zero_bubble(2, 3),
+    ],
     ids=ids,
 )
 def test_a_run_touches_nothing(schedule, executor, fails):
-    """params, .grad, state, buffers, flags, batch and everything process-wide are the same after it."""
+    """params, .grad, state, buffers, flags, batch and everything process-wide are the same after
+    it."""
     modules = model()
-    (one, p1, s1), (two, p2, s2) = (fp.from_module(m, name=n) for m, n in zip(modules, "ab", strict=True))
+    (one, p1, s1), (two, p2, s2) = (
+        fp.from_module(m, name=n) for m, n in zip(modules, "ab", strict=True)
+    )
 
     def loss(y, target):
         if fails and target.sum() > 100:
@@ -157,7 +168,9 @@ def watched(schedule, watch, before=lambda stage: None):
 
     backward = schedule.has_backward
     loss = F.mse_loss if backward else None
-    return fp.make_plan([part(i) for i in range(schedule.num_stages)], schedule, loss=loss, devices="cpu")
+    return fp.make_plan(
+        [part(i) for i in range(schedule.num_stages)], schedule, loss=loss, devices="cpu"
+    )
 
 
 def go(plan, executor):
@@ -168,7 +181,9 @@ def go(plan, executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("schedule", [*(s for s, _ in HELD), fp.schedules.fill_drain(S, M, backward=False)], ids=ids)
+@pytest.mark.parametrize(
+    "schedule", [*(s for s, _ in HELD), fp.schedules.fill_drain(S, M, backward=False)], ids=ids
+)
 def test_nothing_of_a_run_lives_after_its_result(schedule, executor):
     """All memory and graphs are gone with the result, without the garbage collector: no cycles."""
     watch = [Watch() for _ in range(schedule.num_stages)]
@@ -222,7 +237,9 @@ def test_module_stages_forget_a_run(executor):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize(("schedule", "bound"), HELD, ids=lambda v: ids(v) if isinstance(v, fp.Schedule) else "")
+@pytest.mark.parametrize(
+    ("schedule", "bound"), HELD, ids=lambda v: ids(v) if isinstance(v, fp.Schedule) else ""
+)
 def test_residuals_held_are_the_closed_forms(schedule, bound, executor):
     """The most graphs that live at a time at each stage are what the papers say."""
     watch = [Watch() for _ in range(schedule.num_stages)]
@@ -237,7 +254,8 @@ def test_residuals_held_are_the_closed_forms(schedule, bound, executor):
 
 
 def test_a_fast_producer_stays_within_its_slots():
-    """Forward-only, the consumer slow: as many activations wait on the edge as the plan has slots, not more."""
+    """Forward-only, the consumer slow: as many activations wait on the edge as the plan has slots,
+    not more."""
     count = 12
     made, ahead = [], []
 
@@ -255,7 +273,9 @@ def test_a_fast_producer_stays_within_its_slots():
     slots = {pool.role: pool.slots for pool in plan.program.pools}[fp.typing.Role.ACT]
     result = fp.run(plan, (torch.ones(3), ()), torch.randn(count, 3), executor="threads")
     assert slots + 1 == max(ahead)  # one more lies with its producer, who waits for a slot
-    most = {pool.role: used for pool, used in zip(plan.program.pools, result.stats.slots, strict=True)}
+    most = {
+        pool.role: used for pool, used in zip(plan.program.pools, result.stats.slots, strict=True)
+    }
     assert slots == most[fp.typing.Role.ACT]
 
 
@@ -267,14 +287,20 @@ def test_slots_hold_when_lanes_run_at_odd_speeds(schedule):
     plan = watched(schedule, watch, lambda stage: time.sleep(dice.random() * 0.002))
     for _ in range(3):
         stats = go(plan, "threads").stats
-        assert [] == [pool for pool, most in zip(plan.program.pools, stats.slots, strict=True) if most > pool.slots]
+        assert [] == [
+            pool
+            for pool, most in zip(plan.program.pools, stats.slots, strict=True)
+            if most > pool.slots
+        ]
 
 
 @pytest.mark.slow
 def test_many_runs_leave_no_trace():
     """300 runs on fresh threads, kept threads and none: as many threads and objects as before."""
     plan = watched(fp.schedules.one_f_one_b(2, 3), [Watch(), Watch()])
-    stage, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="m")
+    stage, params, state = fp.from_module(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), name="m"
+    )
     modules = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     x = torch.randn(6, 3)
 

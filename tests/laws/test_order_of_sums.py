@@ -1,4 +1,5 @@
-"""Law 1 where W does not follow I: sums grow in the order of the schedule's own backwards, in every executor and the oracle."""
+"""Law 1 where W does not follow I: sums grow in the order of the schedule's own backwards, in every
+executor and the oracle."""
 
 import functools
 
@@ -75,7 +76,9 @@ def test_any_order_of_w(random):
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     expected = fp.run_sequential(plan, params, batch, threads_per_lane=1)
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, params, batch, executor=executor, threads_per_lane=1))
+        assert_same_result(
+            expected, fp.run(plan, params, batch, executor=executor, threads_per_lane=1)
+        )
 
 
 FORWARD = "0F0 0F1 0F2"
@@ -97,14 +100,28 @@ def test_which_order_that_is(kind, order, follows):
     params, batch = data(1, 7)
     stages = [kinds()[kind][0]]
     found = {}
-    for text in (order, "0B0 0B1 0B2", "0B0 0B2 0B1", "0B1 0B0 0B2", "0B1 0B2 0B0", "0B2 0B0 0B1", "0B2 0B1 0B0"):
-        plan = fp.make_plan(stages, fp.Schedule.parse(f"{FORWARD} {text}"), loss=F.mse_loss, devices="cpu")
+    for text in (
+        order,
+        "0B0 0B1 0B2",
+        "0B0 0B2 0B1",
+        "0B1 0B0 0B2",
+        "0B1 0B2 0B0",
+        "0B2 0B0 0B1",
+        "0B2 0B1 0B0",
+    ):
+        plan = fp.make_plan(
+            stages, fp.Schedule.parse(f"{FORWARD} {text}"), loss=F.mse_loss, devices="cpu"
+        )
         found[text] = fp.run_sequential(plan, params, batch, threads_per_lane=1).grads
-        assert same(found[text], fp.run(plan, params, batch, executor="serial", threads_per_lane=1).grads)
+        assert same(
+            found[text], fp.run(plan, params, batch, executor="serial", threads_per_lane=1).grads
+        )
     assert same(found[order], found[follows])
     # Which of the first two was first does not matter: a + b is b + a.
     others = [one for text, one in found.items() if text != order and text[-3:] != follows[-3:]]
-    assert not any(same(found[order], one) for one in others), "choose numbers whose sums depend on the order"
+    assert not any(same(found[order], one) for one in others), (
+        "choose numbers whose sums depend on the order"
+    )
 
 
 def test_whole_and_split_backwards_have_the_same_bits():

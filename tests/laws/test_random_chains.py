@@ -1,4 +1,5 @@
-"""Laws 1, 2 and 9 on random chains: the oracle's bits in any schedule, plain autograd's numbers over the whole batch."""
+"""Laws 1, 2 and 9 on random chains: the oracle's bits in any schedule, plain autograd's numbers
+over the whole batch."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,10 +68,14 @@ SKIPS = {
 
 
 def value(tree, rows):
-    """(rows, 1) from anything: what a later stage uses of a skip or of what stands beside an activation."""
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """(rows, 1) from anything: what a later stage uses of a skip or of what stands beside an
+    activation."""
+    tensors = [
+        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    ]
     return sum(
-        (t.double().reshape(rows, -1).sum(1, keepdim=True) for t in tensors), torch.zeros(rows, 1, dtype=torch.float64)
+        (t.double().reshape(rows, -1).sum(1, keepdim=True) for t in tensors),
+        torch.zeros(rows, 1, dtype=torch.float64),
     )
 
 
@@ -87,7 +92,13 @@ def stage_of(index, spec):
         loss = (h.square().mean(1).sum() * 0.1, rows) if spec.aux else None
         return fp.Out((h.clone(), BESIDE[spec.beside](h)), stash=stash, loss=loss)
 
-    return fp.stage(fn, name=f"s{index}", stash=list(spec.stashes), pop=spec.pops, feeds=["f"] if spec.feed else [])
+    return fp.stage(
+        fn,
+        name=f"s{index}",
+        stash=list(spec.stashes),
+        pop=spec.pops,
+        feeds=["f"] if spec.feed else [],
+    )
 
 
 @st.composite
@@ -96,7 +107,8 @@ def chains(draw):
     pick = lambda names: draw(st.sampled_from(sorted(names)))
     flag = lambda: draw(st.integers(0, 4)) == 0
     specs = [
-        Spec(pick(INPLACE), pick(BODIES), pick(BESIDE), flag(), [], {}, flag(), flag(), flag()) for _ in range(count)
+        Spec(pick(INPLACE), pick(BODIES), pick(BESIDE), flag(), [], {}, flag(), flag(), flag())
+        for _ in range(count)
     ]
     specs[draw(st.integers(0, count - 1))].body = "linear"
     for number in range(draw(st.integers(0, 3))):
@@ -116,7 +128,9 @@ def legal_schedules(draw, num_stages):
     cells = [(s, m) for s in range(num_stages) for m in range(num_microbatches)]
     again = draw(st.one_of(st.just(None), st.sets(st.sampled_from(cells)), st.just(set(cells))))
     if again:
-        return fp.schedules.remat(schedule, keep=lambda action: (action.stage, action.microbatch) not in again)
+        return fp.schedules.remat(
+            schedule, keep=lambda action: (action.stage, action.microbatch) not in again
+        )
     return schedule
 
 
@@ -144,7 +158,9 @@ def plain(stages, params, inputs, target, feeds):
     """Plain autograd over the whole batch, without a plan."""
     leaves = [
         {
-            k: v.clone().requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            k: v.clone().requires_grad_()
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
             for k, v in p.items()
         }
         for p in params
@@ -160,11 +176,14 @@ def plain(stages, params, inputs, target, feeds):
 @settings(max_examples=120)
 @given(st.data())
 def test_any_chain_in_any_schedule(data):
-    """Both executors have the oracle's bits; its numbers are those of plain autograd; the caller's tensors rest."""
+    """Both executors have the oracle's bits; its numbers are those of plain autograd; the caller's
+    tensors rest."""
     specs = data.draw(chains(), label="stages")
     schedule = data.draw(legal_schedules(len(specs)), label="schedule")
     rows = data.draw(st.integers(1, 9), label="rows")
-    params, inputs, target, feeds = numbers(specs, rows, data.draw(st.integers(0, 99), label="seed"))
+    params, inputs, target, feeds = numbers(
+        specs, rows, data.draw(st.integers(0, 99), label="seed")
+    )
     if not any(spec.feed for spec in specs):
         feeds = {}
     stages = [stage_of(index, spec) for index, spec in enumerate(specs)]
@@ -174,15 +193,22 @@ def test_any_chain_in_any_schedule(data):
     before = snapshot((params, inputs, target, feeds))
     loss, leaves = plain(stages, params, inputs, target, feeds)
 
-    trained = [p[key] for p, spec in zip(leaves, specs, strict=True) if not spec.frozen for key in "wb"]
+    trained = [
+        p[key] for p, spec in zip(leaves, specs, strict=True) if not spec.frozen for key in "wb"
+    ]
     if trained and all(leaf.grad is None for leaf in trained):
-        for call in (fp.run_sequential, *(partial(fp.run, executor=executor) for executor in EXECUTORS)):
+        for call in (
+            fp.run_sequential,
+            *(partial(fp.run, executor=executor) for executor in EXECUTORS),
+        ):
             with pytest.raises(fp.PlanError, match="no gradient reached any of the parameters"):
                 call(plan, params, (inputs, target), **options)
         return
     expected = fp.run_sequential(plan, params, (inputs, target), **options)
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, params, (inputs, target), executor=executor, **options))
+        assert_same_result(
+            expected, fp.run(plan, params, (inputs, target), executor=executor, **options)
+        )
     assert same(before, snapshot((params, inputs, target, feeds)))
 
     torch.testing.assert_close(expected.loss, loss, rtol=1e-10, atol=1e-10)
@@ -192,7 +218,9 @@ def test_any_chain_in_any_schedule(data):
             if spec.frozen:
                 assert mine[key] is None
             else:
-                gradient = torch.zeros_like(theirs[key]) if theirs[key].grad is None else theirs[key].grad
+                gradient = (
+                    torch.zeros_like(theirs[key]) if theirs[key].grad is None else theirs[key].grad
+                )
                 torch.testing.assert_close(mine[key], gradient, rtol=1e-10, atol=1e-10)
 
 
@@ -201,12 +229,18 @@ def test_any_chain_in_any_schedule(data):
 def test_any_chain_evaluates(data):
     """Forward-only plans give the outputs and the loss of the whole batch."""
     specs = data.draw(chains(), label="stages")
-    count, rows = data.draw(st.integers(1, 5), label="M"), data.draw(st.integers(1, 9), label="rows")
+    count, rows = (
+        data.draw(st.integers(1, 5), label="M"),
+        data.draw(st.integers(1, 9), label="rows"),
+    )
     params, inputs, target, feeds = numbers(specs, rows, 0)
     feeds = feeds if any(spec.feed for spec in specs) else {}
     stages = [stage_of(index, spec) for index, spec in enumerate(specs)]
     plan = fp.make_plan(
-        stages, fp.schedules.fill_drain(len(specs), count, num_devices=2, backward=False), loss=loss_of, devices="cpu"
+        stages,
+        fp.schedules.fill_drain(len(specs), count, num_devices=2, backward=False),
+        loss=loss_of,
+        devices="cpu",
     )
     loss, _ = plain(stages, params, inputs, target, feeds)
     y = fp.apply(stages, params, (inputs[0].clone(), None), feeds=feeds).y

@@ -22,12 +22,16 @@ WAYS = {
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.5),
     "exponential_": lambda x: x * torch.empty_like(x).exponential_(),
-    "multinomial": lambda x: x + x.gather(1, torch.multinomial(x.detach().abs() + 0.1, x.shape[1], replacement=True)),
+    "multinomial": lambda x: (
+        x + x.gather(1, torch.multinomial(x.detach().abs() + 0.1, x.shape[1], replacement=True))
+    ),
     "normal": lambda x: x + torch.normal(0.0, 1.0, x.shape),
     "normal of means": lambda x: x + torch.normal(x.detach(), 1.0),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "gumbel": lambda x: x * F.gumbel_softmax(x, hard=True),
-    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3, dropout_p=0.4)[0, 0],
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *[x.view(1, 1, *x.shape)] * 3, dropout_p=0.4
+    )[0, 0],
 }
 
 
@@ -88,7 +92,8 @@ def ones(count):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_draw_is_keyed(way):
-    """One result over schedules, devices, remat and executors, another by another seed; torch's generator rests."""
+    """One result over schedules, devices, remat and executors, another by another seed; torch's
+    generator rests."""
     before = torch.get_rng_state()
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 4)
     stages = functions(way)
@@ -100,7 +105,8 @@ def test_every_way_to_draw_is_keyed(way):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_draw_the_same_wherever_the_model_is_cut(layer):
-    """Attention, LSTM and the rest: loss and gradients are those of 1, 2 and 5 stages (kernels round by layout)."""
+    """Attention, LSTM and the rest: loss and gradients are those of 1, 2 and 5 stages (kernels
+    round by layout)."""
     batch = torch.randn(6, 5, 8, dtype=torch.float64), torch.randn(6, 5, 8, dtype=torch.float64)
     found = []
     for cuts in ((), (3,), (1, 2, 3, 4)):
@@ -112,7 +118,9 @@ def test_layers_draw_the_same_wherever_the_model_is_cut(layer):
         parts = [Part(model, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
         stages, params, _ = zip(*map(fp.from_module, parts), strict=True)
         result = run_everywhere(stages, params, batch, every=3)
-        found.append((result.loss, {key: value for tree in result.grads for key, value in tree.items()}))
+        found.append(
+            (result.loss, {key: value for tree in result.grads for key, value in tree.items()})
+        )
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, rtol=1e-12, atol=1e-14)
 
@@ -146,9 +154,14 @@ def test_draws_differ_by_microbatch_layer_draw_and_seed():
 
 def test_the_same_key_draws_the_same_again():
     """A run again, on the same plan or another of as many microbatches, repeats every number."""
-    stages, params, _ = zip(fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="a"), strict=True)
+    stages, params, _ = zip(
+        fp.from_module(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="a"), strict=True
+    )
     batch = torch.randn(4, 4), torch.zeros(4, 4)
-    plans = [fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu") for _ in range(2)]
+    plans = [
+        fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        for _ in range(2)
+    ]
     results = [fp.run(plan, params, batch, seed=9).grads for plan in (*plans, *plans)]
     assert all(same(results[0], one) for one in results)
 
@@ -157,10 +170,17 @@ def test_the_same_key_draws_the_same_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_drawing_without_a_seed_names_the_argument(way, executor):
     """seed=None is an error as soon as something draws, and torch's generator has not moved."""
-    plan = fp.make_plan(functions(way, 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        functions(way, 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     before = torch.get_rng_state()
     with pytest.raises(fp.StageError, match=r"seed="):
-        fp.run(plan, ones(2), (torch.randn(4, 4, generator=torch.Generator()), torch.zeros(4, 4)), executor=executor)
+        fp.run(
+            plan,
+            ones(2),
+            (torch.randn(4, 4, generator=torch.Generator()), torch.zeros(4, 4)),
+            executor=executor,
+        )
     assert same(before, torch.get_rng_state())
 
 
@@ -176,14 +196,20 @@ QUIET = {
 def test_nothing_drawn_needs_no_seed(way):
     """Operations that could draw but do not pass without a seed."""
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: QUIET[way](x * p))], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: QUIET[way](x * p))],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     assert fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4))).loss.isfinite()
 
 
 def test_attention_without_dropout_needs_no_seed():
     """nn.MultiheadAttention and nn.LSTM with dropout=0, and dropout layers in evaluation."""
-    for module in (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.LSTM(8, 8, 2)):
+    for module in (
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        nn.LSTM(8, 8, 2),
+    ):
         part, params, _ = fp.from_module(module)
         plan = fp.make_plan(
             [part],
@@ -192,13 +218,16 @@ def test_attention_without_dropout_needs_no_seed():
             devices="cpu",
         )
         assert fp.run(plan, (params,), (torch.randn(4, 3, 8), None)).loss.isfinite()
-    part, params, _ = fp.from_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True))
+    part, params, _ = fp.from_module(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
+    )
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     assert (4, 3, 8) == fp.run(plan, (params,), torch.randn(4, 3, 8)).outputs.shape
 
 
 def test_attention_that_draws_nothing_is_held_to_no_rule():
-    """With a seed too: no name, no path of its own, in and out of checkpoint regions, beside layers that do draw."""
+    """With a seed too: no name, no path of its own, in and out of checkpoint regions, beside layers
+    that do draw."""
     attend = QUIET["attention"]
     region = lambda x: checkpoint(lambda h: F.dropout(attend(h), 0.5), x, use_reentrant=False)
     stages = (
@@ -211,31 +240,46 @@ def test_attention_that_draws_nothing_is_held_to_no_rule():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention, self.drop = nn.MultiheadAttention(8, 2, batch_first=True), nn.Dropout(0.5)
+            self.attention, self.drop = (
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                nn.Dropout(0.5),
+            )
 
         def forward(self, x):
-            return checkpoint(lambda h: self.drop(self.attention(h, h, h)[0]), x, use_reentrant=False)
+            return checkpoint(
+                lambda h: self.drop(self.attention(h, h, h)[0]), x, use_reentrant=False
+            )
 
     part, params, _ = fp.from_module(Block())
     run_everywhere([part], [params], (torch.randn(6, 5, 8), torch.zeros(6, 5, 8)))
 
 
 def dropouts(*names):
-    return zip(*[fp.from_module(nn.Sequential(nn.Dropout(0.5), nn.Identity()), name=n) for n in names], strict=True)
+    return zip(
+        *[fp.from_module(nn.Sequential(nn.Dropout(0.5), nn.Identity()), name=n) for n in names],
+        strict=True,
+    )
 
 
 def test_stages_whose_layers_clash_want_names():
-    """Two modules with a drawing layer "0" are refused without names, and draw different masks with them."""
+    """Two modules with a drawing layer "0" are refused without names, and draw different masks with
+    them."""
     stages, params, _ = dropouts("", "")
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
+    )
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "a")
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
+    )
     with pytest.raises(fp.StageError, match=r"name="):
         fp.run(plan, params, torch.ones(2, 50), seed=0)
     stages, params, _ = dropouts("a", "b")
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 1, backward=False), train=True, devices="cpu"
+    )
     y = fp.run(plan, params, torch.ones(2, 50), seed=0).outputs
     assert {0.0, 4.0} == set(y.unique().tolist())
     assert 10 < int((y == 4).sum()) < 40  # about a quarter; a half if the masks were one
@@ -245,7 +289,9 @@ def test_function_stages_draw_by_unique_names():
     """Two of one name are refused, one without a name too."""
     drop = lambda p, x: F.dropout(x, 0.5)
     for stages, reason in (([fp.stage(drop, name="d")] * 2, "'d'"), ([fp.stage(drop)], "name=")):
-        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu")
+        plan = fp.make_plan(
+            stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu"
+        )
         with pytest.raises(fp.StageError, match=reason):
             fp.run(plan, ((),) * len(stages), torch.ones(4, 4), seed=0)
 
@@ -263,7 +309,8 @@ def test_a_generator_of_the_stages_own_is_refused():
 
 
 def test_compose_keeps_the_keys_of_the_inner_stages():
-    """Four stages, two compositions of two, one of a composition: the same bits; modules and functions."""
+    """Four stages, two compositions of two, one of a composition: the same bits; modules and
+    functions."""
     f = fp.stage(lambda p, x: F.dropout(x * p, 0.3), name="f")
     g = fp.stage(lambda p, x: x + torch.rand_like(x) * p, name="g")
     (m, n), (pm, pn), _ = dropouts("m", "n")
@@ -315,7 +362,9 @@ def test_a_part_of_a_composition_replays_its_draws(kind):
             first, params = [*first, layers[1][0]], (params, layers[1][1])
         else:
             params = (params,)
-        plan = fp.make_plan(first, fp.schedules.one_f_one_b(len(first), 3), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(
+            first, fp.schedules.one_f_one_b(len(first), 3), loss=F.mse_loss, devices="cpu"
+        )
         x = torch.linspace(-1, 1, 18).reshape(6, 3)
         return fp.run(plan, params, (x, x), seed=5)
 
@@ -351,17 +400,28 @@ def test_an_inner_checkpoint_of_layers_replays_their_draws():
     class Block(nn.Module):
         def __init__(self, wrap):
             super().__init__()
-            self.a, self.d, self.e, self.wrap = nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5), wrap
+            self.a, self.d, self.e, self.wrap = (
+                nn.Linear(4, 4),
+                nn.Dropout(0.5),
+                nn.Dropout(0.5),
+                wrap,
+            )
 
         def forward(self, x):
             x = self.e(x)
-            return checkpoint(lambda h: self.d(self.a(h)), x, use_reentrant=False) if self.wrap else self.d(self.a(x))
+            return (
+                checkpoint(lambda h: self.d(self.a(h)), x, use_reentrant=False)
+                if self.wrap
+                else self.d(self.a(x))
+            )
 
     batch = torch.randn(6, 4), torch.randn(6, 4)
     found = []
     for wrap in (False, True):
         torch.manual_seed(0)
-        stages, params, _ = zip(*[fp.from_module(Block(wrap), name=f"block{i}") for i in range(2)], strict=True)
+        stages, params, _ = zip(
+            *[fp.from_module(Block(wrap), name=f"block{i}") for i in range(2)], strict=True
+        )
         found.append(run_everywhere(stages, params, batch, every=4))
     assert_same_result(*found)
 
@@ -382,15 +442,23 @@ def test_a_function_that_checkpoint_decorates_replays_its_draws():
 
 
 def test_draws_inside_and_outside_of_a_region_are_refused():
-    """One path cannot be replayed if only some of its draws are computed again; nor from two regions."""
+    """One path cannot be replayed if only some of its draws are computed again; nor from two
+    regions."""
     region = lambda h: checkpoint(lambda z: F.dropout(torch.tanh(z), 0.5), h, use_reentrant=False)
     draw = lambda z: F.dropout(torch.tanh(z), 0.5)
     for body in (
         lambda p, x: region(F.dropout(x * p, 0.5)),
         lambda p, x: F.dropout(region(x * p), 0.5),
         lambda p, x: region(region(x * p)),
-        lambda p, x: checkpoint(draw, checkpoint(draw, x * p, use_reentrant=False), use_reentrant=False),
+        lambda p, x: checkpoint(
+            draw, checkpoint(draw, x * p, use_reentrant=False), use_reentrant=False
+        ),
     ):
-        plan = fp.make_plan([fp.stage(body, name="a")], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(
+            [fp.stage(body, name="a")],
+            fp.schedules.fill_drain(1, 2),
+            loss=F.mse_loss,
+            devices="cpu",
+        )
         with pytest.raises(fp.StageError, match=r"checkpoint.*remat"):
             fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0)

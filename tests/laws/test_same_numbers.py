@@ -1,4 +1,5 @@
-"""Law 1: the same bits for every schedule, executor, remat choice. Law 2: those of plain autograd, to rounding."""
+"""Law 1: the same bits for every schedule, executor, remat choice. Law 2: those of plain autograd,
+to rounding."""
 
 from itertools import pairwise
 
@@ -19,20 +20,25 @@ def linear(i, o, g):
 
 
 def net():
-    """Four stages: two skips (one popped twice, one carrying ints and masks), a feed, in-place first ops, an unused leaf."""
+    """Four stages: two skips (one popped twice, one carrying ints and masks), a feed, in-place
+    first ops, an unused leaf."""
     g = torch.Generator().manual_seed(1)
 
     @fp.stage(stash=["far", "mixed"])
     def first(p, x):
         h = torch.tanh(x @ p["w"].T + p["b"])
         return fp.Out(
-            {"h": h.clone(), "ids": x.argmax(-1), "flag": True}, stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())}
+            {"h": h.clone(), "ids": x.argmax(-1), "flag": True},
+            stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())},
         )
 
     @fp.stage(pop=["far"], feeds=["scale"])
     def second(p, x, *, skips, feeds):
         h = x["h"].mul_(1.5)
-        return (F.relu(h @ p["w"].T + p["b"], inplace=True) + skips["far"] * feeds["scale"], x["ids"])
+        return (
+            F.relu(h @ p["w"].T + p["b"], inplace=True) + skips["far"] * feeds["scale"],
+            x["ids"],
+        )
 
     @fp.stage(pop=["mixed"])
     def third(p, x, *, skips):
@@ -54,7 +60,9 @@ def net():
 
 def whole(stages, params, x, target, scale):
     """Plain autograd over the whole batch."""
-    leaves = [{k: v.clone().requires_grad_(v.is_floating_point()) for k, v in p.items()} for p in params]
+    leaves = [
+        {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in p.items()} for p in params
+    ]
     y = fp.apply(stages, leaves, x.clone(), feeds={"scale": scale}).y
     loss = F.mse_loss(y, target)
     loss.backward()
@@ -76,11 +84,19 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, rows, data):
     x, target, scale = data[rows]
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
     before = snapshot((params, x, target, scale))
-    expected = fp.run_sequential(plan, params, (x, target), feeds={"scale": scale}, threads_per_lane=1)
+    expected = fp.run_sequential(
+        plan, params, (x, target), feeds={"scale": scale}, threads_per_lane=1
+    )
 
     for executor in EXECUTORS:
         result = fp.run(
-            plan, params, (x, target), feeds={"scale": scale}, executor=executor, threads_per_lane=1, record=True
+            plan,
+            params,
+            (x, target),
+            feeds={"scale": scale},
+            executor=executor,
+            threads_per_lane=1,
+            record=True,
         )
         assert_same_result(expected, result)
         for pool, most in zip(plan.program.pools, result.stats.slots, strict=True):
@@ -95,7 +111,10 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, rows, data):
                 assert gradient is None
             else:
                 torch.testing.assert_close(
-                    mine[key], torch.zeros_like(mine[key]) if gradient is None else gradient, rtol=1e-10, atol=1e-10
+                    mine[key],
+                    torch.zeros_like(mine[key]) if gradient is None else gradient,
+                    rtol=1e-10,
+                    atol=1e-10,
                 )
     assert ((1, "unused"), (2, "b")) == expected.unused
     assert expected.grads[2]["steps"] is None
@@ -103,14 +122,23 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, rows, data):
 
 @pytest.mark.parametrize("schedule", schedules(4, 8), ids=ids)
 def test_three_rows_over_eight_microbatches(schedule, data):
-    """Microbatches without rows do not exist: their tasks are dropped, the numbers are those of three."""
+    """Microbatches without rows do not exist: their tasks are dropped, the numbers are those of
+    three."""
     stages, params = net()
     x, target, scale = data[3]
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-    expected = fp.run_sequential(plan, params, (x, target), feeds={"scale": scale}, threads_per_lane=1)
+    expected = fp.run_sequential(
+        plan, params, (x, target), feeds={"scale": scale}, threads_per_lane=1
+    )
     for executor in EXECUTORS:
         result = fp.run(
-            plan, params, (x, target), feeds={"scale": scale}, executor=executor, threads_per_lane=1, record=True
+            plan,
+            params,
+            (x, target),
+            feeds={"scale": scale},
+            executor=executor,
+            threads_per_lane=1,
+            record=True,
         )
         assert_same_result(expected, result)
         assert 3 == result.stats.num_microbatches
@@ -127,7 +155,16 @@ def test_all_schedules_agree_with_each_other(data):
     for schedule in schedules(4, 4):
         assert schedule.is_ascending
         plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-        results.append(fp.run(plan, params, (x, target), feeds={"scale": scale}, executor="serial", threads_per_lane=1))
+        results.append(
+            fp.run(
+                plan,
+                params,
+                (x, target),
+                feeds={"scale": scale},
+                executor="serial",
+                threads_per_lane=1,
+            )
+        )
     for result in results[1:]:
         assert same(results[0].grads, result.grads)
         assert same(results[0].loss, result.loss)
@@ -145,18 +182,28 @@ def test_descending_backwards_follow_the_schedule():
     x, target, scale = (torch.randn(7, 6, dtype=torch.float64) for _ in range(3))
     expected = fp.run_sequential(plan, params, (x, target), feeds={"scale": scale})
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, params, (x, target), feeds={"scale": scale}, executor=executor))
+        assert_same_result(
+            expected, fp.run(plan, params, (x, target), feeds={"scale": scale}, executor=executor)
+        )
 
 
 def unet(cuts):
-    """A small convolutional net with BatchNorm and dropout, cut at some layers; names stay the model's own."""
+    """A small convolutional net with BatchNorm and dropout, cut at some layers; names stay the
+    model's own."""
     torch.manual_seed(3)
     layers = []
     for width in (1, 4, 4, 4):
-        layers += [nn.Conv2d(width, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)]
+        layers += [
+            nn.Conv2d(width, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.Dropout(0.3),
+            nn.ReLU(inplace=True),
+        ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 25, 3))
     bounds = [0, *cuts, len(model)]
-    parts = [fp.from_module(model[a:b], name=f"part{i}") for i, (a, b) in enumerate(pairwise(bounds))]
+    parts = [
+        fp.from_module(model[a:b], name=f"part{i}") for i, (a, b) in enumerate(pairwise(bounds))
+    ]
     stages, params, state = zip(*parts, strict=True)
     return stages, params, state
 
@@ -168,7 +215,8 @@ def flat(trees):
 @pytest.mark.parametrize("rows", [pytest.param(12, marks=pytest.mark.slow), 10])
 @pytest.mark.parametrize("cuts", [(9,), (6, 11), (3, 6, 9, 14)], ids=len)
 def test_batch_norm_and_dropout_do_not_see_the_cuts(cuts, rows):
-    """Loss, gradients and state have the same bits with stages cut at 0, 1, 2 and 4 places, in every schedule."""
+    """Loss, gradients and state have the same bits with stages cut at 0, 1, 2 and 4 places, in
+    every schedule."""
     x, target = torch.randn(rows, 1, 5, 5), torch.randint(0, 3, (rows,))
     stages, params, state = unet(())
     plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 4), loss=F.cross_entropy, devices="cpu")
@@ -176,9 +224,19 @@ def test_batch_norm_and_dropout_do_not_see_the_cuts(cuts, rows):
     stages, params, state = unet(cuts)
     for schedule in schedules(len(stages), 4):
         plan = fp.make_plan(stages, schedule, loss=F.cross_entropy, devices="cpu")
-        expected = fp.run_sequential(plan, params, (x, target), state=state, seed=5, threads_per_lane=1)
+        expected = fp.run_sequential(
+            plan, params, (x, target), state=state, seed=5, threads_per_lane=1
+        )
         for executor in EXECUTORS:
-            result = fp.run(plan, params, (x, target), state=state, seed=5, executor=executor, threads_per_lane=1)
+            result = fp.run(
+                plan,
+                params,
+                (x, target),
+                state=state,
+                seed=5,
+                executor=executor,
+                threads_per_lane=1,
+            )
             assert_same_result(expected, result)
         assert same(whole_.loss, result.loss)
         assert same(flat(whole_.state), flat(result.state))

@@ -1,4 +1,5 @@
-"""Slices: a sequence in pieces, each reading what those before it left, gives what it gives as a whole."""
+"""Slices: a sequence in pieces, each reading what those before it left, gives what it gives as a
+whole."""
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ def sliced(num_stages, num_microbatches, num_slices):
     """Every family that has slices, some with remat, offload and delayed weights."""
     counts = {"num_slices": num_slices}
     half = num_stages // 2
-    plain = [family(num_stages, num_microbatches, **counts) for family in (S.fill_drain, S.one_f_one_b, S.zb_h2)]
+    plain = [
+        family(num_stages, num_microbatches, **counts)
+        for family in (S.fill_drain, S.one_f_one_b, S.zb_h2)
+    ]
     plain += [S.eager_one_f_one_b(num_stages, num_microbatches, num_devices=half, **counts)]
     plain += [
         family(num_stages, num_microbatches, num_devices=half, **counts)
@@ -43,7 +47,8 @@ def assert_plain(result, plain):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("schedule", sliced(4, 3, 3), ids=ids)
 def test_same_bits_as_the_oracle_and_as_autograd(schedule, compiled):
-    """7 rows over 3 microbatches, a sequence of 11 over 3 slices; nothing of the caller's is written."""
+    """7 rows over 3 microbatches, a sequence of 11 over 3 slices; nothing of the caller's is
+    written."""
     stages, params = chain(CHAIN)
     plain = whole(stages, params, *batch(7, 11))
     made = [fp.compile_stage(stage) for stage in stages] if compiled else stages
@@ -52,9 +57,13 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, compiled):
     before = snapshot((params, given_batch))
     expected = fp.run_sequential(plan, params, given_batch, threads_per_lane=1)
     for executor in EXECUTORS:
-        result = fp.run(plan, params, given_batch, executor=executor, threads_per_lane=1, record=True)
+        result = fp.run(
+            plan, params, given_batch, executor=executor, threads_per_lane=1, record=True
+        )
         assert_same_result(expected, result)
-        assert {span.action for span in result.timeline.spans} == {a for order in schedule.orders for a in order}
+        assert {span.action for span in result.timeline.spans} == {
+            a for order in schedule.orders for a in order
+        }
     assert same(before, snapshot((params, given_batch)))
     assert_plain(expected, plain)
     torch.testing.assert_close(expected.outputs, plain[2], rtol=1e-10, atol=1e-10)
@@ -77,7 +86,8 @@ def test_all_families_agree_bit_for_bit():
 @settings(max_examples=30)
 @given(random_schedules(), st.data())
 def test_any_legal_schedule_of_any_causal_stages(schedule, data):
-    """Random orders, placements, slices, remat; uneven slices; rows that may not suffice for all microbatches."""
+    """Random orders, placements, slices, remat; uneven slices; rows that may not suffice for all
+    microbatches."""
     kinds = [data.draw(st.sampled_from((*KINDS, "pile"))) for _ in range(schedule.num_stages)]
     stages, params = chain(kinds, data.draw(st.integers(0, 9)))
     if data.draw(st.integers(0, 4)) == 4:  # tracing takes long
@@ -85,12 +95,16 @@ def test_any_legal_schedule_of_any_causal_stages(schedule, data):
     count = schedule.num_slices if data.draw(st.booleans()) else 0
     slices = data.draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=count, max_size=count))
     options = {"slices": slices, "outputs": True, "devices": "cpu"}
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss if schedule.has_backward else None, **options)
+    plan = fp.make_plan(
+        stages, schedule, loss=F.mse_loss if schedule.has_backward else None, **options
+    )
     x, target = batch(data.draw(st.integers(1, 5)), data.draw(st.integers(3, 8)))
     given_batch = (x, target) if schedule.has_backward else x
     expected = fp.run_sequential(plan, params, given_batch, threads_per_lane=1)
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, params, given_batch, executor=executor, threads_per_lane=1))
+        assert_same_result(
+            expected, fp.run(plan, params, given_batch, executor=executor, threads_per_lane=1)
+        )
     if schedule.has_backward and "pile" not in kinds:
         assert_plain(expected, whole(stages, params, x, target))
 
@@ -110,15 +124,19 @@ def test_a_composition_hands_on_the_carries_of_its_parts():
 
 
 def test_whole_microbatches_run_the_same_stages():
-    """A stage with a carry in a schedule without slices: it gets None, and what it returns is dropped."""
+    """A stage with a carry in a schedule without slices: it gets None, and what it returns is
+    dropped."""
     stages, params = chain(CHAIN)
     plan = fp.make_plan(stages, S.interleaved(4, 3, num_devices=2), loss=F.mse_loss, devices="cpu")
-    assert_plain(fp.run(plan, params, batch(7, 11), executor="threads"), whole(stages, params, *batch(7, 11)))
+    assert_plain(
+        fp.run(plan, params, batch(7, 11), executor="threads"), whole(stages, params, *batch(7, 11))
+    )
     assert not any(wire.role.value.startswith("carry") for wire in plan.program.wires)
 
 
 def test_dropout_is_drawn_for_each_slice_whatever_the_schedule():
-    """Keyed by the slice: two schedules, two executors, remat, the same masks; two slices, other masks."""
+    """Keyed by the slice: two schedules, two executors, remat, the same masks; two slices, other
+    masks."""
 
     @fp.stage(name="drop")
     def drop(params, x, *, carry, train):
@@ -130,10 +148,13 @@ def test_dropout_is_drawn_for_each_slice_whatever_the_schedule():
     results = []
     for schedule in (S.one_f_one_b(1, 2, num_slices=4), S.remat(S.fill_drain(1, 2, num_slices=4))):
         plan = fp.make_plan([drop], schedule, loss=F.mse_loss, outputs=True, devices="cpu")
-        results += [fp.run(plan, params, (x, x), seed=3, executor=executor) for executor in EXECUTORS]
+        results += [
+            fp.run(plan, params, (x, x), seed=3, executor=executor) for executor in EXECUTORS
+        ]
     for result in results[1:]:
         assert same(
-            (results[0].loss, results[0].outputs, results[0].grads), (result.loss, result.outputs, result.grads)
+            (results[0].loss, results[0].outputs, results[0].grads),
+            (result.loss, result.outputs, result.grads),
         )
     masks = [piece > 0 for piece in results[0].outputs[:2].split(2, 1)]
     assert not torch.equal(masks[0], masks[1])
@@ -152,7 +173,12 @@ def test_the_loss_is_that_of_the_batch(loss):
     """A mean counts by rows times length, sums by what they return, torch's own as they are."""
     stages, params = chain(("attend", "point"))
     plan = fp.make_plan(
-        stages, S.one_f_one_b(2, 3, num_slices=3), loss=loss, slices=(4, 1, 2), outputs=True, devices="cpu"
+        stages,
+        S.one_f_one_b(2, 3, num_slices=3),
+        loss=loss,
+        slices=(4, 1, 2),
+        outputs=True,
+        devices="cpu",
     )
     result = fp.run(plan, params, batch(7, 12))
     exact = (lambda y, t: loss(y, t).sum / y.numel()) if loss is summed else loss
@@ -212,10 +238,13 @@ def test_statistics_are_those_of_all_slices():
     state = ({"sum": torch.zeros((), dtype=torch.float64)},)
     x, target = batch(5, 7)
     plan = fp.make_plan([count], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
-    torch.testing.assert_close(fp.run(plan, params, (x, target), state=state).state[0]["sum"], x.sum())
+    torch.testing.assert_close(
+        fp.run(plan, params, (x, target), state=state).state[0]["sum"], x.sum()
+    )
 
 
-# -- the batch ---------------------------------------------------------------------------------------------------------
+# -- the batch
+# -------------------------------------------------------------------------------
 
 
 @fp.stage(feeds=["mask", "table", "row"])
@@ -233,7 +262,9 @@ def test_every_leaf_is_cut_along_its_own_axis():
     table = torch.ones(3, dtype=torch.float64)
     feeds = {"mask": fp.Axis(mask, 1), "table": fp.Replicate(table), "row": x[:, 0, 0].clone()}
     params = ({"scale": torch.ones(WIDTH, dtype=torch.float64)},)
-    plan = fp.make_plan([fed], S.fill_drain(1, 2, num_slices=3, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [fed], S.fill_drain(1, 2, num_slices=3, backward=False), devices="cpu", outputs=True
+    )
     outputs = fp.run(plan, params, x, feeds=feeds).outputs
     carry, expected = None, []
     for piece, own in zip(x.split(2, 1), mask.split(2), strict=True):
@@ -254,8 +285,12 @@ def test_an_axis_can_be_named_or_taken_away():
     def turned(params, x, *, carry):
         return stages[0].fn(params, x.transpose(1, 2), carry=carry)
 
-    other = fp.make_plan([turned], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu")
-    result = fp.run(other, params, (fp.Axis(x.transpose(1, 2).contiguous(), 0, sequence=-1), target))
+    other = fp.make_plan(
+        [turned], S.one_f_one_b(1, 2, num_slices=3), loss=F.mse_loss, devices="cpu"
+    )
+    result = fp.run(
+        other, params, (fp.Axis(x.transpose(1, 2).contiguous(), 0, sequence=-1), target)
+    )
     torch.testing.assert_close(expected.grads, result.grads)
 
 
@@ -268,27 +303,38 @@ def test_outputs_are_joined_along_the_sequence_or_as_they_are_told():
 
     x, _ = batch(5, 7)
     schedule = S.fill_drain(1, 2, num_slices=3, backward=False)
-    plan = fp.make_plan([many], schedule, merge={"y": 0, "mean": "mean", "last": "each"}, devices="cpu")
+    plan = fp.make_plan(
+        [many], schedule, merge={"y": 0, "mean": "mean", "last": "each"}, devices="cpu"
+    )
     y = fp.run(plan, ((),), x).outputs
     assert same(y["y"], x)
     torch.testing.assert_close(y["mean"], x.mean())
     assert isinstance(y["last"], fp.Microbatches)
     assert [tuple(piece.shape) for piece in y["last"]] == [(3, WIDTH)] * 3 + [(2, WIDTH)] * 3
     with pytest.raises(fp.BatchError, match=r"outputs\['last'\] has shapes .* no axis beside 0"):
-        fp.run(fp.make_plan([many], schedule, devices="cpu", merge={"y": 0, "mean": "mean", "last": 0}), ((),), x)
+        fp.run(
+            fp.make_plan(
+                [many], schedule, devices="cpu", merge={"y": 0, "mean": "mean", "last": 0}
+            ),
+            ((),),
+            x,
+        )
 
 
 def test_fewer_rows_than_microbatches():
     """Microbatches without rows do not exist, nor do their slices."""
     stages, params = chain(CHAIN)
-    plan = fp.make_plan(stages, S.interleaved(4, 4, num_devices=2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, S.interleaved(4, 4, num_devices=2, num_slices=2), loss=F.mse_loss, devices="cpu"
+    )
     result = fp.run(plan, params, batch(2, 5), executor="threads", record=True)
     assert result.stats.num_microbatches == 2
     assert {span.action.microbatch for span in result.timeline.spans} == {0, 1}
     assert_plain(result, whole(stages, params, *batch(2, 5)))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------
 
 
 def refused(plan, given_batch, **options):
@@ -298,22 +344,35 @@ def refused(plan, given_batch, **options):
 
 
 def evaluation(num_slices=3, **options):
-    stage = fp.Stage(lambda params, x, **extras: fp.Out(x, carry=()), "plain", carry=True, **options)
-    return fp.make_plan([stage], S.fill_drain(1, 2, num_slices=num_slices, backward=False), devices="cpu")
+    stage = fp.Stage(
+        lambda params, x, **extras: fp.Out(x, carry=()), "plain", carry=True, **options
+    )
+    return fp.make_plan(
+        [stage], S.fill_drain(1, 2, num_slices=num_slices, backward=False), devices="cpu"
+    )
 
 
 def test_batches_that_cannot_be_cut_into_slices():
     """What, where, and the call that mends it."""
     x = torch.ones(4, 6, 2)
-    assert "a sequence of length 2 cannot be cut into 3 slices; give at least 3" in refused(evaluation(), x[:, :2])
+    assert "a sequence of length 2 cannot be cut into 3 slices; give at least 3" in refused(
+        evaluation(), x[:, :2]
+    )
     assert "no leaf of the batch has one" in refused(evaluation(), torch.ones(4))
     text = refused(evaluation(feeds=("mask",)), x, feeds={"mask": torch.ones(4, 1, 6)})
-    assert "leaves differ in the length of their sequences: inputs has 6, feeds['mask'] has 1" in text
+    assert (
+        "leaves differ in the length of their sequences: inputs has 6, feeds['mask'] has 1" in text
+    )
     assert "fp.Axis(leaf, 0, sequence=None)" in text
     text = refused(evaluation(), fp.Microbatches([x[:2], x[2:]]))
-    assert "inputs came as fp.Microbatches, which are cut already, and the plan cuts each into 3 slices" in text
+    assert (
+        "inputs came as fp.Microbatches, which are cut already, and the plan cuts each into 3 "
+        "slices" in text
+    )
     text = refused(evaluation(), fp.Axis(x, 0, sequence=0))
-    assert "inputs has shape (4, 6, 2), its rows along axis 0, and no other axis 0 for slices" in text
+    assert (
+        "inputs has shape (4, 6, 2), its rows along axis 0, and no other axis 0 for slices" in text
+    )
     assert "no other axis 'time'" in refused(evaluation(), fp.Axis(x, 0, sequence="time"))
 
 
@@ -329,10 +388,16 @@ def test_carries_that_are_not_declared_or_not_returned():
 
 def test_lengths_of_slices_that_do_not_fit_the_schedule():
     """Before anything runs."""
-    with pytest.raises(fp.PlanError, match="has the lengths of 2 slices, and the schedule cuts a microbatch into 3"):
-        fp.make_plan([stage_of("point")], S.one_f_one_b(1, 1, num_slices=3), loss=F.mse_loss, slices=(1, 2))
+    with pytest.raises(
+        fp.PlanError, match="has the lengths of 2 slices, and the schedule cuts a microbatch into 3"
+    ):
+        fp.make_plan(
+            [stage_of("point")], S.one_f_one_b(1, 1, num_slices=3), loss=F.mse_loss, slices=(1, 2)
+        )
     with pytest.raises(fp.PlanError, match="numbers above 0"):
-        fp.make_plan([stage_of("point")], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, slices=(1, 0))
+        fp.make_plan(
+            [stage_of("point")], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, slices=(1, 0)
+        )
 
 
 def test_a_vjp_takes_whole_microbatches():
@@ -350,7 +415,9 @@ def test_an_error_says_which_slice():
             raise ValueError("no more")
         return fp.Out(x, carry=(1,))
 
-    plan = fp.make_plan([fp.stage(fails)], S.fill_drain(1, 2, num_slices=2, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(fails)], S.fill_drain(1, 2, num_slices=2, backward=False), devices="cpu"
+    )
     for executor in EXECUTORS:
         with pytest.raises(ValueError, match="no more") as error:
             fp.run(plan, ((),), torch.ones(2, 4, 1), executor=executor)
@@ -360,13 +427,17 @@ def test_an_error_says_which_slice():
     assert error.value.funcpipe.action == "0F0.1"
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules
+# -------------------------------------------------------------------------------
 
 
 def recurrent(kind, count=3):
     """Stages of torch's recurrent layers, and their parameters."""
     torch.manual_seed(0)
-    made = [fp.from_module(kind(WIDTH, WIDTH, batch_first=True).double(), carry="hx") for _ in range(count)]
+    made = [
+        fp.from_module(kind(WIDTH, WIDTH, batch_first=True).double(), carry="hx")
+        for _ in range(count)
+    ]
     return zip(*made, strict=True)
 
 
@@ -377,13 +448,18 @@ def test_recurrent_layers_are_stages(kind):
     plan = fp.make_plan(stages, S.one_f_one_b(3, 2, num_slices=4), loss=F.mse_loss, devices="cpu")
     expected = fp.run_sequential(plan, params, batch(5, 9), threads_per_lane=1)
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, params, batch(5, 9), executor=executor, threads_per_lane=1))
+        assert_same_result(
+            expected, fp.run(plan, params, batch(5, 9), executor=executor, threads_per_lane=1)
+        )
     assert_plain(expected, whole(stages, params, *batch(5, 9)))
 
 
 def test_a_module_that_hands_nothing_on():
     """No such keyword, or one value."""
-    with pytest.raises(fp.PlanError, match="carry='state': the forward of GRU has no such keyword; it takes input, hx"):
+    with pytest.raises(
+        fp.PlanError,
+        match="carry='state': the forward of GRU has no such keyword; it takes input, hx",
+    ):
         fp.from_module(torch.nn.GRU(2, 2), carry="state")
 
     class One(torch.nn.Module):
@@ -427,16 +503,21 @@ def test_faults_of_slices_are_named_by_slice():
         return fp.Out(x if carry is None else (x,), carry=1)
 
     plan = fp.make_plan([odd], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
-    with pytest.raises(fp.BatchError, match="outputs of microbatch 0, slice 1 have another structure"):
+    with pytest.raises(
+        fp.BatchError, match="outputs of microbatch 0, slice 1 have another structure"
+    ):
         fp.run(plan, ((),), x)
 
 
-# -- what careless users and reviewers found ---------------------------------------------------------------------------
+# -- what careless users and reviewers found
+# -------------------------------------------------------------------------------
 
 
 def test_slices_can_be_viewed_as_whole_microbatches_can():
     """They have memory of their own."""
-    stage = fp.Stage(lambda params, x, **extras: fp.Out(x.view(-1, WIDTH) * params, carry=()), "flat", carry=True)
+    stage = fp.Stage(
+        lambda params, x, **extras: fp.Out(x.view(-1, WIDTH) * params, carry=()), "flat", carry=True
+    )
     params = (torch.ones(WIDTH, dtype=torch.float64),)
     loss = lambda y, target: F.mse_loss(y, target.view(-1, WIDTH))
     plan = fp.make_plan([stage], S.one_f_one_b(1, 2, num_slices=3), loss=loss, devices="cpu")
@@ -447,9 +528,17 @@ def test_slices_can_be_viewed_as_whole_microbatches_can():
 def test_a_composition_sees_carries_that_do_not_fit():
     """As each of its stages would alone."""
     stages, params = chain(("attend",))
-    silent, loud = fp.stage(lambda params, x, *, carry: x), fp.stage(lambda params, x: fp.Out(x, carry=x))
-    for part, text in ((silent, "takes a carry and returned none"), (loud, "returned a carry, and its function")):
-        plan = fp.make_plan([fp.compose(part, stages[0])], S.one_f_one_b(1, 2, num_slices=2), loss=F.mse_loss)
+    silent, loud = (
+        fp.stage(lambda params, x, *, carry: x),
+        fp.stage(lambda params, x: fp.Out(x, carry=x)),
+    )
+    for part, text in (
+        (silent, "takes a carry and returned none"),
+        (loud, "returned a carry, and its function"),
+    ):
+        plan = fp.make_plan(
+            [fp.compose(part, stages[0])], S.one_f_one_b(1, 2, num_slices=2), loss=F.mse_loss
+        )
         with pytest.raises(fp.PlanError, match=text):
             fp.run(plan, (((), params[0]),), batch(4, 6))
 
@@ -467,7 +556,9 @@ def test_a_missing_carry_shows_against_the_whole_batch():
 
 def test_numbers_that_are_not_finite_are_named_as_the_carry():
     """Not by an internal name."""
-    stage = fp.stage(lambda params, x, *, carry: fp.Out(x * params, carry=x * float("nan")), name="bad")
+    stage = fp.stage(
+        lambda params, x, *, carry: fp.Out(x * params, carry=x * float("nan")), name="bad"
+    )
     plan = fp.make_plan([stage], S.one_f_one_b(1, 1, num_slices=2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(fp.NotFiniteError, match="carry has"):
         fp.run(plan, (torch.ones(WIDTH, dtype=torch.float64),), batch(2, 4), check="finite")
@@ -487,7 +578,9 @@ def test_a_carry_that_nobody_reads_is_not_kept():
     real, EagerBound.backward = EagerBound.backward, watched
     try:
         for count in (1, 2):
-            plan = fp.make_plan(stages, S.one_f_one_b(1, 1, num_slices=count), loss=F.mse_loss, devices="cpu")
+            plan = fp.make_plan(
+                stages, S.one_f_one_b(1, 1, num_slices=count), loss=F.mse_loss, devices="cpu"
+            )
             fp.run(plan, params, batch(2, 4))
     finally:
         EagerBound.backward = real
@@ -506,7 +599,9 @@ def test_modules_that_cannot_run_slices():
 
 def test_outputs_whose_slices_differ():
     """In other axes than the sequence, or in type."""
-    stage = fp.Stage(lambda params, x, **extras: fp.Out(x @ x.transpose(1, 2), carry=()), "maps", carry=True)
+    stage = fp.Stage(
+        lambda params, x, **extras: fp.Out(x @ x.transpose(1, 2), carry=()), "maps", carry=True
+    )
     plan = fp.make_plan([stage], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
     with pytest.raises(fp.BatchError, match="cannot be joined over slices of shapes"):
         fp.run(plan, ((),), batch(2, 5)[0])
@@ -520,7 +615,8 @@ def test_leaves_without_rows_are_refused():
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_stages_may_write_into_their_slices(rows):
-    """Remat finds them as they were, and so does the caller: with one row they lie in his memory."""
+    """Remat finds them as they were, and so does the caller: with one row they lie in his
+    memory."""
 
     @fp.stage(name="writes")
     def writes(params, x, *, carry):
@@ -531,7 +627,10 @@ def test_stages_may_write_into_their_slices(rows):
     x, target = batch(rows, 8)
     before = snapshot((x, target))
     results = []
-    for schedule in (S.one_f_one_b(1, rows, num_slices=4), S.remat(S.fill_drain(1, rows, num_slices=4))):
+    for schedule in (
+        S.one_f_one_b(1, rows, num_slices=4),
+        S.remat(S.fill_drain(1, rows, num_slices=4)),
+    ):
         plan = fp.make_plan([writes], schedule, loss=F.mse_loss, devices="cpu")
         results += [fp.run(plan, params, (x, target), executor=executor) for executor in EXECUTORS]
     assert same(before, snapshot((x, target)))

@@ -1,4 +1,5 @@
-"""What each action reads and writes, as a table for one small net: a skip with two pops, a feed, a loss."""
+"""What each action reads and writes, as a table for one small net: a skip with two pops, a feed, a
+loss."""
 
 import pytest
 
@@ -13,7 +14,8 @@ from funcpipe._src.lower.skips import routes
 
 
 def net() -> list[Stage]:
-    """Stage 0 stashes e; stage 1 pops it and takes a feed; stage 2 pops it again and ends in the loss."""
+    """Stage 0 stashes e; stage 1 pops it and takes a feed; stage 2 pops it again and ends in the
+    loss."""
     return [
         stage(lambda p, x: x, stash=["e"]),
         stage(lambda p, x, *, skips, feeds: x, pop=["e"], feeds=["mask"]),
@@ -94,7 +96,8 @@ def test_outputs_come_only_from_the_last_stage() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.R, Kind.W, Kind.O, Kind.L, Kind.G])
 def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -> None:
-    """R and L write the residual only, so statistics cannot count twice; W ends in the parameters."""
+    """R and L write the residual only, so statistics cannot count twice; W ends in the
+    parameters."""
     given = EffectContext(net(), routes(net()), True, False)
     expected = {
         Kind.R: [Role.RESIDUAL],
@@ -103,7 +106,9 @@ def test_remat_the_weights_and_moves_write_nothing_that_others_see(kind: Kind) -
         Kind.L: [Role.RESIDUAL],
         Kind.G: [Role.SUMS],
     }[kind]
-    assert [expected] * 3 == [[wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)]
+    assert [expected] * 3 == [
+        [wire.role for wire in effects(kind, s, True, given)[1]] for s in range(3)
+    ]
 
 
 def test_a_step_without_a_reduction_before_it_begins_the_sums_itself() -> None:
@@ -127,17 +132,27 @@ def test_a_skip_that_nobody_pops_is_not_written() -> None:
     assert ("e",) == inner.offers
     last = stage(lambda p, x: x)
     taker = stage(lambda p, x, *, skips: x, pop=["e"])
-    assert "input0 -> act0 report0 residual0" == table([inner, last], loss=True, outputs=False)["0F"]
-    assert "input0 -> act0 skip0(e) report0 residual0" == table([inner, taker], loss=True, outputs=False)["0F"]
+    assert (
+        "input0 -> act0 report0 residual0" == table([inner, last], loss=True, outputs=False)["0F"]
+    )
+    assert (
+        "input0 -> act0 skip0(e) report0 residual0"
+        == table([inner, taker], loss=True, outputs=False)["0F"]
+    )
 
 
 def test_a_small_plan_word_for_word() -> None:
     """What print(plan) shows: the slots of each lane, then every instruction in plan order."""
-    plan = make_plan([stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print)
+    plan = make_plan(
+        [stage(lambda p, x: x)] * 2, Schedule.parse("0F0 0B0\n1F0 1I0 1W0", name="two"), loss=print
+    )
     assert [
         "plan: <Schedule two: 2 stages, 1 microbatch, 2 devices> on unbound; 18 instructions",
         "  lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 report, 4 residual",
-        "  lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad, 5 weight_residual",
+        (
+            "  lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad, 5 "
+            "weight_residual"
+        ),
         "0: receive input[0,0]@0 from caller",
         "0: 0F0  reads input[0,0]@0  writes act[0,0]@2 report[0,0]@3 residual[0,0]@4",
         "0: free input[0,0]@0",
@@ -160,7 +175,8 @@ def test_a_small_plan_word_for_word() -> None:
 
 
 def test_a_plan_that_offloads() -> None:
-    """A residual is in one place at a time: O frees it, L writes it again; nothing crosses lanes."""
+    """A residual is in one place at a time: O frees it, L writes it again; nothing crosses
+    lanes."""
     schedule = Schedule.parse("0F0 0O0 0F1 0L0 0B0 0B1", name="moved")
     lane = make_plan([stage(lambda p, x: x)], schedule, loss=print).program.lane(0)
     assert [
@@ -192,6 +208,8 @@ def test_skips_go_straight_to_who_pops_them() -> None:
         stage(lambda p, x, *, skips: x, pop=["e"]),
     ]
     program = make_plan(stages, Schedule.parse("0F0\n1F0\n2F0 3F0")).program
-    sends = [line for lane in program.lanes for line in lane.lines() if line.startswith("send skip")]
+    sends = [
+        line for lane in program.lanes for line in lane.lines() if line.startswith("send skip")
+    ]
     assert ["send skip[0,0,e]@2 to 2@0"] == sends
     assert "free act[2,0]@2 skip[0,0,e]@0" == [*program.lane(2).lines()][-1]

@@ -47,8 +47,14 @@ def test_things_of_the_wrong_kind_are_refused_all_at_once() -> None:
         "stage 1 is a function; make it one with fp.stage(fn) or fp.from_module(module)",
         "stage 2 is a str; make it one with fp.stage(fn) or fp.from_module(module)",
         "schedule is a str; make one with fp.schedules.one_f_one_b(...) or Schedule.parse(text)",
-        "loss is a int, not a function (y, target) -> loss; give the function itself, not its name or what it returned",
-        "weight is a str, not a function (target) -> number; give the function itself, not its name or what it returned",
+        (
+            "loss is a int, not a function (y, target) -> loss; give the function itself, not its "
+            "name or what it returned"
+        ),
+        (
+            "weight is a str, not a function (target) -> number; give the function itself, not "
+            "its name or what it returned"
+        ),
     ] == faults_of([Stage(keep), keep, "mlp"], "1F1B", loss=3, weight="rows")
 
 
@@ -105,21 +111,30 @@ def test_a_stage_cannot_pop_what_it_stashes_itself() -> None:
 def test_devices_are_one_for_each_lane(count: int) -> None:
     """Both counts are named, with the call that makes the right number."""
     expected = (
-        f"the schedule has 2 devices, but devices= names {count}; give one for each "
-        "(the same may stand many times), or fp.devices(2)"
+        f"the schedule has 2 devices, but devices= names {count}; give one for each (the same may "
+        "stand many times), or fp.devices(2)"
     )
     assert [expected] == faults_of(plain(2), fill_drain(2, 2), devices=["cpu"] * count)
 
 
 def test_one_device_serves_all_lanes() -> None:
     """A name, a list of names, or None: chosen at the run."""
-    made = [make_plan(plain(2), fill_drain(2, 2), devices=given).devices for given in ("cpu", ["cpu", "cpu"], None)]
+    made = [
+        make_plan(plain(2), fill_drain(2, 2), devices=given).devices
+        for given in ("cpu", ["cpu", "cpu"], None)
+    ]
     assert [("cpu", "cpu"), ("cpu", "cpu"), None] == made
 
 
 def test_every_wrong_tie_is_listed() -> None:
     """No (stage, path), no such stage, a group of one, a member of two groups."""
-    ties = [[(0, "w"), (5, "w")], [(1, "b")], [(0, "w"), (1, "w")], [("0", "w"), (1, "v", 2)], [(-1, "w"), (0, "u")]]
+    ties = [
+        [(0, "w"), (5, "w")],
+        [(1, "b")],
+        [(0, "w"), (1, "w")],
+        [("0", "w"), (1, "v", 2)],
+        [(-1, "w"), (0, "u")],
+    ]
     assert [
         "ties do not fit the stages (stage 0, stage 1):",
         "group 0: (5, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
@@ -162,7 +177,8 @@ def test_a_plan_knows_its_counts() -> None:
 
 
 def test_receives_and_sends_stand_around_their_action() -> None:
-    """What comes in just before, what goes to other lanes just after; every value is freed as soon as it can be."""
+    """What comes in just before, what goes to other lanes just after; every value is freed as soon
+    as it can be."""
     program = make_plan(plain(2), fill_drain(2, 1), loss=print).program
     assert [
         "0: receive input[0,0]@0 from caller",
@@ -187,7 +203,10 @@ def test_receives_and_sends_stand_around_their_action() -> None:
 def test_the_program_of_a_lane_prints() -> None:
     """Its slots, then its instructions."""
     lines = str(make_plan(plain(2), one_f_one_b(2, 3), loss=print).program.lane(0)).splitlines()
-    assert "lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 5 7 report, 4 6 residual" == lines[0]
+    assert (
+        "lane 0, slots: 0 input from caller, 1 grad from 1, 2 act, 3 5 7 report, 4 6 residual"
+        == lines[0]
+    )
     assert "receive input[0,0]@0 from caller" == lines[1]
     assert ["0-2", "1 3", ""] == [spans([0, 1, 2]), spans([1, 3]), spans([])]
 
@@ -215,7 +234,9 @@ def test_programs_of_other_schedules_differ() -> None:
         fill_drain(2, 2, num_devices=1),
         zero_bubble(2, 2),
     ]
-    assert len(made) == len({make_plan(plain(2), schedule, loss=print).program for schedule in made})
+    assert len(made) == len(
+        {make_plan(plain(2), schedule, loss=print).program for schedule in made}
+    )
 
 
 def test_a_plan_pickles_where_its_functions_are_importable() -> None:
@@ -237,7 +258,10 @@ def test_fingerprints_leave_functions_and_devices_out() -> None:
     schedule = one_f_one_b(2, 3)
     a = make_plan([Stage(lambda p, x: x, "s")] * 2, schedule, loss=lambda y, t: y)
     b = make_plan(
-        [Stage(lambda p, x: x * 2, "s")] * 2, Schedule.parse(str(schedule), name="other"), loss=max, devices="cpu"
+        [Stage(lambda p, x: x * 2, "s")] * 2,
+        Schedule.parse(str(schedule), name="other"),
+        loss=max,
+        devices="cpu",
     )
     assert a.fingerprint == b.fingerprint
 
@@ -288,7 +312,8 @@ def test_fewer_microbatches_drop_the_actions_of_the_others() -> None:
 
 
 def test_a_plan_takes_little_memory_besides_its_schedule() -> None:
-    """8 bytes an action: its place in plan order, as the check found it and as the program has it."""
+    """8 bytes an action: its place in plan order, as the check found it and as the program has
+    it."""
     schedule, stages = one_f_one_b(32, 256), plain(32)
     gc.collect()
     tracemalloc.start()
@@ -304,8 +329,12 @@ def test_a_plan_takes_little_memory_besides_its_schedule() -> None:
 def test_actions_and_values_are_built_from_their_numbers() -> None:
     """The order's codes and the wires' numbers mean what is printed."""
     program = make_plan(plain(2), fill_drain(2, 2), loss=print).program
-    assert "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1" == " ".join(str(program.action(code)) for code in program.order)
-    assert [Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)] == [program.action(code) for code in program.order[:2]]
+    assert "0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1" == " ".join(
+        str(program.action(code)) for code in program.order
+    )
+    assert [Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)] == [
+        program.action(code) for code in program.order[:2]
+    ]
     assert ["input[0,0]", "input[0,1]"] == [str(program.value(number)) for number in range(2)]
 
 

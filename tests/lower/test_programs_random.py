@@ -1,4 +1,5 @@
-"""Any legal schedule of any net, walked instruction by instruction: nothing is read before it is there, nothing is left over."""
+"""Any legal schedule of any net, walked instruction by instruction: nothing is read before it is
+there, nothing is left over."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ random_plans = settings(deadline=None, database=None, max_examples=250)
 
 @dataclass
 class Walk:
-    """What lies in the slots of each lane, and what was sent there and not received yet: values by slot."""
+    """What lies in the slots of each lane, and what was sent there and not received yet: values by
+    slot."""
 
     plan: Plan
     held: list[dict[int, Value]]
@@ -29,7 +31,10 @@ class Walk:
 
     def receive(self, lane: int, instruction: Receive) -> None:
         """It has been sent, or the caller has it."""
-        value, (source, role) = self.plan.program.value(instruction.value), self.slot(lane, instruction.slot)
+        value, (source, role) = (
+            self.plan.program.value(instruction.value),
+            self.slot(lane, instruction.slot),
+        )
         assert (source, role) == (instruction.source, value.role)
         if source == CALLER:
             assert value.role in (Role.INPUT, Role.TARGET, Role.FEED, Role.GRAD)
@@ -80,7 +85,9 @@ class Walk:
     def count(self, source: int, lane: int, role: Role, change: int) -> None:
         if source != lane:
             slots = {**self.held[lane], **self.sent[lane]}
-            live = sum(self.slot(lane, slot) == (source, role) for slot in slots) + (change > 0 and source == CALLER)
+            live = sum(self.slot(lane, slot) == (source, role) for slot in slots) + (
+                change > 0 and source == CALLER
+            )
             self.most[source, lane, role] = max(self.most[source, lane, role], live)
 
 
@@ -113,20 +120,27 @@ def test_the_random_schedules_are_legal(schedule: Schedule) -> None:
 @random_plans
 @given(plans())
 def test_slots_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) -> None:
-    """The walk itself asserts that reads are there, writes new, frees present; here: nothing is left over."""
+    """The walk itself asserts that reads are there, writes new, frees present; here: nothing is
+    left over."""
     state = walk(plan)
     left = {(lane, value) for lane, held in enumerate(state.held) for value in held.values()}
     device_of, last = plan.schedule.device_of, plan.num_stages - 1
     slices = [None] if plan.schedule.num_slices == 1 else range(plan.schedule.num_slices)
     pieces = [(m, number) for m in range(plan.num_microbatches) for number in slices]
     expected = {
-        (device_of[s], Value(Role.REPORT, s, m, slice=number)) for s in range(plan.num_stages) for m, number in pieces
+        (device_of[s], Value(Role.REPORT, s, m, slice=number))
+        for s in range(plan.num_stages)
+        for m, number in pieces
     }
     if plan.outputs:
-        expected |= {(device_of[last], Value(Role.OUTPUT, last, m, slice=number)) for m, number in pieces}
+        expected |= {
+            (device_of[last], Value(Role.OUTPUT, last, m, slice=number)) for m, number in pieces
+        }
     assert expected == left
     assert not any(state.sent)
-    said = {(lane.lane, lane.value(number)) for lane in plan.program.lanes for number, _ in lane.left}
+    said = {
+        (lane.lane, lane.value(number)) for lane in plan.program.lanes for number, _ in lane.left
+    }
     assert expected == said
 
 
@@ -134,7 +148,9 @@ def test_slots_are_empty_at_the_end_but_for_what_the_caller_takes(plan: Plan) ->
 @given(plans())
 def test_a_pool_has_as_many_slots_as_values_that_lie_there_at_a_time(plan: Plan) -> None:
     """Not one more; every pool is used."""
-    assert {(pool.source, pool.lane, pool.role): pool.slots for pool in plan.program.pools} == walk(plan).most
+    assert {(pool.source, pool.lane, pool.role): pool.slots for pool in plan.program.pools} == walk(
+        plan
+    ).most
 
 
 @random_plans
@@ -144,7 +160,9 @@ def test_a_lane_has_no_more_slots_of_its_own_than_it_fills_at_a_time(plan: Plan)
     for lane in plan.program.lanes:
         most: Counter[Role] = Counter()
         for _, held in lane.contents():
-            live = Counter(lane.slots[slot].role for slot in held if lane.slots[slot].source == lane.lane)
+            live = Counter(
+                lane.slots[slot].role for slot in held if lane.slots[slot].source == lane.lane
+            )
             most |= live
         assert most == Counter(slot.role for slot in lane.slots if slot.source == lane.lane)
 
@@ -180,14 +198,16 @@ def test_a_lane_runs_every_action_in_the_order_of_its_device(plan: Plan) -> None
     rows = [tuple(lane.action(run) for run in lane.runs) for lane in plan.program.lanes]
     assert plan.schedule.orders == tuple(rows)
     assert all(
-        len(lane.ends) == len(lane.runs) and lane.ends[-1] == len(lane.instructions) for lane in plan.program.lanes
+        len(lane.ends) == len(lane.runs) and lane.ends[-1] == len(lane.instructions)
+        for lane in plan.program.lanes
     )
 
 
 @random_plans
 @given(plans())
 def test_a_value_is_freed_at_once_after_its_last_use(plan: Plan) -> None:
-    """Liveness: between the last instruction that uses a slot and its free stands none but other frees and sends.
+    """Liveness: between the last instruction that uses a slot and its free stands none but other
+    frees and sends.
 
     What the first of two that overlap has read is used until both have run.
     """
@@ -235,8 +255,11 @@ def test_a_forward_keeps_its_residual_only_for_a_backward_without_remat(plan: Pl
 
 @random_plans
 @given(plans(), st.randoms(use_true_random=False))
-def test_lanes_that_run_ahead_as_slots_allow_all_come_to_their_end(plan: Plan, chance: Random) -> None:
-    """Waiting for a slot is a dependency too: whoever is let run next, no order of lanes ends in a knot."""
+def test_lanes_that_run_ahead_as_slots_allow_all_come_to_their_end(
+    plan: Plan, chance: Random
+) -> None:
+    """Waiting for a slot is a dependency too: whoever is let run next, no order of lanes ends in a
+    knot."""
     lanes = plan.program.lanes
     at = [0] * len(lanes)
     free = {end for lane in lanes for end in lane.outgoing}
@@ -259,11 +282,17 @@ def test_lanes_that_run_ahead_as_slots_allow_all_come_to_their_end(plan: Plan, c
             case Receive(_, source, slot) if source != CALLER:
                 there.remove((lane, slot))
             case Free(slots):
-                free.update((lane, slot) for slot in slots if lanes[lane].slots[slot].source not in (CALLER, lane))
+                free.update(
+                    (lane, slot)
+                    for slot in slots
+                    if lanes[lane].slots[slot].source not in (CALLER, lane)
+                )
             case _:
                 pass
         at[lane] += 1
 
-    while ready := [lane for lane in range(len(lanes)) if at[lane] < len(lanes[lane].instructions) and may(lane)]:
+    while ready := [
+        lane for lane in range(len(lanes)) if at[lane] < len(lanes[lane].instructions) and may(lane)
+    ]:
         step(chance.choice(ready))
     assert [len(lane.instructions) for lane in lanes] == at

@@ -1,10 +1,13 @@
-"""AmoebaNet-D as GPipe and torchgpipe measured it, written from the genotype, and what torchgpipe published.
+"""AmoebaNet-D as GPipe and torchgpipe measured it, written from the genotype, and what torchgpipe
+published.
 
-A cell gets the outputs of the two before it, brings both to its width by 1x1 convolutions, and joins them by five pairs of
-operations, each pair added to a new state; some states are concatenated. A stem, two reducing cells, then three rows of
-L/3 normal cells with a reducing one (half the size, twice the width) between them, then the classifier. Widths start at D/4.
-The genotype is that of the TensorFlow implementation (states 0, 3, 4, 6 of a normal cell are its output), in which, as in
-torchgpipe, "max_pool_3x3" is an average pool: that changes no count of parameters.
+A cell gets the outputs of the two before it, brings both to its width by 1x1 convolutions, and
+joins them by five pairs of operations, each pair added to a new state; some states are
+concatenated. A stem, two reducing cells, then three rows of L/3 normal cells with a reducing one
+(half the size, twice the width) between them, then the classifier. Widths start at D/4. The
+genotype is that of the TensorFlow implementation (states 0, 3, 4, 6 of a normal cell are its
+output), in which, as in torchgpipe, "max_pool_3x3" is an average pool: that changes no count of
+parameters.
 """
 
 from __future__ import annotations
@@ -15,14 +18,21 @@ import torch
 from torch import nn
 
 
-def unit(given: int, taken: int, kernel: int | tuple[int, int] = 1, *, stride: int = 1) -> list[nn.Module]:
+def unit(
+    given: int, taken: int, kernel: int | tuple[int, int] = 1, *, stride: int = 1
+) -> list[nn.Module]:
     """ReLU, convolution, batch norm."""
     padding = tuple(k // 2 for k in kernel) if isinstance(kernel, tuple) else kernel // 2
-    return [nn.ReLU(), nn.Conv2d(given, taken, kernel, stride, padding, bias=False), nn.BatchNorm2d(taken)]
+    return [
+        nn.ReLU(),
+        nn.Conv2d(given, taken, kernel, stride, padding, bias=False),
+        nn.BatchNorm2d(taken),
+    ]
 
 
 class Halve(nn.Module):
-    """Half the size, without losing every other pixel: two convolutions of stride 2, one shifted by a pixel."""
+    """Half the size, without losing every other pixel: two convolutions of stride 2, one shifted by
+    a pixel."""
 
     def __init__(self, given: int, taken: int) -> None:
         super().__init__()
@@ -56,8 +66,30 @@ def operation(name: str, width: int, stride: int) -> nn.Module:
             return nn.Sequential(*unit(width, quarter), *rows, *columns, *unit(quarter, width))
 
 
-NORMAL = ["1 1x1", "1 pool 3", "1 same", "0 7x7", "0 1x1", "0 7x7", "2 pool 3", "2 same", "1 pool 3", "5 1x1"]
-REDUCING = ["0 pool 2", "0 pool 3", "2 same", "1 3x3", "2 7x7", "2 pool 3", "3 same", "1 pool 2", "2 pool 3", "3 1x1"]
+NORMAL = [
+    "1 1x1",
+    "1 pool 3",
+    "1 same",
+    "0 7x7",
+    "0 1x1",
+    "0 7x7",
+    "2 pool 3",
+    "2 same",
+    "1 pool 3",
+    "5 1x1",
+]
+REDUCING = [
+    "0 pool 2",
+    "0 pool 3",
+    "2 same",
+    "1 3x3",
+    "2 7x7",
+    "2 pool 3",
+    "3 same",
+    "1 pool 2",
+    "2 pool 3",
+    "3 1x1",
+]
 
 
 class Cell(nn.Module):
@@ -67,7 +99,11 @@ class Cell(nn.Module):
         self.taken = (4, 5, 6) if reduces else (0, 3, 4, 6)
         self.newer = nn.Sequential(*unit(newer, width))
         self.older = (
-            Halve(older, width) if halves else nn.Sequential(*unit(older, width)) if older != width else nn.Identity()
+            Halve(older, width)
+            if halves
+            else nn.Sequential(*unit(older, width))
+            if older != width
+            else nn.Identity()
         )
         # Of a reducing cell only the states 0 and 1 have the full size.
         steps = [2 if reduces and state < 2 else 1 for state, _ in self.genes]
@@ -103,17 +139,21 @@ def amoebanet(num_layers: int, filters: int) -> nn.Sequential:
         width *= 2 if reduces else 1
         layers.append(Cell(older, newer, width, reduces=reduces, halves=halves))
         older, newer, halves = newer, width * len(layers[-1].taken), reduces
-    return nn.Sequential(*layers, nn.Sequential(First(), nn.AvgPool2d(7), nn.Flatten(), nn.Linear(newer, 1000)))
+    return nn.Sequential(
+        *layers, nn.Sequential(First(), nn.AvgPool2d(7), nn.Flatten(), nn.Linear(newer, 1000))
+    )
 
 
 class Published(NamedTuple):
-    """A column of the published table, and how it was run (batches of 128 images of 224 x 224 in 128 microbatches, RMSprop).
+    """A column of the published table, and how it was run (batches of 128 images of 224 x 224 in
+    128 microbatches, RMSprop).
 
     Attributes:
         num_layers, filters: L and D.
         parameters: how many, in millions, to one place.
         model: GiB of parameters, gradients and RMSprop's one average.
-        activations: what torch 1.3 had reserved at its peak besides, in GiB on all devices together.
+        activations: what torch 1.3 had reserved at its peak besides, in GiB on all devices
+            together.
         balance: layers of each stage.
     """
 

@@ -1,13 +1,17 @@
-"""What torch 1.3 would have reserved on a P40 while torchgpipe trained: its allocator, fed with what every layer makes.
+"""What torch 1.3 would have reserved on a P40 while torchgpipe trained: its allocator, fed with
+what every layer makes.
 
-The published tables say what the allocator had reserved, not what was alive. `parts` runs a model's parts under
-FakeTensor and writes down each storage that is made and freed; `reserved` plays that back, for all microbatches, in the order
-in which torchgpipe runs them, to an `Allocator`. Besides what is alive there are three things in it:
+The published tables say what the allocator had reserved, not what was alive. `parts` runs a model's
+parts under FakeTensor and writes down each storage that is made and freed; `reserved` plays that
+back, for all microbatches, in the order in which torchgpipe runs them, to an `Allocator`. Besides
+what is alive there are three things in it:
 
-- Each device has pools of memory, one for each stream, and what one pool has no other gets. torchgpipe copies the inputs of
-  microbatch i, and the gradients that come back, on a stream of their own, and torch has 32 of those.
+- Each device has pools of memory, one for each stream, and what one pool has no other gets.
+  torchgpipe copies the inputs of microbatch i, and the gradients that come back, on a stream of
+  their own, and torch has 32 of those.
 - Segments are cut into blocks, and blocks that do not fit are left over.
-- Convolutions with 3x3 filters want room to transform these (Winograd, tiles of 6x6), and do without where there is none.
+- Convolutions with 3x3 filters want room to transform these (Winograd, tiles of 6x6), and do
+  without where there is none.
 """
 
 from __future__ import annotations
@@ -27,20 +31,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MiB, GiB = 2**20, 2**30
 ROOM = int(21.9 * GiB)
-"""A P40's 22.4 GiB, without half a GiB for the CUDA context; a guess, which moves the U-Net on two devices alone by much."""
+"""A P40's 22.4 GiB, without half a GiB for the CUDA context; a guess, which moves the U-Net on two
+devices alone by much."""
 
 STREAMS = 32
 """So many streams torch has on a device; who asks for more gets the first ones again."""
 
 
-# -- the allocator -----------------------------------------------------------------------------------------------------
+# -- the allocator
+# -------------------------------------------------------------------------------
 
 
 class Block:
     """A piece of a segment, between its neighbours."""
 
-    def __init__(self, address: int, size: int, before: Block | None = None, after: Block | None = None) -> None:
-        self.address, self.size, self.before, self.after, self.free = address, size, before, after, False
+    def __init__(
+        self, address: int, size: int, before: Block | None = None, after: Block | None = None
+    ) -> None:
+        self.address, self.size, self.before, self.after, self.free = (
+            address,
+            size,
+            before,
+            after,
+            False,
+        )
 
 
 Free = list[tuple[int, int, Block]]
@@ -102,7 +116,9 @@ class Allocator:
             self.give("space")
 
     def _segment(self, size: int, *, small: bool, must: bool) -> Block | None:
-        whole = 2 * MiB if small else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
+        whole = (
+            2 * MiB if small else 20 * MiB if size < 10 * MiB else -(-size // (2 * MiB)) * 2 * MiB
+        )
         if self.reserved + whole > self.room:
             for free in self._pools.values():  # give the device back what nobody uses
                 for entry in [entry for entry in free if entry[2].before is entry[2].after is None]:
@@ -123,7 +139,8 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
 
-# -- what a part makes -------------------------------------------------------------------------------------------------
+# -- what a part makes
+# -------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -139,7 +156,8 @@ class Part(NamedTuple):
     Attributes:
         weights, given, handed: parameters; what it gets from and hands to other devices.
         forward, sent: a forward that keeps nothing; when its outputs are gone.
-        again, backward, end: a forward that keeps all; the backward; when the gradients of inputs are gone.
+        again, backward, end: a forward that keeps all; the backward; when the gradients of inputs
+            are gone.
     """
 
     weights: list[int]
@@ -214,7 +232,8 @@ def _bytes(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _run(layers: nn.Sequential, x: Any, popped: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The output, and the skips for parts to come. Skips pair like brackets: the last one kept is joined first."""
+    """The output, and the skips for parts to come. Skips pair like brackets: the last one kept is
+    joined first."""
     kept, others = list[Tensor](), list(popped)
     for layer in layers:
         if isinstance(layer, Keep):
@@ -226,7 +245,9 @@ def _run(layers: nn.Sequential, x: Any, popped: Sequence[Tensor]) -> tuple[Any, 
     return x, kept
 
 
-def parts(make: Callable[[], nn.Sequential], size: tuple[int, ...], balance: Sequence[int]) -> list[Part]:
+def parts(
+    make: Callable[[], nn.Sequential], size: tuple[int, ...], balance: Sequence[int]
+) -> list[Part]:
     """Run every part once without and once with a backward, on a microbatch without numbers."""
     out: list[Part] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -245,11 +266,18 @@ def parts(make: Callable[[], nn.Sequential], size: tuple[int, ...], balance: Seq
     return out
 
 
-def _part(layers: nn.Sequential, x: Any, popped: list[Tensor], *, first: bool) -> tuple[Part, Any, list[Tensor]]:
+def _part(
+    layers: nn.Sequential, x: Any, popped: list[Tensor], *, first: bool
+) -> tuple[Part, Any, list[Tensor]]:
     for one in layers.parameters():
         one.grad = torch.empty_like(one)
     record, given = Record(), [*_tensors(x), *popped]
-    for one in (*layers.parameters(), *(one.grad for one in layers.parameters()), *layers.buffers(), *given):
+    for one in (
+        *layers.parameters(),
+        *(one.grad for one in layers.parameters()),
+        *layers.buffers(),
+        *given,
+    ):
         record.watch(one, known=True)
     with record, torch.no_grad():
         y, kept = _run(layers, x, popped)
@@ -278,11 +306,13 @@ def _part(layers: nn.Sequential, x: Any, popped: list[Tensor], *, first: bool) -
     return part, taken, following[len(_tensors(taken)) :]
 
 
-# -- a step ------------------------------------------------------------------------------------------------------------
+# -- a step
+# -------------------------------------------------------------------------------
 
 
 def reserved(part: Part, chunks: int, *, state: int, batch: int = 0, last: bool = False) -> int:
-    """Bytes that one device has reserved at its peak: all forwards, then all backwards, the last microbatch's first.
+    """Bytes that one device has reserved at its peak: all forwards, then all backwards, the last
+    microbatch's first.
 
     Args:
         part: its layers.

@@ -1,4 +1,5 @@
-"""Memory from shapes alone: what autograd keeps, stages from layers, peaks of schedules, optimizers, published tables."""
+"""Memory from shapes alone: what autograd keeps, stages from layers, peaks of schedules,
+optimizers, published tables."""
 
 from __future__ import annotations
 
@@ -41,13 +42,33 @@ def models() -> dict[str, tuple[nn.Sequential, torch.Tensor]]:
     images = torch.randn(2, 3, 8, 8)
     conv = nn.Conv2d(3, 4, 3, padding=1)
     return {
-        "mlp": (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), x),
-        "in-place": (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 2)), x),
-        "no linear": (nn.Sequential(nn.Sigmoid(), nn.Flatten(), nn.Identity(), nn.LogSoftmax(-1)), x),
-        "images": (nn.Sequential(conv, nn.BatchNorm2d(4), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.5)), images),
+        "mlp": (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)),
+            x,
+        ),
+        "in-place": (
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 2)),
+            x,
+        ),
+        "no linear": (
+            nn.Sequential(nn.Sigmoid(), nn.Flatten(), nn.Identity(), nn.LogSoftmax(-1)),
+            x,
+        ),
+        "images": (
+            nn.Sequential(
+                conv, nn.BatchNorm2d(4), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.5)
+            ),
+            images,
+        ),
         "tuples": (nn.Sequential(Both(), Both(), Both(), Pick(), nn.Linear(6, 1)), x),
-        "attention": (nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8), nn.LayerNorm(6)), torch.randn(5, 2, 6)),
-        "tokens": (nn.Sequential(nn.Embedding(9, 6), nn.GELU(), nn.Linear(6, 9)), torch.randint(9, (4, 3))),
+        "attention": (
+            nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8), nn.LayerNorm(6)),
+            torch.randn(5, 2, 6),
+        ),
+        "tokens": (
+            nn.Sequential(nn.Embedding(9, 6), nn.GELU(), nn.Linear(6, 9)),
+            torch.randint(9, (4, 3)),
+        ),
     }
 
 
@@ -55,7 +76,8 @@ NAMES = list(models())
 
 
 def kept(model: nn.Module, x: torch.Tensor) -> int:
-    """The oracle: bytes of the storages that autograd saves in a real forward, of the input and of the output."""
+    """The oracle: bytes of the storages that autograd saves in a real forward, of the input and of
+    the output."""
     stage, params, state = fp.from_module(model)
     own = {one.untyped_storage()._cdata for one in fp.leaves((params, state))}
     held: list[torch.Tensor] = []
@@ -88,26 +110,43 @@ def test_layers_join_to_stages(name):
         split = fp.split(model, balance=sizes)
         stages = memory(split, x)
         for expected, found in zip(stages, layers.group(sizes), strict=True):
-            for key in ("parameters", "buffers", "gradients", "optimizer", "activations", "input", "output"):
+            for key in (
+                "parameters",
+                "buffers",
+                "gradients",
+                "optimizer",
+                "activations",
+                "input",
+                "output",
+            ):
                 assert getattr(expected, key) == getattr(found, key), (key, sizes)
-            # Of layers, the most of each is taken as if it came at the worst moment: a bound, a close one.
+            # Of layers, the most of each is taken as if it came at the worst moment: a bound, a
+            # close one.
             border = max(layer.input + layer.output for layer in layers)
             assert abs(expected.forward - found.forward) <= border
             assert expected.backward <= found.backward <= expected.backward + border
 
 
 def test_layers_by_hand():
-    """Linear keeps its input, ReLU its output; dropout on the CPU a mask of floats; bytes of float32."""
-    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 5, bias=False))
+    """Linear keeps its input, ReLU its output; dropout on the CPU a mask of floats; bytes of
+    float32."""
+    model = nn.Sequential(
+        nn.Linear(10, 20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 5, bias=False)
+    )
     rows = memory(model, torch.zeros(3, 10), optimizer="adamw")
-    assert [880, 0, 0, 400] == [layer.parameters for layer in rows] == [layer.gradients for layer in rows]
+    assert (
+        [880, 0, 0, 400]
+        == [layer.parameters for layer in rows]
+        == [layer.gradients for layer in rows]
+    )
     assert [1760, 0, 0, 800] == [layer.optimizer for layer in rows]
     assert [120, 240, 240, 240] == [layer.activations for layer in rows]
     assert [120, 240, 240, 240] == [layer.input for layer in rows]
     assert [240, 240, 240, 60] == [layer.output for layer in rows]
     assert 120 + 240 + 240 + 240 + 60 == rows.total.activations
     assert ["0", "1", "2", "3"] == [layer.name for layer in rows]
-    # The first layer has no gradient to hand on: W is its whole backward, and waits with the gradient of its output.
+    # The first layer has no gradient to hand on: W is its whole backward, and waits with the
+    # gradient of its output.
     assert [120 + 240, 0, 0, 240 + 60] == [layer.weight_residual for layer in rows]
 
 
@@ -127,7 +166,12 @@ def test_frozen_parameters():
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5))
     model[0].requires_grad_(False)
     rows = memory(model, torch.zeros(3, 10))
-    assert (880, 0, 0, 0) == (rows[0].parameters, rows[0].gradients, rows[0].optimizer, rows[0].activations)
+    assert (880, 0, 0, 0) == (
+        rows[0].parameters,
+        rows[0].gradients,
+        rows[0].optimizer,
+        rows[0].activations,
+    )
     assert 240 == rows[1].activations
     assert (0, 0, 0) == (
         rows.total.gradients - 420,
@@ -140,7 +184,8 @@ def test_nothing_is_kept_in_evaluation():
     """train=False: parameters and what is alive in a forward, nothing else."""
     rows = memory(nn.Sequential(nn.Linear(10, 20), nn.Dropout()), torch.zeros(3, 10), train=False)
     assert (880, 0, 0, 0, 0) == tuple(
-        getattr(rows.total, key) for key in ("parameters", "gradients", "optimizer", "activations", "backward")
+        getattr(rows.total, key)
+        for key in ("parameters", "gradients", "optimizer", "activations", "backward")
     )
     assert (880 + 120 + 240,) == rows.group([2]).peak(fp.schedules.fill_drain(1, 3, backward=False))
     assert 240 == rows[0].forward
@@ -151,12 +196,17 @@ def test_tied_parameters_count_once():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
     assert [64, 0, 0] == [layer.parameters for layer in memory(model, torch.zeros(1, 4))]
-    assert [64, 64] == [layer.parameters for layer in memory(fp.split(model, balance=[2, 1]), torch.zeros(1, 4))]
+    assert [64, 64] == [
+        layer.parameters for layer in memory(fp.split(model, balance=[2, 1]), torch.zeros(1, 4))
+    ]
 
 
 def test_nothing_is_touched():
-    """Parameters, gradients, buffers, mode, the example, random generators, grad mode: all as before."""
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)).eval()
+    """Parameters, gradients, buffers, mode, the example, random generators, grad mode: all as
+    before."""
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+    ).eval()
     model[2].train()
     model[1].weight.grad = torch.ones(6, 6)
     x = torch.randn(4, 6)
@@ -170,7 +220,9 @@ def test_nothing_is_touched():
         assert str(expected) == str(memory(model, x))
     assert all(
         torch.equal(a, b)
-        for a, b in zip(before, snapshot((dict(model.state_dict()), x, torch.get_rng_state())), strict=True)
+        for a, b in zip(
+            before, snapshot((dict(model.state_dict()), x, torch.get_rng_state())), strict=True
+        )
     )
     assert modes == [layer.training for layer in model.modules()]
     assert torch.equal(model[1].weight.grad, torch.ones(6, 6))
@@ -191,11 +243,17 @@ def test_stages_with_skips_feeds_and_state():
 
     x, w = torch.zeros(4, 6), torch.ones(6)
     rows = memory(
-        [first, second], x, params=(w, w), state=((), torch.zeros(6)), feeds={"mask": torch.ones(4, 1)}, optimizer=0
+        [first, second],
+        x,
+        params=(w, w),
+        state=((), torch.zeros(6)),
+        feeds={"mask": torch.ones(4, 1)},
+        optimizer=0,
     )
     assert ["first", "second"] == [layer.name for layer in rows]
     assert [0, 24] == [layer.buffers for layer in rows]
-    # x, x * w (stashed), relu's output; then both of these, their sum, sum * w (for the mask has none, w needs it), y.
+    # x, x * w (stashed), relu's output; then both of these, their sum, sum * w (for the mask has
+    # none, w needs it), y.
     assert 96 * 3 == rows[0].activations
     assert [96, 192] == [layer.input for layer in rows]
     assert [192, 96] == [layer.output for layer in rows]
@@ -209,7 +267,8 @@ def test_stages_with_skips_feeds_and_state():
 @pytest.mark.parametrize("name", ["mlp", "tuples"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_peak_is_what_a_run_holds(name, recompute):
-    """On one device: the peak of a real run, storages counted as they come and go, is the predicted one."""
+    """On one device: the peak of a real run, storages counted as they come and go, is the predicted
+    one."""
     model, x = models()[name]
     schedule = fp.schedules.fill_drain(2, 3, num_devices=1)
     schedule = fp.schedules.remat(schedule) if recompute else schedule
@@ -238,18 +297,23 @@ def test_what_a_layer_keeps_for_itself_is_its_own():
     plain = fp.stage(lambda params, x: x * params, name="plain")
     w = torch.ones(6)
     alone, after = (
-        memory(stages, torch.zeros(4, 6), params=(w,) * len(stages)) for stages in ([plain], [hoards, plain])
+        memory(stages, torch.zeros(4, 6), params=(w,) * len(stages))
+        for stages in ([plain], [hoards, plain])
     )
     assert alone[0].activations == after[1].activations == 2 * 96
     assert 96 * 3 == after[0].activations
 
 
 def test_peaks_of_schedules():
-    """1F1B holds fewer residuals than fill-drain, remat one and the inputs; a plan is as good as its schedule."""
+    """1F1B holds fewer residuals than fill-drain, remat one and the inputs; a plan is as good as
+    its schedule."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)) for _ in range(4)))
     rows = memory(model, torch.zeros(16, 8), optimizer="sgd")
     model_bytes = rows[0].model
-    drain, steady = rows.peak(fp.schedules.fill_drain(4, 8)), rows.peak(fp.schedules.one_f_one_b(4, 8))
+    drain, steady = (
+        rows.peak(fp.schedules.fill_drain(4, 8)),
+        rows.peak(fp.schedules.one_f_one_b(4, 8)),
+    )
     per = rows.group([1, 1, 1, 1])[0].activations
     # At its peak, the first backward, fill-drain has no sums of gradients yet.
     assert drain[0] - steady[0] == 4 * per - rows[0].gradients
@@ -334,7 +398,8 @@ def test_refusals():
             memory(right, x, device="cuda")
 
 
-# -- published -----------------------------------------------------------------------------------------------------------
+# -- published
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", unet.PUBLISHED)
@@ -349,7 +414,8 @@ def test_unet_parameters(name):
 
 @pytest.mark.parametrize("name", amoebanet.PUBLISHED)
 def test_amoebanet_parameters(name):
-    """Parameters and model memory of torchgpipe's AmoebaNets: weights, gradients, one average of RMSprop."""
+    """Parameters and model memory of torchgpipe's AmoebaNets: weights, gradients, one average of
+    RMSprop."""
     row = amoebanet.PUBLISHED[name]
     with torch.device("meta"):
         model = amoebanet.amoebanet(row.num_layers, row.filters)
@@ -363,7 +429,13 @@ def test_amoebanet_parameters(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ratio"),
-    [("baseline", 0.97), ("pipeline-1", 0.45), ("pipeline-2", 0.90), ("pipeline-4", 0.40), ("pipeline-8", 0.57)],
+    [
+        ("baseline", 0.97),
+        ("pipeline-1", 0.45),
+        ("pipeline-2", 0.90),
+        ("pipeline-4", 0.40),
+        ("pipeline-8", 0.57),
+    ],
 )
 def test_unet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
@@ -372,21 +444,32 @@ def test_unet_peaks(name, ratio):
         model = unet.unet(row.convs, row.channels)
     images = torch.empty(max(1, 32 // row.chunks), 3, 192, 192)
     stages = memory(model, images, optimizer="sgd").group(row.balance)
-    schedule = unet.except_last(len(row.balance), row.chunks) if row.chunks > 1 else fp.schedules.fill_drain(1, 1)
+    schedule = (
+        unet.except_last(len(row.balance), row.chunks)
+        if row.chunks > 1
+        else fp.schedules.fill_drain(1, 1)
+    )
     assert 8 * row.parameters * 1e6 == pytest.approx(stages.total.model, abs=0.01 * GiB)
     published = row.total - stages.total.model / GiB
-    assert ratio == pytest.approx((sum(stages.peak(schedule)) - stages.total.model) / GiB / published, abs=0.02)
+    assert ratio == pytest.approx(
+        (sum(stages.peak(schedule)) - stages.total.model) / GiB / published, abs=0.02
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ratio"), [("pipeline-1", 0.72), ("pipeline-2", 0.50), ("pipeline-4", 0.54), ("pipeline-8", 0.64)]
+    ("name", "ratio"),
+    [("pipeline-1", 0.72), ("pipeline-2", 0.50), ("pipeline-4", 0.54), ("pipeline-8", 0.64)],
 )
 def test_amoebanet_peaks(name, ratio):
     """What is alive, as a part of what was reserved; test_reserved.py comes to that."""
     row = amoebanet.PUBLISHED[name]
     with torch.device("meta"):
         model = amoebanet.amoebanet(row.num_layers, row.filters)
-    stages = memory(model, torch.empty(1, 3, 224, 224), optimizer=torch.optim.RMSprop).group(row.balance)
+    stages = memory(model, torch.empty(1, 3, 224, 224), optimizer=torch.optim.RMSprop).group(
+        row.balance
+    )
     peaks = stages.peak(unet.except_last(len(row.balance), 128))
-    assert ratio == pytest.approx((sum(peaks) - stages.total.model) / GiB / row.activations, abs=0.02)
+    assert ratio == pytest.approx(
+        (sum(peaks) - stages.total.model) / GiB / row.activations, abs=0.02
+    )

@@ -1,4 +1,5 @@
-"""Measured times: what is called and kept apart, by a clock that only stages move; nothing of the caller's is touched."""
+"""Measured times: what is called and kept apart, by a clock that only stages move; nothing of the
+caller's is touched."""
 
 from __future__ import annotations
 
@@ -50,13 +51,16 @@ def slow(hand: Hand, forward: float, inputs: float, weights: float, late: float 
         def backward(ctx, grad):
             w, x = ctx.saved_tensors
             hand.now += inputs * ctx.needs_input_grad[1] + weights * ctx.needs_input_grad[0]
-            return (grad * x if ctx.needs_input_grad[0] else None), (grad * w if ctx.needs_input_grad[1] else None)
+            return (grad * x if ctx.needs_input_grad[0] else None), (
+                grad * w if ctx.needs_input_grad[1] else None
+            )
 
     return fp.stage(lambda w, x: Times.apply(w, x), name="slow")
 
 
 def test_forward_backward_input_weight(hand):
-    """Each part is what the layer spends on it: I all of it where nothing can wait, W where nobody waits for I."""
+    """Each part is what the layer spends on it: I all of it where nothing can wait, W where nobody
+    waits for I."""
     stages = [slow(hand, 2, 3, 5), slow(hand, 7, 11, 13)]
     w = torch.ones(4)
     cost = profile(stages, torch.ones(3, 4), params=(w, w), comm=0.5)
@@ -86,7 +90,9 @@ def test_warmup_is_dropped_and_medians_taken(hand):
     """A slow first call does not count; with no warmup one slow sweep of three does not either."""
     w = torch.ones(4)
     for options in ({"warmup": 1, "repeats": 1}, {"warmup": 0, "repeats": 3}):
-        assert (2,) == profile([slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), **options).forward
+        assert (2,) == profile(
+            [slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), **options
+        ).forward
     assert (102,) == profile(
         [slow(hand, 2, 3, 5, late=100)], torch.ones(3, 4), params=(w,), warmup=0, repeats=1
     ).forward
@@ -96,7 +102,12 @@ def test_evaluation_has_forwards_alone(hand):
     """train=False: B, I and W are nothing."""
     w = torch.ones(4)
     cost = profile([slow(hand, 2, 3, 5)], torch.ones(3, 4), params=(w,), train=False)
-    assert ((2,), (0,), (0,), (0,)) == (cost.forward, cost.backward, cost.backward_input, cost.backward_weight)
+    assert ((2,), (0,), (0,), (0,)) == (
+        cost.forward,
+        cost.backward,
+        cost.backward_input,
+        cost.backward_weight,
+    )
 
 
 class Pair(nn.Module):
@@ -110,7 +121,8 @@ class Add(nn.Module):
 
 
 def test_nothing_is_touched():
-    """The module, its gradients, mode, buffers, the example, generators, threads; in-place layers work, also the first."""
+    """The module, its gradients, mode, buffers, the example, generators, threads; in-place layers
+    work, also the first."""
     layers = [
         nn.ReLU(inplace=True),
         nn.Linear(6, 6),
@@ -130,13 +142,17 @@ def test_nothing_is_touched():
     assert len(layers) == len(cost.forward)
     after = snapshot((dict(model.state_dict()), x, torch.get_rng_state()))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert (modes, threads) == ([layer.training for layer in model.modules()], torch.get_num_threads())
+    assert (modes, threads) == (
+        [layer.training for layer in model.modules()],
+        torch.get_num_threads(),
+    )
     assert torch.equal(model[1].weight.grad, torch.ones(6, 6))
     assert model[1].bias.grad is None
 
 
 def test_cost_of_layers_goes_on():
-    """One number per layer; I and W make up B; residuals are those of `memory`; stages are made of it and simulated."""
+    """One number per layer; I and W make up B; residuals are those of `memory`; stages are made of
+    it and simulated."""
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9))
     x = torch.randint(9, (4, 3))
     cost = profile(model, x, repeats=2)
@@ -147,7 +163,8 @@ def test_cost_of_layers_goes_on():
     assert 0 < min(cost.backward_input[3], cost.backward_weight[3])
     rows = memory(model, x)
     assert tuple(layer.activations for layer in rows) == cost.residual
-    # The tokens and what arrives there (4 x 3 x 8 numbers); its input and what arrives (4 x 3 x 9): inputs too, as alone.
+    # The tokens and what arrives there (4 x 3 x 8 numbers); its input and what arrives (4 x 3 x 9):
+    # inputs too, as alone.
     assert (96 + 384, 384 + 384, 0, 384 + 432) == cost.weight_residual
     assert tuple(layer.weight_residual for layer in rows) == cost.weight_residual
     assert fp.simulate(fp.schedules.one_f_one_b(4, 8), cost).makespan > 0
@@ -202,7 +219,8 @@ def test_refusals():
 
 
 def test_lanes_that_compute_at_once():
-    """Each lane goes through all layers in a thread of its own; two are busy at a time, never at the same layer."""
+    """Each lane goes through all layers in a thread of its own; two are busy at a time, never at
+    the same layer."""
     inside: list[str] = []
     meanwhile: set[frozenset[str]] = set()
     threads: set[int] = set()
@@ -224,7 +242,9 @@ def test_lanes_that_compute_at_once():
 
     w = torch.ones(4)
     before = threading.active_count(), os.sched_getaffinity(0), torch.get_num_threads()
-    cost = profile([layer("a"), layer("b"), layer("c")], torch.ones(3, 4), params=(w, w, w), lanes=2, repeats=6)
+    cost = profile(
+        [layer("a"), layer("b"), layer("c")], torch.ones(3, 4), params=(w, w, w), lanes=2, repeats=6
+    )
     assert len(cost.forward) == 3
     assert min(cost.forward) >= 0.002
     assert len(threads - {threading.get_ident()}) == 2
@@ -243,15 +263,31 @@ def test_lanes_carry_the_callers_context_and_their_failure():
 
     w, x = torch.ones(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        profile([fp.stage(product), fp.stage(product)], x, params=(w, w), lanes=2, repeats=1, measure_memory=False)
+        profile(
+            [fp.stage(product), fp.stage(product)],
+            x,
+            params=(w, w),
+            lanes=2,
+            repeats=1,
+            measure_memory=False,
+        )
     assert set(seen) == {torch.bfloat16}
     with pytest.raises(fp.StageError, match="'second'"):
-        profile([fp.stage(product), fp.stage(lambda w, x: x.no_such, name="second")], x, params=(w, w), lanes=2)
+        profile(
+            [fp.stage(product), fp.stage(lambda w, x: x.no_such, name="second")],
+            x,
+            params=(w, w),
+            lanes=2,
+        )
 
 
 @pytest.mark.parametrize(
     ("lanes", "message"),
-    [(0, "lanes is an int from 1"), (True, "lanes is an int from 1"), (3, "there are 2 layers.*lanes=2 or fewer")],
+    [
+        (0, "lanes is an int from 1"),
+        (True, "lanes is an int from 1"),
+        (3, "there are 2 layers.*lanes=2 or fewer"),
+    ],
 )
 def test_numbers_of_lanes_that_cannot_be(lanes, message):
     with pytest.raises(fp.PlanError, match=message):

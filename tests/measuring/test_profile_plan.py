@@ -1,4 +1,5 @@
-"""A plan is measured while it runs: what its actions take, what lies between them, and whatever `run` says of bad input."""
+"""A plan is measured while it runs: what its actions take, what lies between them, and whatever
+`run` says of bad input."""
 
 import threading
 import time
@@ -26,7 +27,11 @@ def fast(w, x):
 def plan_of(*functions, schedule=None, **options):
     stages = [fp.stage(function) for function in functions]
     return fp.make_plan(
-        stages, schedule or fp.schedules.one_f_one_b(len(stages), 4), loss=mse_loss, devices="cpu", **options
+        stages,
+        schedule or fp.schedules.one_f_one_b(len(stages), 4),
+        loss=mse_loss,
+        devices="cpu",
+        **options,
     )
 
 
@@ -35,7 +40,11 @@ def test_times_of_stages_as_they_run():
     cost = fp.models.profile_plan(plan_of(fast, slow), WEIGHTS, (X, X), repeats=3, warmup=1)
     assert cost.num_stages == 2
     assert cost.forward[1] >= 0.004 > cost.forward[0] > 0
-    assert cost.backward_input == cost.backward_weight == pytest.approx([whole / 2 for whole in cost.backward])
+    assert (
+        cost.backward_input
+        == cost.backward_weight
+        == pytest.approx([whole / 2 for whole in cost.backward])
+    )
     assert min(cost.backward) > 0
     assert cost.comm > 0
 
@@ -59,10 +68,13 @@ def test_what_one_thread_does_for_other_lanes_is_no_time_of_this_one():
 
 
 def test_it_predicts_other_schedules_of_sleeping_stages():
-    """Two stages of 4 ms: fill-drain of eight microbatches takes nine forwards, one stage after the other takes sixteen."""
+    """Two stages of 4 ms: fill-drain of eight microbatches takes nine forwards, one stage after the
+    other takes sixteen."""
     plan = plan_of(slow, slow)
     cost = fp.models.profile_plan(plan, WEIGHTS, (X, X), repeats=3)
-    pipelined, alone = (fp.simulate(fp.schedules.fill_drain(2, 8, num_devices=n), cost).makespan for n in (2, 1))
+    pipelined, alone = (
+        fp.simulate(fp.schedules.fill_drain(2, 8, num_devices=n), cost).makespan for n in (2, 1)
+    )
     assert 9 * 0.004 <= pipelined
     assert 16 * 0.004 <= alone
     assert pipelined < 0.9 * alone
@@ -103,9 +115,16 @@ def test_forwards_alone_and_what_runs_take():
     def noisy(p, x, *, feeds, state):
         return nn.functional.dropout(x @ p, 0.5) * feeds["scale"] + state
 
-    stages = [fp.stage(noisy, name=name, feeds=["scale"], commit=lambda state, stats: state) for name in "ab"]
+    stages = [
+        fp.stage(noisy, name=name, feeds=["scale"], commit=lambda state, stats: state)
+        for name in "ab"
+    ]
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 4).forwards(), devices="cpu")
-    options = {"state": (torch.ones(6), torch.ones(6)), "feeds": {"scale": torch.ones(8, 1)}, "seed": 3}
+    options = {
+        "state": (torch.ones(6), torch.ones(6)),
+        "feeds": {"scale": torch.ones(8, 1)},
+        "seed": 3,
+    }
     before = torch.get_rng_state()
     cost = fp.models.profile_plan(plan, WEIGHTS, X, trainable=False, **options, repeats=2)
     assert min(cost.forward) > 0
@@ -115,7 +134,9 @@ def test_forwards_alone_and_what_runs_take():
 
 def test_progress_is_told():
     told: list[fp.typing.CallProgress] = []
-    fp.models.profile_plan(plan_of(slow, slow), WEIGHTS, (X, X), repeats=3, warmup=2, progress=told.append)
+    fp.models.profile_plan(
+        plan_of(slow, slow), WEIGHTS, (X, X), repeats=3, warmup=2, progress=told.append
+    )
     assert told[-1].phase == "done"
     assert (told[-1].done, told[-1].total, told[-1].unit) == (5, 5, "runs")
 

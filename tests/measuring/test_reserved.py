@@ -8,7 +8,8 @@ from measuring.reserved import Allocator, GiB, MiB, parts, reserved
 
 
 def test_small_and_large_blocks_have_segments_of_their_own():
-    """2 MiB for what has up to 1 MiB, 20 MiB up to 10 MiB, else as much as it takes; rounded to 512 bytes."""
+    """2 MiB for what has up to 1 MiB, 20 MiB up to 10 MiB, else as much as it takes; rounded to 512
+    bytes."""
     memory = Allocator(room=GiB)
     memory.take("a", 1)
     memory.take("b", MiB)
@@ -75,14 +76,30 @@ def test_room_that_nobody_uses_goes_back_before_there_is_none():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ratio"),
-    [("baseline", 1.07), ("pipeline-1", 1.16), ("pipeline-2", 1.02), ("pipeline-4", 1.10), ("pipeline-8", 1.13)],
+    [
+        ("baseline", 1.07),
+        ("pipeline-1", 1.16),
+        ("pipeline-2", 1.02),
+        ("pipeline-4", 1.10),
+        ("pipeline-8", 1.13),
+    ],
 )
 def test_unet(name, ratio):
     """Within 15 % of what was published for two, four and eight devices; on one, 16 % more."""
     row = unet.PUBLISHED[name]
-    made = parts(lambda: unet.unet(row.convs, row.channels), (max(1, 32 // row.chunks), 3, 192, 192), row.balance)
+    made = parts(
+        lambda: unet.unet(row.convs, row.channels),
+        (max(1, 32 // row.chunks), 3, 192, 192),
+        row.balance,
+    )
     peaks = [
-        reserved(part, row.chunks, state=0, batch=0 if number else 4 * 32 * 3 * 192**2, last=number == len(made) - 1)
+        reserved(
+            part,
+            row.chunks,
+            state=0,
+            batch=0 if number else 4 * 32 * 3 * 192**2,
+            last=number == len(made) - 1,
+        )
         for number, part in enumerate(made)
     ]
     model = 8 * row.parameters * 1e6
@@ -93,14 +110,23 @@ def test_unet(name, ratio):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ratio"), [("pipeline-1", 0.83), ("pipeline-2", 0.96), ("pipeline-4", 0.98), ("pipeline-8", 0.96)]
+    ("name", "ratio"),
+    [("pipeline-1", 0.83), ("pipeline-2", 0.96), ("pipeline-4", 0.98), ("pipeline-8", 0.96)],
 )
 def test_amoebanet(name, ratio):
     """Within 5 % of what was published for two, four and eight devices; on one, 17 % less."""
     row = amoebanet.PUBLISHED[name]
-    made = parts(lambda: amoebanet.amoebanet(row.num_layers, row.filters), (1, 3, 224, 224), row.balance)
+    made = parts(
+        lambda: amoebanet.amoebanet(row.num_layers, row.filters), (1, 3, 224, 224), row.balance
+    )
     peaks = [
-        reserved(part, 128, state=1, batch=0 if number else 4 * 128 * 3 * 224**2, last=number == len(made) - 1)
+        reserved(
+            part,
+            128,
+            state=1,
+            batch=0 if number else 4 * 128 * 3 * 224**2,
+            last=number == len(made) - 1,
+        )
         for number, part in enumerate(made)
     ]
     found = (sum(peaks) / GiB - row.model) / row.activations

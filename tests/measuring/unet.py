@@ -1,9 +1,11 @@
-"""The U-Net of torchgpipe's memory benchmark, written from its description, and what that benchmark published.
+"""The U-Net of torchgpipe's memory benchmark, written from its description, and what that benchmark
+published.
 
-Every layer is a layer of one flat Sequential: depth 5; a block is B times (3x3 convolution without bias, dropout of
-channels, instance norm without weights, leaky ReLU out of place); an encoder block is followed by a max pool, a decoder
-block preceded by an upsampling and the concatenation with the encoder's output. An encoder of level i has C * 2**i
-channels; the bottleneck C * 2**5 inside and half of that at its end; a decoder of level i has C * 2**(i - 1).
+Every layer is a layer of one flat Sequential: depth 5; a block is B times (3x3 convolution without
+bias, dropout of channels, instance norm without weights, leaky ReLU out of place); an encoder block
+is followed by a max pool, a decoder block preceded by an upsampling and the concatenation with the
+encoder's output. An encoder of level i has C * 2**i channels; the bottleneck C * 2**5 inside and
+half of that at its end; a decoder of level i has C * 2**(i - 1).
 """
 
 from __future__ import annotations
@@ -54,12 +56,17 @@ def unet(convs: int, channels: int) -> nn.Sequential:
     layers += block(before, 2 * before, before, convs)
     for level, space in reversed(list(enumerate(spaces))):
         width = channels * 2**level // 2
-        layers += [nn.Upsample(scale_factor=2), Join().isolate(space), *block(4 * width, width, width, convs)]
+        layers += [
+            nn.Upsample(scale_factor=2),
+            Join().isolate(space),
+            *block(4 * width, width, width, convs),
+        ]
     return nn.Sequential(*layers, nn.Conv2d(channels // 2, 1, 1, bias=False))
 
 
 class Published(NamedTuple):
-    """A row of the published table, and how it was run (batches of 32 images of 192 x 192, plain SGD).
+    """A row of the published table, and how it was run (batches of 32 images of 192 x 192, plain
+    SGD).
 
     Attributes:
         convs, channels: B and C.
@@ -78,12 +85,15 @@ class Published(NamedTuple):
 
 
 def except_last(num_stages: int, chunks: int) -> fp.Schedule:
-    """What torchgpipe runs: all forwards, then backwards from the last microbatch on, each but that one after remat."""
+    """What torchgpipe runs: all forwards, then backwards from the last microbatch on, each but that
+    one after remat."""
     last = chunks - 1
     forwards = [(fp.Kind.F, m) for m in range(chunks)]
     backwards = [(kind, m) for m in range(last, -1, -1) for kind in (fp.Kind.R, fp.Kind.B)]
     order = [one for one in (*forwards, *backwards) if one != (fp.Kind.R, last)]
-    return fp.Schedule(tuple(tuple(fp.Action(kind, s, m) for kind, m in order) for s in range(num_stages)))
+    return fp.Schedule(
+        tuple(tuple(fp.Action(kind, s, m) for kind, m in order) for s in range(num_stages))
+    )
 
 
 PUBLISHED = {

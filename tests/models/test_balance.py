@@ -38,7 +38,10 @@ def test_equals_brute_force_with_everything():
         n = rng.randint(2, 7)
         k = rng.randint(1, min(n, 4))
         f, b, m = ([rng.randint(0, 9) for _ in range(n)] for _ in range(3))
-        comm, fixed = [rng.randint(0, 9) for _ in range(n - 1)], [rng.randint(0, 3) for _ in range(n)]
+        comm, fixed = (
+            [rng.randint(0, 9) for _ in range(n - 1)],
+            [rng.randint(0, 3) for _ in range(n)],
+        )
         speeds, flying = [rng.choice([1, 2, 4]) for _ in range(k)], [k - s for s in range(k)]
         limit = [rng.randint(10, 40) for _ in range(k)]
 
@@ -89,13 +92,91 @@ def test_never_worse_than_blockpartition(costs, num_parts, best, theirs):
 @pytest.mark.parametrize(
     ("costs", "theirs"),
     [
-        ([42, 20, 51, 84, 7, 10, 69, 13, 47, 75, 8, 65, 28, 5, 12, 56, 54, 9, 31, 12, 71, 55, 8, 73], {4: 250, 8: 136}),
         (
-            [93, 97, 110, 110, 108, 91, 108, 108, 102, 91, 97, 91, 107, 94, 99, 103, 94, 107, 93, 108, 99, 107, 95, 93],
+            [
+                42,
+                20,
+                51,
+                84,
+                7,
+                10,
+                69,
+                13,
+                47,
+                75,
+                8,
+                65,
+                28,
+                5,
+                12,
+                56,
+                54,
+                9,
+                31,
+                12,
+                71,
+                55,
+                8,
+                73,
+            ],
+            {4: 250, 8: 136},
+        ),
+        (
+            [
+                93,
+                97,
+                110,
+                110,
+                108,
+                91,
+                108,
+                108,
+                102,
+                91,
+                97,
+                91,
+                107,
+                94,
+                99,
+                103,
+                94,
+                107,
+                93,
+                108,
+                99,
+                107,
+                95,
+                93,
+            ],
             {4: 609, 8: 381},
         ),
         (
-            [30, 12, 4, 17, 26, 4, 32, 26, 7, 34, 20, 68, 55, 7, 30, 13, 86, 27, 53, 11, 27, 19, 34, 10],
+            [
+                30,
+                12,
+                4,
+                17,
+                26,
+                4,
+                32,
+                26,
+                7,
+                34,
+                20,
+                68,
+                55,
+                7,
+                30,
+                13,
+                86,
+                27,
+                53,
+                11,
+                27,
+                19,
+                34,
+                10,
+            ],
             {4: 218, 8: 126},
         ),
     ],
@@ -121,7 +202,10 @@ def test_communication_on_long_chains():
     best = [0, *[float("inf")] * 120]
     for _ in range(9):
         best = [
-            min((max(best[i], total[j] - total[i] + border[i] + border[j]) for i in range(j)), default=float("inf"))
+            min(
+                (max(best[i], total[j] - total[i] + border[i] + border[j]) for i in range(j)),
+                default=float("inf"),
+            )
             for j in range(121)
         ]
     assert best[-1] == fp.models.balance(costs, 9, comm=comm).bottleneck
@@ -137,7 +221,9 @@ def test_least_limit_would_do():
     with pytest.raises(fp.PlanError, match="limit=4;"):
         fp.models.balance([1] * 4, 2, memory=2, limit=3)
     assert (2, 2) == fp.models.balance([1] * 4, 2, memory=2, limit=4)
-    with pytest.raises(fp.PlanError, match="limit=1234563;"):  # all digits: a rounded limit would be refused again
+    with pytest.raises(
+        fp.PlanError, match="limit=1234563;"
+    ):  # all digits: a rounded limit would be refused again
         fp.models.balance([1] * 4, 2, memory=[1234562, 0, 0, 1234563], limit=3)
     assert fp.models.balance([1] * 4, 2, memory=[1234562, 0, 0, 1234563], limit=1234563)
 

@@ -45,16 +45,22 @@ def test_outputs_and_state_are_torchs(kind, options):
     for name, value in plain.named_buffers():
         torch.testing.assert_close(result.state[0][name], value, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(
-        result.outputs, torch.cat([plain(part) for part in x.tensor_split(4)]), rtol=1e-12, atol=1e-14
+        result.outputs,
+        torch.cat([plain(part) for part in x.tensor_split(4)]),
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("values", [["inf"], ["inf", "inf"], ["inf", "-inf"], ["-inf"], ["nan"]], ids=str)
+@pytest.mark.parametrize(
+    "values", [["inf"], ["inf", "inf"], ["inf", "-inf"], ["-inf"], ["nan"]], ids=str
+)
 @pytest.mark.parametrize("first", [0, 9])
 def test_what_is_not_finite_is_torchs(values, first, count, dtype):
-    """In a column an inf, some, or a nan, in the first microbatch or the last, which have other sizes."""
+    """In a column an inf, some, or a nan, in the first microbatch or the last, which have other
+    sizes."""
     x = torch.randn(10, 3, dtype=dtype)
     for number, value in enumerate(values):
         x[(first + 4 * number) % 10, 1] = float(value)
@@ -77,7 +83,9 @@ def test_a_layer_that_does_not_track_is_left_alone():
     x = torch.randn(6, 3)
     result = train(nn.BatchNorm1d(3, track_running_stats=False), x, 2)
     assert ((),) == result.state
-    torch.testing.assert_close(result.outputs, torch.cat([nn.BatchNorm1d(3)(part) for part in x.split(3)]))
+    torch.testing.assert_close(
+        result.outputs, torch.cat([nn.BatchNorm1d(3)(part) for part in x.split(3)])
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -100,9 +108,13 @@ def test_wrong_dimensions_are_torchs_error():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs_keep_float_state(dtype):
-    """Mixed dtypes, as under autocast: the state stays float32 and is torch's to the input's precision."""
+    """Mixed dtypes, as under autocast: the state stays float32 and is torch's to the input's
+    precision."""
     x = (torch.randn(32, 3) * 2 + 5).to(dtype)
-    for made in (train(nn.BatchNorm1d(3), x), train(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)), x)):
+    for made in (
+        train(nn.BatchNorm1d(3), x),
+        train(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)), x),
+    ):
         state = {key.rsplit(".")[-1]: value for key, value in made.state[0].items()}
         assert dtype == made.outputs.dtype
         assert torch.float32 == state["running_mean"].dtype == state["running_var"].dtype
@@ -129,7 +141,8 @@ def test_under_autocast(executor):
 
 @pytest.mark.parametrize("momentum", [0.1, 0.25, None])
 def test_the_function_and_its_commit_are_the_layer(momentum):
-    """fp.models.batch_norm in a function stage gives the bits of nn.BatchNorm1d from from_module."""
+    """fp.models.batch_norm in a function stage gives the bits of nn.BatchNorm1d from
+    from_module."""
 
     def norm(p, x, *, state, train):
         y, stats = fp.models.batch_norm(x, p["weight"], p["bias"], state, train=train)
@@ -142,13 +155,23 @@ def test_the_function_and_its_commit_are_the_layer(momentum):
     layer, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=momentum), name="norm")
     loss = lambda y, t: (y - t).square().mean()
     found = []
-    for part, given in ((layer, state), (fp.stage(norm, commit=commit), fp.models.batch_norm.init(3))):
-        plan = fp.make_plan([part], fp.schedules.one_f_one_b(1, 3), loss=loss, outputs=True, devices="cpu")
+    for part, given in (
+        (layer, state),
+        (fp.stage(norm, commit=commit), fp.models.batch_norm.init(3)),
+    ):
+        plan = fp.make_plan(
+            [part], fp.schedules.one_f_one_b(1, 3), loss=loss, outputs=True, devices="cpu"
+        )
         found.append(fp.run(plan, (params,), (x, t), state=(given,)))
-        evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+        evaluate = fp.make_plan(
+            [part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu"
+        )
         found.append(fp.run(evaluate, (params,), x, state=found[-1].state))
     for mine, other in zip(found[:2], found[2:], strict=True):
-        assert same([dict(sorted(s.items())) for s in mine.state], [dict(sorted(s.items())) for s in other.state])
+        assert same(
+            [dict(sorted(s.items())) for s in mine.state],
+            [dict(sorted(s.items())) for s in other.state],
+        )
         assert same(mine.outputs, other.outputs)
         assert same(mine.grads, other.grads)
 
@@ -161,7 +184,9 @@ def test_the_function_is_exported_with_a_number_of_rows_that_may_change():
             return fp.models.batch_norm(x, None, None, fp.models.batch_norm.init(3))[0]
 
     rows = torch.export.Dim("rows", min=2, max=4000)
-    made = torch.export.export(Norm(), (torch.randn(8, 3),), dynamic_shapes=({0: rows},), strict=False).module()
+    made = torch.export.export(
+        Norm(), (torch.randn(8, 3),), dynamic_shapes=({0: rows},), strict=False
+    ).module()
     for count in (4, 600):
         x = torch.randn(count, 3)
         torch.testing.assert_close(made(x), nn.BatchNorm1d(3)(x))
@@ -185,7 +210,9 @@ def test_moments_merge_to_those_of_all_values():
     """Any split: count, mean and variance of everything."""
     x = torch.randn(23, 4, dtype=torch.float64) * 5 + 100
     for sizes in ([23], [1, 22], [5, 5, 5, 8], [1] * 23):
-        parts = [Moments(len(p), p.mean(0), p.var(0) if len(p) > 1 else p[0] * 0) for p in x.split(sizes)]
+        parts = [
+            Moments(len(p), p.mean(0), p.var(0) if len(p) > 1 else p[0] * 0) for p in x.split(sizes)
+        ]
         count, mean, var = merge(parts)
         assert count == 23
         torch.testing.assert_close(mean, x.mean(0), rtol=1e-14, atol=0)
@@ -194,7 +221,11 @@ def test_moments_merge_to_those_of_all_values():
 
 def test_the_average_of_all_batches_needs_their_number():
     """momentum=None without num_batches_tracked has nothing to average by."""
-    state = {key: value for key, value in fp.models.batch_norm.init(2).items() if key != "num_batches_tracked"}
+    state = {
+        key: value
+        for key, value in fp.models.batch_norm.init(2).items()
+        if key != "num_batches_tracked"
+    }
     _, stats = fp.models.batch_norm(torch.randn(4, 2), None, None, state)
     with pytest.raises(fp.PlanError, match="num_batches_tracked"):
         fp.models.batch_norm.commit(state, (stats,), momentum=None)
@@ -231,7 +262,8 @@ class UsesScaled(nn.Module):
 
 
 def test_what_a_subclass_brings_stays():
-    """Methods of a subclass, and parametrized layers, whose weight is a property of a class made at run time."""
+    """Methods of a subclass, and parametrized layers, whose weight is a property of a class made at
+    run time."""
     x = torch.randn(6, 3)
     result = train(UsesScaled(), x, 1)
     assert torch.equal(UsesScaled()(x), result.outputs)
@@ -246,39 +278,67 @@ def test_what_a_subclass_brings_stays():
 
 
 def test_under_torch_func_and_inference_mode():
-    """vmap, grad and jvp in training and evaluation; a pipeline of tensors that autograd never sees."""
+    """vmap, grad and jvp in training and evaluation; a pipeline of tensors that autograd never
+    sees."""
     part, params, state = fp.from_module(nn.BatchNorm1d(3).double())
     x = torch.randn(5, 4, 3, dtype=torch.float64)
     for mode in (True, False):
         y = lambda one, mode=mode: fp.apply([part], [params], one, state=[state], train=mode).y
         torch.testing.assert_close(torch.func.vmap(y)(x), torch.stack([y(one) for one in x]))
         plain = lambda z, mode=mode: (
-            (z - (z.mean(0) if mode else 0)) / ((z.var(0, correction=0) if mode else 1) + 1e-5) ** 0.5
+            (z - (z.mean(0) if mode else 0))
+            / ((z.var(0, correction=0) if mode else 1) + 1e-5) ** 0.5
         )
-        torch.testing.assert_close(torch.func.jvp(y, (x[0],), (x[1],)), torch.func.jvp(plain, (x[0],), (x[1],)))
+        torch.testing.assert_close(
+            torch.func.jvp(y, (x[0],), (x[1],)), torch.func.jvp(plain, (x[0],), (x[1],))
+        )
         gradient = lambda fn: torch.func.grad(lambda z: fn(z).pow(3).sum())(x[0])
         torch.testing.assert_close(gradient(y), gradient(plain))
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     expected = fp.run(plan, (params,), x[0], state=(state,)).outputs
     with torch.inference_mode():
         assert torch.equal(
-            expected, fp.run(plan, (params,), x[0] + 0, state=({k: v + 0 for k, v in state.items()},)).outputs
+            expected,
+            fp.run(
+                plan, (params,), x[0] + 0, state=({k: v + 0 for k, v in state.items()},)
+            ).outputs,
         )
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 def test_layers_of_one_kind_are_committed_together_as_each_alone(deferred):
-    """What one operation does for several layers is what `batch_norm.commit` does for each; other kinds stay apart."""
-    twice, uncounted, seldom = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
-    layers = [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, momentum=0.5), seldom]
+    """What one operation does for several layers is what `batch_norm.commit` does for each; other
+    kinds stay apart."""
+    twice, uncounted, seldom = (
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, momentum=None),
+    )
+    layers = [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, affine=False),
+        nn.BatchNorm1d(4, momentum=0.5),
+        seldom,
+    ]
     double = nn.BatchNorm1d(4, dtype=torch.float64)
-    layers += [twice, twice, Cast(torch.float64), double, Cast(torch.float32), uncounted, nn.Linear(4, 300)]
+    layers += [
+        twice,
+        twice,
+        Cast(torch.float64),
+        double,
+        Cast(torch.float32),
+        uncounted,
+        nn.Linear(4, 300),
+    ]
     layers += [nn.BatchNorm1d(300), nn.BatchNorm1d(300)]
     uncounted.num_batches_tracked = None
     stage, params, state = fp.from_module(nn.Sequential(*layers), deferred=deferred)
     rows = [(3, 5), (0, 2), (2, 600)]
     stats = tuple(
-        [stage.fn(params, torch.randn(stop - start, 4) * 3 + 1, state=state, train=True).stats for start, stop in rows]
+        [
+            stage.fn(params, torch.randn(stop - start, 4) * 3 + 1, state=state, train=True).stats
+            for start, stop in rows
+        ]
     )
     new = stage.commit(state, stats)
     assert new.keys() == state.keys()
@@ -286,11 +346,18 @@ def test_layers_of_one_kind_are_committed_together_as_each_alone(deferred):
         names = [name for name in state if name.startswith(f"{path}.")]
         calls = [call for each in stats for call in each[path].moments]
         alone = {name.removeprefix(f"{path}."): state[name] for name in names}
-        columns = [[[call] for call in column] for column in zip(*(each[path].moments for each in stats), strict=True)]
+        columns = [
+            [[call] for call in column]
+            for column in zip(*(each[path].moments for each in stats), strict=True)
+        ]
         for update in columns if deferred else [[[call]] for call in calls]:
             alone = fp.models.batch_norm.commit(alone, update, momentum=stats[0][path].momentum)
         for name in names:
-            torch.testing.assert_close(new[name], alone[name.removeprefix(f"{path}.")], rtol=1e-7, atol=0, msg=name)
+            torch.testing.assert_close(
+                new[name], alone[name.removeprefix(f"{path}.")], rtol=1e-7, atol=0, msg=name
+            )
             assert new[name] is not state[name], name
     memory = [tensor.untyped_storage().data_ptr() for tensor in (*new.values(), *state.values())]
-    assert len({*memory}) == len(memory)  # none is a view: writing into one must not count as writing into another
+    assert len({*memory}) == len(
+        memory
+    )  # none is a view: writing into one must not count as writing into another

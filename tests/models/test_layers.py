@@ -1,4 +1,5 @@
-"""Models cut between their blocks without a trace: every stage runs the model's own forward, and numbers stay the same."""
+"""Models cut between their blocks without a trace: every stage runs the model's own forward, and
+numbers stay the same."""
 
 from __future__ import annotations
 
@@ -55,7 +56,16 @@ class OwnLoss:
 own_loss = OwnLoss()
 
 
-def train(pieces, inputs, *, schedule=fp.schedules.one_f_one_b, loss=own_loss, target=None, microbatches=3, **options):
+def train(
+    pieces,
+    inputs,
+    *,
+    schedule=fp.schedules.one_f_one_b,
+    loss=own_loss,
+    target=None,
+    microbatches=3,
+    **options,
+):
     stages, params, state = pieces
     made = schedule(len(stages), microbatches)
     plan = fp.make_plan(stages, made, loss=loss, ties=ties(params))
@@ -83,13 +93,18 @@ def assert_trains_like(model, inputs, pieces, **options):
     return result
 
 
-# -- transformers ------------------------------------------------------------------------------------------------------
+# -- transformers
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        pytest.param(name, parts, marks=[] if parts != 3 or name in ("llama-tied", "resnet") else [pytest.mark.slow])
+        pytest.param(
+            name,
+            parts,
+            marks=[] if parts != 3 or name in ("llama-tied", "resnet") else [pytest.mark.slow],
+        )
         for name in CUT
         for parts in (2, 3, 4)
     ],
@@ -102,7 +117,10 @@ def test_transformers_train_like_themselves(name, parts):
     other = train(pieces, inputs, schedule=fp.schedules.zero_bubble, executor="serial")
     assert torch.equal(one.loss, other.loss)
     assert same(one.grads, other.grads)
-    assert all(torch.equal(a, b) for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True)
+    )
     assert mode is model.training
     assert "forward" not in {key for layer in model.modules() for key in vars(layer)}
 
@@ -114,7 +132,9 @@ def test_dropout_does_not_depend_on_the_cut(name):
     results = []
     for parts, executor in ((2, "serial"), (3, "threads"), (4, "serial")):
         pieces = cut(model, parts)
-        results.append((train(pieces, inputs, seed=7, executor=executor, threads_per_lane=1), pieces[1]))
+        results.append(
+            (train(pieces, inputs, seed=7, executor=executor, threads_per_lane=1), pieces[1])
+        )
     losses = [result.loss for result, _ in results]
     assert losses[0] == losses[1] == losses[2]
     grads = [by_name(result, params) for result, params in results]
@@ -166,7 +186,8 @@ class Checkpoint:
 
 
 def test_batch_norm_is_deferred():
-    """ResNet's statistics are those of one batch norm that saw every row, in the stage that has the layer."""
+    """ResNet's statistics are those of one batch norm that saw every row, in the stage that has the
+    layer."""
     model, inputs = zoo("resnet"), batch("resnet")
     pieces = cut(model, 3)
     result = train(pieces, inputs)
@@ -201,9 +222,15 @@ def test_numbers_are_the_models_by_its_names():
     assert ties(params) == [[(0, "model.embed_tokens.weight"), (1, "model.embed_tokens.weight")]]
     assert "model.norm.weight" in params[1]
     assert "model.norm.weight" not in params[0]
-    assert [sorted(tree) for tree in state] == [["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]] * 2
+    assert [sorted(tree) for tree in state] == [
+        ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
+    ] * 2
     buffers = dict(model.named_buffers())
-    assert all(torch.equal(tree[key], buffers[key]) and tree[key] is not buffers[key] for tree in state for key in tree)
+    assert all(
+        torch.equal(tree[key], buffers[key]) and tree[key] is not buffers[key]
+        for tree in state
+        for key in tree
+    )
     assert [stage.name for stage in stages] == ["model.layers[0:2]", "model.layers[2:4]"]
 
 
@@ -218,10 +245,15 @@ def test_stages_are_data():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_what_stands_around_the_stack(name):
-    """Embeddings, final norm and heads are found from the published plan, or from the source of forward."""
+    """Embeddings, final norm and heads are found from the published plan, or from the source of
+    forward."""
     expected = {
         "llama": ("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head")),
-        "gpt2": ("transformer.h", ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")),
+        "gpt2": (
+            "transformer.h",
+            ("transformer.wte", "transformer.wpe"),
+            ("transformer.ln_f", "lm_head"),
+        ),
         "bert": ("bert.encoder.layer", ("bert.embeddings",), ("bert.pooler", "classifier")),
         "vit": ("vit.layers", ("vit.embeddings",), ("vit.layernorm", "classifier")),
     }
@@ -245,7 +277,9 @@ def test_what_transformers_collect_from_all_blocks_is_refused():
 
 
 def test_an_encoder_decoder_is_refused_by_name():
-    with pytest.raises(fp.PlanError, match=r"T5ForConditionalGeneration is an encoder-decoder.*example="):
+    with pytest.raises(
+        fp.PlanError, match=r"T5ForConditionalGeneration is an encoder-decoder.*example="
+    ):
         find_layers(zoo("t5"))
 
 
@@ -257,7 +291,8 @@ def test_the_users_configuration_stays():
     assert model.config.use_cache
 
 
-# -- any model ---------------------------------------------------------------------------------------------------------
+# -- any model
+# -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -320,7 +355,8 @@ def eager(model, inputs, parts=3):
     twin = copy.deepcopy(model)
     size = len(inputs["ids"]) // parts
     losses = [
-        twin(**{key: value[i * size : (i + 1) * size].clone() for key, value in inputs.items()}) for i in range(parts)
+        twin(**{key: value[i * size : (i + 1) * size].clone() for key, value in inputs.items()})
+        for i in range(parts)
     ]
     loss = sum(losses) / parts
     loss.backward()
@@ -375,13 +411,16 @@ class Between(Net):
 
 @pytest.mark.parametrize("kind", [Net, Between])
 def test_draws_of_the_modules_around_the_stack(kind):
-    """Functional dropout at both ends and between blocks: each draws its own, and no later stage draws it again."""
+    """Functional dropout at both ends and between blocks: each draws its own, and no later stage
+    draws it again."""
     model, inputs = kind(p=0.4).train(), net_batch()
     options = {"loss": given_loss, "seed": 5, "executor": "serial", "threads_per_lane": 1}
     results = [train(cut(model, parts), inputs, **options) for parts in (1, 2, 3, 4)]
     assert len({result.loss.item() for result in results}) == 1
     assert results[0].loss != train(cut(model, 2), inputs, loss=given_loss, seed=6).loss
-    spread = [{key: one for tree in result.grads for key, one in tree.items()} for result in results]
+    spread = [
+        {key: one for tree in result.grads for key, one in tree.items()} for result in results
+    ]
     assert same(spread[1], spread[2])
     assert same(spread[1], spread[3])
 
@@ -464,7 +503,11 @@ def test_other_containers(kind):
         def __init__(self):
             super().__init__()
             made = [Block() for _ in range(3)]
-            self.blocks = kind(*made) if kind is nn.Sequential else kind({f"b{i}": one for i, one in enumerate(made)})
+            self.blocks = (
+                kind(*made)
+                if kind is nn.Sequential
+                else kind({f"b{i}": one for i, one in enumerate(made)})
+            )
 
         def run(self, h):
             if kind is nn.Sequential:
@@ -612,10 +655,16 @@ def test_the_source_tells_the_order():
 def test_a_run_tells_which_module_is_on_the_wrong_side():
     model = Unordered().train()
     wrong = replace(find_layers(model), entry=("embed", "norm"), exit=("head",))
-    assert_refused(model, r"depends on 'norm.weight'.*if 'norm' runs after.*find_layers.model, exit=\['norm'\]", wrong)
+    assert_refused(
+        model,
+        r"depends on 'norm.weight'.*if 'norm' runs after.*find_layers.model, exit=\['norm'\]",
+        wrong,
+    )
     wrong = replace(find_layers(model), entry=(), exit=("embed", "norm", "head"))
     assert_refused(
-        model, r"depends on 'embed.weight'.*if 'embed' runs before.*find_layers.model, entry=\['embed'\]", wrong
+        model,
+        r"depends on 'embed.weight'.*if 'embed' runs before.*find_layers.model, entry=\['embed'\]",
+        wrong,
     )
     mended = find_layers(model, entry=["embed"], exit=["norm"])
     assert_net_trains(model, 2, mended)
@@ -642,7 +691,11 @@ class Skipping(Net):
 
 @pytest.mark.parametrize("kind", [Twice, Backwards, Skipping])
 def test_stacks_that_do_not_run_in_order_are_refused(kind):
-    assert_refused(kind().train(), r"blocks.*does not run each block of 'blocks' once, one after the other", parts=2)
+    assert_refused(
+        kind().train(),
+        r"blocks.*does not run each block of 'blocks' once, one after the other",
+        parts=2,
+    )
 
 
 def test_a_stack_that_does_not_run_is_refused():
@@ -661,7 +714,9 @@ def test_a_checkpoint_around_blocks_is_refused():
             return h
 
     model = Around().train()
-    assert_refused(model, "inside torch.utils.checkpoint, which a stage cannot leave.*fp.schedules.remat")
+    assert_refused(
+        model, "inside torch.utils.checkpoint, which a stage cannot leave.*fp.schedules.remat"
+    )
     assert_net_trains(model, 1)
 
 
@@ -669,7 +724,9 @@ def test_hooks_of_other_stages_do_not_run():
     model, inputs = Net().train(), net_batch()
     seen: list[str] = []
     for name in ("embed", "blocks.0", "blocks.3", "head"):
-        model.get_submodule(name).register_forward_hook(lambda m, a, y, name=name: seen.append(name))
+        model.get_submodule(name).register_forward_hook(
+            lambda m, a, y, name=name: seen.append(name)
+        )
     train(cut(model, 2), inputs, loss=given_loss, executor="serial", microbatches=1)
     assert seen == ["embed", "blocks.0", "blocks.3", "head"]
 
@@ -684,7 +741,8 @@ def test_shared_parameters_of_blocks_are_tied():
 
 
 def test_frozen_parameters_and_layers_stay_frozen():
-    """Blocks in evaluation mode inside a training model draw nothing; frozen parameters have no gradient."""
+    """Blocks in evaluation mode inside a training model draw nothing; frozen parameters have no
+    gradient."""
     model = Net(p=0.5).train()
     model.p = 0.0
     for layer in (model.noise, *model.blocks):
@@ -720,7 +778,8 @@ def test_a_copy_is_used_again():
     assert stages[1].bind(params[1], state[1]) is bound
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
+# -- bad input
+# -------------------------------------------------------------------------------
 
 
 def test_bad_sizes_and_names():
@@ -737,7 +796,10 @@ def test_bad_sizes_and_names():
             cut_layers(model, given)
     with pytest.raises(fp.PlanError, match=r"path: no module 'block'; did you mean 'blocks'\?"):
         cut_layers(model, [2, 2], layers="block")
-    with pytest.raises(fp.PlanError, match=r"(?s)entry: no module 'embedd'; did you mean 'embed'.*exit: no module 'x'"):
+    with pytest.raises(
+        fp.PlanError,
+        match=r"(?s)entry: no module 'embedd'; did you mean 'embed'.*exit: no module 'x'",
+    ):
         find_layers(model, entry=["embedd"], exit=["x"])
     with pytest.raises(fp.PlanError, match="'head' is a Linear, not a list of blocks"):
         find_layers(model, "head")
@@ -756,7 +818,8 @@ def test_no_stack_or_several():
             self.right = nn.ModuleList(Block() for _ in range(3))
 
     with pytest.raises(
-        fp.PlanError, match=r"(?s)several lists.*'right': 3 blocks, 126 numbers\n.*'left': 2 blocks, 84"
+        fp.PlanError,
+        match=r"(?s)several lists.*'right': 3 blocks, 126 numbers\n.*'left': 2 blocks, 84",
     ):
         find_layers(Two())
     assert find_layers(Two(), "left").exit == ("right",)
@@ -793,7 +856,9 @@ def test_layerdrop_and_other_collections_of_a_configuration():
 
     model = Net().train()
     model.config = Config()
-    with pytest.raises(fp.PlanError, match=r"(?s)output_hidden_states is True.*encoder_layerdrop is 0.1"):
+    with pytest.raises(
+        fp.PlanError, match=r"(?s)output_hidden_states is True.*encoder_layerdrop is 0.1"
+    ):
         cut(model, 2)
     model.config.output_hidden_states = False
     cut(model.eval(), 2)

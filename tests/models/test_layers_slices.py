@@ -1,4 +1,5 @@
-"""Models of transformers over slices of their sequences: what they give for the whole, to rounding."""
+"""Models of transformers over slices of their sequences: what they give for the whole, to
+rounding."""
 
 import pytest
 import torch
@@ -32,14 +33,19 @@ SCHEDULES = [
 
 
 def inputs_of(model, rows=5, length=13, *, padded=False):
-    """Tokens, labels as they are and moved by one, and with ``padded`` a mask that leaves some out."""
-    tokens = torch.randint(0, model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    """Tokens, labels as they are and moved by one, and with ``padded`` a mask that leaves some
+    out."""
+    tokens = torch.randint(
+        0, model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
     mask = torch.ones_like(tokens)
     if padded:
         mask[0, 9:] = mask[3, 5:] = 0
     labels = torch.where(mask.bool(), tokens, -100)
     moved = F.pad(labels[:, 1:], (0, 1), value=-100)
-    return {"input_ids": tokens, "labels": labels, "shift_labels": moved} | ({"attention_mask": mask} if padded else {})
+    return {"input_ids": tokens, "labels": labels, "shift_labels": moved} | (
+        {"attention_mask": mask} if padded else {}
+    )
 
 
 def in_one_piece(model, inputs):
@@ -62,7 +68,10 @@ def test_loss_and_gradients_are_those_of_the_model_in_one_piece(make, schedule, 
     plan = fp.make_plan(split, schedule, devices="cpu")
     expected = fp.run_sequential(plan, split.params, (inputs, None), threads_per_lane=1)
     for executor in EXECUTORS:
-        assert_same_result(expected, fp.run(plan, split.params, (inputs, None), executor=executor, threads_per_lane=1))
+        assert_same_result(
+            expected,
+            fp.run(plan, split.params, (inputs, None), executor=executor, threads_per_lane=1),
+        )
     torch.testing.assert_close(expected.loss, loss, rtol=1e-5, atol=1e-6)
     found = split.merge(expected.grads)
     for name, gradient in gradients.items():
@@ -74,18 +83,31 @@ def test_a_loss_of_ones_own_and_uneven_slices():
     model = llama().train()
     inputs = inputs_of(model)
     split = fp.split(model, 2, slices=True)
-    loss = lambda y, target: F.cross_entropy(y["logits"].flatten(0, 1), target.flatten(), ignore_index=-100)
+    loss = lambda y, target: F.cross_entropy(
+        y["logits"].flatten(0, 1), target.flatten(), ignore_index=-100
+    )
     schedule = S.one_f_one_b(2, 2, num_slices=3)
     lengths = S.balanced_slices(13, 3, attention=0.3)
     plan = fp.make_plan(
-        split, schedule, loss=loss, weight=lambda target: (target != -100).sum(), slices=lengths, devices="cpu"
+        split,
+        schedule,
+        loss=loss,
+        weight=lambda target: (target != -100).sum(),
+        slices=lengths,
+        devices="cpu",
     )
-    result = fp.run(plan, split.params, ({"input_ids": inputs["input_ids"]}, inputs["shift_labels"]))
-    torch.testing.assert_close(result.loss.float(), in_one_piece(model, inputs)[0], rtol=1e-5, atol=1e-6)
+    result = fp.run(
+        plan, split.params, ({"input_ids": inputs["input_ids"]}, inputs["shift_labels"])
+    )
+    torch.testing.assert_close(
+        result.loss.float(), in_one_piece(model, inputs)[0], rtol=1e-5, atol=1e-6
+    )
     forward = fp.make_plan(split, S.fill_drain(2, 2, num_slices=3, backward=False), devices="cpu")
     outputs = fp.run(forward, split.params, {"input_ids": inputs["input_ids"]}).outputs
     model.eval()
-    torch.testing.assert_close(outputs["logits"], model(input_ids=inputs["input_ids"]).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        outputs["logits"], model(input_ids=inputs["input_ids"]).logits, rtol=1e-4, atol=1e-5
+    )
     assert set(outputs) == {"logits"}
 
 
@@ -95,8 +117,17 @@ def test_dropout_is_drawn_slice_by_slice():
     inputs = inputs_of(model)
     split = fp.split(model, 2, slices=True)
     results = [
-        fp.run(fp.make_plan(split, schedule, devices="cpu"), split.params, (inputs, None), seed=5, executor=executor)
-        for schedule in (S.one_f_one_b(2, 2, num_slices=3), S.remat(S.fill_drain(2, 2, num_slices=3)))
+        fp.run(
+            fp.make_plan(split, schedule, devices="cpu"),
+            split.params,
+            (inputs, None),
+            seed=5,
+            executor=executor,
+        )
+        for schedule in (
+            S.one_f_one_b(2, 2, num_slices=3),
+            S.remat(S.fill_drain(2, 2, num_slices=3)),
+        )
         for executor in EXECUTORS
     ]
     for result in results[1:]:
@@ -122,10 +153,16 @@ def test_what_cannot_run_slices():
                 x = layer(x)
             return x
 
-    assert "fp.stage(fn) of fn(params, x, *, carry)" in refused(lambda: fp.split(Own(), 2, slices=True))
+    assert "fp.stage(fn) of fn(params, x, *, carry)" in refused(
+        lambda: fp.split(Own(), 2, slices=True)
+    )
     sequential = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert "write the stages as functions with a carry" in refused(lambda: fp.split(sequential, 2, slices=True))
-    text = refused(lambda: fp.split(llama(), 2, example=torch.zeros(1, 4, dtype=torch.long), slices=True))
+    assert "write the stages as functions with a carry" in refused(
+        lambda: fp.split(sequential, 2, slices=True)
+    )
+    text = refused(
+        lambda: fp.split(llama(), 2, example=torch.zeros(1, 4, dtype=torch.long), slices=True)
+    )
     assert "leave out example=" in text
     checkpointed = llama().train()
     checkpointed.model.gradient_checkpointing = True
@@ -139,7 +176,9 @@ def test_a_sliding_window_cannot_run_slices():
     from transformers import MistralConfig, MistralForCausalLM
 
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = MistralConfig(vocab_size=20, hidden_size=8, intermediate_size=16, sliding_window=4, **sizes)
+    config = MistralConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=16, sliding_window=4, **sizes
+    )
     text = refused(lambda: fp.split(MistralForCausalLM(config), 2, slices=True))
     assert "only blocks that attend to all that came before can run slices" in text
 
@@ -147,8 +186,14 @@ def test_a_sliding_window_cannot_run_slices():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"shift_labels": None}, "shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"),
-        ({"attention_mask": torch.ones(5, 1, 13, 13)}, "with slices it is (rows, sequence), as a tokenizer gives it"),
+        (
+            {"shift_labels": None},
+            "shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)",
+        ),
+        (
+            {"attention_mask": torch.ones(5, 1, 13, 13)},
+            "with slices it is (rows, sequence), as a tokenizer gives it",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit(change, text):
@@ -156,7 +201,9 @@ def test_inputs_that_do_not_fit(change, text):
     model = llama().train()
     split = fp.split(model, 2, slices=True)
     plan = fp.make_plan(split, S.one_f_one_b(2, 2, num_slices=2), devices="cpu")
-    inputs = {name: value for name, value in {**inputs_of(model), **change}.items() if value is not None}
+    inputs = {
+        name: value for name, value in {**inputs_of(model), **change}.items() if value is not None
+    }
     if "attention_mask" in change:
         inputs["attention_mask"] = fp.Axis(inputs["attention_mask"], 0, sequence=2)
     assert text in refused(lambda: fp.run(plan, split.params, (inputs, None)))
@@ -188,12 +235,15 @@ def test_texts_that_are_packed_into_one_row():
     for begins in (4, 6):
         positions = torch.cat([torch.arange(begins), torch.arange(12 - begins)])[None]
         text = refused(
-            lambda positions=positions: fp.run(plan, split.params, ({**inputs, "position_ids": positions}, None))
+            lambda positions=positions: fp.run(
+                plan, split.params, ({**inputs, "position_ids": positions}, None)
+            )
         )
         assert "position_ids begin anew" in text
     whole = {**inputs, "position_ids": torch.arange(12)[None]}
     torch.testing.assert_close(
-        fp.run(plan, split.params, (whole, None)).loss, fp.run(plan, split.params, (inputs, None)).loss
+        fp.run(plan, split.params, (whole, None)).loss,
+        fp.run(plan, split.params, (inputs, None)).loss,
     )
 
 
@@ -209,4 +259,6 @@ def test_no_causal_language_model_and_no_labels():
     split = fp.split(model, 2, slices=True)
     plan = fp.make_plan(split, S.one_f_one_b(2, 2, num_slices=2), devices="cpu")
     inputs = {name: value for name, value in inputs_of(model).items() if name != "labels"}
-    assert "shift_labels and no labels" in refused(lambda: fp.run(plan, split.params, (inputs, None)))
+    assert "shift_labels and no labels" in refused(
+        lambda: fp.run(plan, split.params, (inputs, None))
+    )

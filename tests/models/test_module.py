@@ -1,4 +1,5 @@
-"""from_module: names, flags, arguments, ties inside, copies of its own; modules of every kind against plain autograd."""
+"""from_module: names, flags, arguments, ties inside, copies of its own; modules of every kind
+against plain autograd."""
 
 import pickle
 import threading
@@ -21,13 +22,16 @@ def small():
 
 
 def test_names_and_flags_are_the_modules_own():
-    """Parameters under the names and with the requires_grad of the module, the very same objects."""
+    """Parameters under the names and with the requires_grad of the module, the very same
+    objects."""
     model = small()
     model[0].bias.requires_grad_(False)
     _, params, state = fp.from_module(model)
     assert dict(model.named_parameters()).keys() == params.keys()
     assert all(params[name] is parameter for name, parameter in model.named_parameters())
-    assert [name != "0.bias" for name in params] == [parameter.requires_grad for parameter in params.values()]
+    assert [name != "0.bias" for name in params] == [
+        parameter.requires_grad for parameter in params.values()
+    ]
     assert () == state
 
 
@@ -39,20 +43,31 @@ def test_buffers_are_copied_persistent_or_not():
     model.register_buffer("absent", None)
     _, _, state = fp.from_module(model)
     assert ["kept", "rotary"] == list(state)
-    assert all(state[name].data_ptr() != buffer.data_ptr() for name, buffer in model.named_buffers())
+    assert all(
+        state[name].data_ptr() != buffer.data_ptr() for name, buffer in model.named_buffers()
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_module_is_untouched(executor):
-    """Numbers, .grad, mode, buffers and identity of everything, after making the stage and after a run."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+    """Numbers, .grad, mode, buffers and identity of everything, after making the stage and after a
+    run."""
+    model = nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Linear(3, 2)
+    )
     model[0].weight.grad = torch.full((3, 4), 7.0)
     before, objects = snapshot(model.state_dict()), list(model.state_dict(keep_vars=True).values())
     part, params, state = fp.from_module(model)
-    plan = fp.make_plan([part], fp.schedules.remat(fp.schedules.fill_drain(1, 3)), loss=F.mse_loss, devices="cpu")
-    fp.run(plan, (params,), (torch.randn(7, 4), torch.zeros(7, 2)), state=(state,), executor=executor)
+    plan = fp.make_plan(
+        [part], fp.schedules.remat(fp.schedules.fill_drain(1, 3)), loss=F.mse_loss, devices="cpu"
+    )
+    fp.run(
+        plan, (params,), (torch.randn(7, 4), torch.zeros(7, 2)), state=(state,), executor=executor
+    )
     assert same(before, snapshot(model.state_dict()))
-    assert all(a is b for a, b in zip(objects, model.state_dict(keep_vars=True).values(), strict=True))
+    assert all(
+        a is b for a, b in zip(objects, model.state_dict(keep_vars=True).values(), strict=True)
+    )
     assert [7.0] == model[0].weight.grad.unique().tolist()
     assert [None] * 5 == [p.grad for p in list(model.parameters())[1:]]
     assert model.training
@@ -61,15 +76,20 @@ def test_the_module_is_untouched(executor):
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_train_or_eval_is_the_plans_matter(mode):
-    """For a module in training; one in evaluation stays there. What the mode becomes later changes nothing."""
+    """For a module in training; one in evaluation stays there. What the mode becomes later changes
+    nothing."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(mode)
     part, params, _ = fp.from_module(model)
     model.train(not mode)
     x = torch.ones(6, 4)
     evaluate = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
-    expected = torch.cat([model[0](part) for part in x.chunk(2)])  # kernels may round six rows otherwise than three
+    expected = torch.cat(
+        [model[0](part) for part in x.chunk(2)]
+    )  # kernels may round six rows otherwise than three
     assert torch.equal(expected, fp.run(evaluate, (params,), x).outputs)
-    train = fp.make_plan([part], fp.schedules.fill_drain(1, 2, backward=False), train=True, devices="cpu")
+    train = fp.make_plan(
+        [part], fp.schedules.fill_drain(1, 2, backward=False), train=True, devices="cpu"
+    )
     zeros = int((fp.run(train, (params,), x, seed=0).outputs == 0).sum())
     assert 0 < zeros < 24 if mode else zeros == 0
 
@@ -82,7 +102,9 @@ def test_wrong_keys_are_all_named_with_the_nearest():
     del wrong["1.0.weight"]
     with pytest.raises(fp.PlanError, match="head") as caught:
         fp.run(plan, (wrong,), torch.ones(1, 4))
-    assert "'1.0.weigth', which the module does not; did you mean '1.0.weight'?" in str(caught.value)
+    assert "'1.0.weigth', which the module does not; did you mean '1.0.weight'?" in str(
+        caught.value
+    )
     assert "lacks '1.0.weight'; is it '1.0.weigth'?" in str(caught.value)
     with pytest.raises(fp.PlanError) as caught:
         part({**params, "0.bias": torch.ones(5), "1.0.bias": [0.0] * 3}, torch.ones(1, 4))
@@ -91,7 +113,9 @@ def test_wrong_keys_are_all_named_with_the_nearest():
     with pytest.raises(fp.PlanError, match="params is a list, not a dict"):
         part(list(params.values()), torch.ones(1, 4))
     norm, params, state = fp.from_module(nn.BatchNorm1d(3))
-    with pytest.raises(fp.PlanError, match="state has 'running_men', .* did you mean 'running_mean'"):
+    with pytest.raises(
+        fp.PlanError, match="state has 'running_men', .* did you mean 'running_mean'"
+    ):
         norm(params, torch.ones(2, 3), state={**state, "running_men": torch.ones(3)})
 
 
@@ -179,7 +203,8 @@ MODULES = {
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("kind", MODULES)
 def test_gradients_are_those_of_plain_autograd(kind, executor):
-    """Two such modules in a pipeline with remat, 10 rows over 4: 1e-10 of the whole batch; unused ones are zeros."""
+    """Two such modules in a pipeline with remat, 10 rows over 4: 1e-10 of the whole batch; unused
+    ones are zeros."""
     torch.manual_seed(0)
     models = [MODULES[kind]().double() for _ in range(2)]
     x, target = torch.randn(10, 4, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
@@ -192,19 +217,26 @@ def test_gradients_are_those_of_plain_autograd(kind, executor):
     stages, params = (a, narrow, b, narrow), (pa, (), pb, ())
     loss = lambda y, t: (y.square().sum(1) - t).square().mean()
     loss(y, target).backward()
-    for schedule in (fp.schedules.one_f_one_b(4, 4), fp.schedules.remat(fp.schedules.zero_bubble(4, 4, num_devices=2))):
+    for schedule in (
+        fp.schedules.one_f_one_b(4, 4),
+        fp.schedules.remat(fp.schedules.zero_bubble(4, 4, num_devices=2)),
+    ):
         plan = fp.make_plan(stages, schedule, loss=loss, devices="cpu")
         result = fp.run(plan, params, (x, target), state=(sa, (), sb, ()), executor=executor)
         for index, model in ((0, models[0]), (2, models[1])):
             for name, parameter in model.named_parameters():
                 expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.testing.assert_close(result.grads[index][name], expected, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(
+                    result.grads[index][name], expected, rtol=1e-10, atol=1e-10
+                )
     assert (((0, "unused"), (2, "unused")) if kind == "holder" else ()) == result.unused
 
 
 def test_remat_has_the_bits_of_the_oracle_where_kernels_depend_on_grad_mode():
     """Law 1 for float32 LSTM, which has a kernel of its own without autograd."""
-    stages, params, _ = zip(fp.from_module(nn.Sequential(nn.Linear(4, 4), Recurrent(nn.LSTM))), strict=True)
+    stages, params, _ = zip(
+        fp.from_module(nn.Sequential(nn.Linear(4, 4), Recurrent(nn.LSTM))), strict=True
+    )
     x = torch.randn(6, 4)
     plan = fp.make_plan(
         stages,
@@ -221,7 +253,11 @@ def test_remat_has_the_bits_of_the_oracle_where_kernels_depend_on_grad_mode():
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
     "schedule",
-    [fp.schedules.fill_drain(3, 3), fp.schedules.remat(fp.schedules.one_f_one_b(3, 3)), fp.schedules.zero_bubble(3, 3)],
+    [
+        fp.schedules.fill_drain(3, 3),
+        fp.schedules.remat(fp.schedules.one_f_one_b(3, 3)),
+        fp.schedules.zero_bubble(3, 3),
+    ],
 )
 def test_the_reentrant_checkpoint_gives_right_gradients(schedule, executor):
     """torch's older kind wants a backward for all leaves; gradients are those of plain autograd."""
@@ -268,24 +304,41 @@ def test_a_stage_is_a_function_under_torch_func():
     torch.testing.assert_close(part(params, x), model(x), rtol=0, atol=0)
     loss = lambda p, x: part(p, x).square().sum()
     for name, gradient in torch.func.grad(loss)(params, x).items():
-        expected = torch.autograd.grad(model(x).square().sum(), dict(model.named_parameters())[name])[0]
+        expected = torch.autograd.grad(
+            model(x).square().sum(), dict(model.named_parameters())[name]
+        )[0]
         torch.testing.assert_close(gradient, expected)
     torch.testing.assert_close(torch.func.vmap(lambda one: part(params, one))(x), model(x))
     stacked = {name: torch.stack([p, p * 2]) for name, p in params.items()}
     both = torch.func.vmap(lambda p: part(p, x))(stacked)
-    torch.testing.assert_close(both[1], torch.func.functional_call(model, {n: p * 2 for n, p in params.items()}, x))
-    torch.testing.assert_close(torch.func.jvp(lambda z: part(params, z), (x,), (x,)), torch.func.jvp(model, (x,), (x,)))
-    per_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
-    torch.testing.assert_close(per_row["0.weight"].sum(0), torch.func.grad(loss)(params, x)["0.weight"])
-    inside = fp.stage(
-        lambda p, h: torch.func.vmap(torch.func.grad(lambda z: torch.func.functional_call(model, p, z).sum()))(h)
+    torch.testing.assert_close(
+        both[1], torch.func.functional_call(model, {n: p * 2 for n, p in params.items()}, x)
     )
-    plan = fp.make_plan([inside], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.sum(), outputs=True, devices="cpu")
+    torch.testing.assert_close(
+        torch.func.jvp(lambda z: part(params, z), (x,), (x,)), torch.func.jvp(model, (x,), (x,))
+    )
+    per_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    torch.testing.assert_close(
+        per_row["0.weight"].sum(0), torch.func.grad(loss)(params, x)["0.weight"]
+    )
+    inside = fp.stage(
+        lambda p, h: torch.func.vmap(
+            torch.func.grad(lambda z: torch.func.functional_call(model, p, z).sum())
+        )(h)
+    )
+    plan = fp.make_plan(
+        [inside],
+        fp.schedules.fill_drain(1, 2),
+        loss=lambda y, t: y.sum(),
+        outputs=True,
+        devices="cpu",
+    )
     torch.testing.assert_close(fp.run(plan, (params,), (x, None)).outputs, inside(params, x))
 
 
 def test_many_threads_may_call_one_stage():
-    """8 threads with parameters of their own, at the same time: each gets its own answer; runs beside each other too."""
+    """8 threads with parameters of their own, at the same time: each gets its own answer; runs
+    beside each other too."""
     part, params, _ = fp.from_module(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
     x = torch.randn(3, 8)
     plan = fp.make_plan([part], fp.schedules.fill_drain(1, 3, backward=False), devices="cpu")
@@ -297,7 +350,9 @@ def test_many_threads_may_call_one_stage():
         for _ in range(20):
             if not torch.equal(expected, part(mine, x)):
                 wrong.append(number)
-            torch.testing.assert_close(fp.run(plan, (mine,), x, executor="serial").outputs, expected)
+            torch.testing.assert_close(
+                fp.run(plan, (mine,), x, executor="serial").outputs, expected
+            )
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -305,7 +360,9 @@ def test_many_threads_may_call_one_stage():
     for thread in threads:
         thread.join()
     assert [] == wrong
-    assert 8 == len({part({n: p * k for n, p in params.items()}, x).sum().item() for k in range(1, 9)})
+    assert 8 == len(
+        {part({n: p * k for n, p in params.items()}, x).sum().item() for k in range(1, 9)}
+    )
 
 
 def halve(params, x):
@@ -318,7 +375,8 @@ def decorated(params, x):
 
 
 def test_stages_pickle_where_python_can_find_them():
-    """By name where importable, a module stage by its copy without numbers; a lambda is refused clearly."""
+    """By name where importable, a module stage by its copy without numbers; a lambda is refused
+    clearly."""
     assert pickle.loads(pickle.dumps(fp.stage(halve, name="h"))).name == "h"
     assert pickle.loads(pickle.dumps(decorated)) is decorated
     model = small()
@@ -334,7 +392,9 @@ def test_stages_pickle_where_python_can_find_them():
     assert len(pickle.dumps(large)) < 10_000
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler reads it
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_compiled_function_is_a_stage(executor):
     """torch.compile'd functions run as they are: gradients of plain autograd."""
@@ -342,7 +402,10 @@ def test_a_compiled_function_is_a_stage(executor):
     w, x = torch.randn(4, 4), torch.randn(4, 4)
     leaf = w.clone().requires_grad_()
     torch.tanh((torch.tanh(x @ leaf) * 2) @ leaf).mul(2).square().mean().backward()
-    stages = fp.stage(lambda p, x: body(p, x), name="a"), fp.stage(lambda p, x: body(p, x), name="b")
+    stages = (
+        fp.stage(lambda p, x: body(p, x), name="a"),
+        fp.stage(lambda p, x: body(p, x), name="b"),
+    )
     plan = fp.make_plan(
         stages,
         fp.schedules.one_f_one_b(2, 2),

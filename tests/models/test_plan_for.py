@@ -26,9 +26,14 @@ def layers(count):
 def test_no_other_cut_is_better_under_the_published_schedules():
     """Against all partitions of six layers into three stages."""
     cost = fp.Cost([3.0, 1, 1, 2, 4, 1], [3.0, 1, 1, 2, 4, 1], [2.0, 1, 1, 2, 3, 1], comm=0.25)
-    choice = fp.models.plan_for(cost, num_devices=3, num_microbatches=6, stages_per_device=1, evaluations=300)
+    choice = fp.models.plan_for(
+        cost, num_devices=3, num_microbatches=6, stages_per_device=1, evaluations=300
+    )
     cuts = [(a, b - a, 6 - b) for a, b in itertools.combinations(range(1, 6), 2)]
-    best = min(fp.search(cost.group(cut), num_devices=3, num_microbatches=6, evaluations=300).makespan for cut in cuts)
+    best = min(
+        fp.search(cost.group(cut), num_devices=3, num_microbatches=6, evaluations=300).makespan
+        for cut in cuts
+    )
     assert choice.timeline.makespan == pytest.approx(best)
 
 
@@ -36,7 +41,12 @@ def test_no_other_cut_is_better_under_the_published_schedules():
 def test_everything_that_is_chosen_fits_together(limit):
     """Sizes, stages, schedule, memory; the table has every way, best first."""
     choice = fp.models.plan_for(
-        layers, num_devices=4, num_microbatches=[4, 8, 16], memory_limit=limit, fixed=0.5, evaluations=150
+        layers,
+        num_devices=4,
+        num_microbatches=[4, 8, 16],
+        memory_limit=limit,
+        fixed=0.5,
+        evaluations=150,
     )
     assert (12, len(choice.sizes)) == (sum(choice.sizes), choice.schedule.num_stages)
     assert choice.num_microbatches == choice.schedule.num_microbatches
@@ -48,8 +58,12 @@ def test_everything_that_is_chosen_fits_together(limit):
         ends = [0, *itertools.accumulate(choice.sizes)]
         for stage, device in enumerate(choice.schedule.device_of):
             room[device] -= 0.5 * (ends[stage + 1] - ends[stage])
-        assert all(peak <= most * (1 + 1e-9) for peak, most in zip(timeline.peak, room, strict=True))
-    assert choice.remat == any(a.kind is fp.Kind.R for order in choice.schedule.orders for a in order)
+        assert all(
+            peak <= most * (1 + 1e-9) for peak, most in zip(timeline.peak, room, strict=True)
+        )
+    assert choice.remat == any(
+        a.kind is fp.Kind.R for order in choice.schedule.orders for a in order
+    )
     values = [one.value for one in choice.tried[1:]]
     assert sorted(values) == values
     assert 3 <= len(choice.tried) <= 12  # what its bound rules out is not tried
@@ -62,7 +76,10 @@ def test_a_model_runs_as_chosen():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]).double()
     example = torch.randn(4, 8, dtype=torch.float64)
     choice = fp.models.plan_for(
-        fp.models.profile(model, example, repeats=1, warmup=0), num_devices=2, num_microbatches=4, evaluations=60
+        fp.models.profile(model, example, repeats=1, warmup=0),
+        num_devices=2,
+        num_microbatches=4,
+        evaluations=60,
     )
     split = fp.split(model, balance=choice.sizes)
     plan = fp.make_plan(split.stages, choice.schedule, loss=nn.functional.mse_loss, devices="cpu")
@@ -83,7 +100,10 @@ def test_a_model_runs_as_chosen():
         ({"memory_limit": 4.0, "fixed": 2.0}, "has no room beside parameters"),
         ({"num_devices": 20}, "there are fewer layers than devices"),
         ({"num_devices": [2]}, "num_devices is a positive whole number"),
-        ({"memory_limit": [1.0, 2.0]}, "memory_limit is a positive number, or one for each of 4 devices"),
+        (
+            {"memory_limit": [1.0, 2.0]},
+            "memory_limit is a positive number, or one for each of 4 devices",
+        ),
     ],
 )
 def test_choices_that_cannot_be_made(options, says):
@@ -99,18 +119,33 @@ def test_large_parameters_at_one_end():
     cost = fp.Cost([1.0] * 16, residual=[0.01] * 16)
     fixed = [10.0] * 4 + [0.0] * 12
     choice = fp.models.plan_for(
-        cost, num_devices=2, num_microbatches=4, stages_per_device=2, memory_limit=25, fixed=fixed, evaluations=60
+        cost,
+        num_devices=2,
+        num_microbatches=4,
+        stages_per_device=2,
+        memory_limit=25,
+        fixed=fixed,
+        evaluations=60,
     )
-    homes = [device for device, size in zip(choice.schedule.device_of, choice.sizes, strict=True) for _ in range(size)]
+    homes = [
+        device
+        for device, size in zip(choice.schedule.device_of, choice.sizes, strict=True)
+        for _ in range(size)
+    ]
     assert {20.0} == {
-        sum(more for more, home in zip(fixed, homes, strict=True) if home == device) for device in range(2)
+        sum(more for more, home in zip(fixed, homes, strict=True) if home == device)
+        for device in range(2)
     }
 
 
 def test_one_device_without_a_limit():
     """Infinity is a limit like any other."""
     choice = fp.models.plan_for(
-        fp.Cost([1.0] * 6), num_devices=2, num_microbatches=4, memory_limit=[3, float("inf")], evaluations=40
+        fp.Cost([1.0] * 6),
+        num_devices=2,
+        num_microbatches=4,
+        memory_limit=[3, float("inf")],
+        evaluations=40,
     )
     assert choice.timeline.peak[0] <= 3
 
@@ -120,6 +155,8 @@ def test_seconds_end_it():
     from time import perf_counter
 
     began = perf_counter()
-    choice = fp.models.plan_for(fp.Cost([1.0, 1.2, 0.9] * 10), num_devices=4, num_microbatches=16, seconds=0.2)
+    choice = fp.models.plan_for(
+        fp.Cost([1.0, 1.2, 0.9] * 10), num_devices=4, num_microbatches=16, seconds=0.2
+    )
     assert perf_counter() - began < 10
     assert sum(choice.sizes) == 30

@@ -1,4 +1,5 @@
-"""Cutting a Sequential: names, draws, tuples and ties do not depend on the place of the cuts; what cannot be cut."""
+"""Cutting a Sequential: names, draws, tuples and ties do not depend on the place of the cuts; what
+cannot be cut."""
 
 import copy
 from collections import OrderedDict, namedtuple
@@ -18,9 +19,13 @@ Two = namedtuple("Two", ["a", "b"])
 
 def nested():
     """Five units counted flat, three as layers; draws and statistics at every depth."""
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True)))
+    inner = nn.Sequential(
+        nn.Linear(4, 4), nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+    )
     return nn.Sequential(
-        nn.Linear(4, 4), inner, nn.Sequential(OrderedDict(drop=nn.Dropout(0.3), head=nn.Linear(4, 2)))
+        nn.Linear(4, 4),
+        inner,
+        nn.Sequential(OrderedDict(drop=nn.Dropout(0.3), head=nn.Linear(4, 2))),
     ).double()
 
 
@@ -36,8 +41,11 @@ def by_name(trees):
 
 
 def test_units():
-    """The layers, or those of Sequentials inside, with the paths of the model; an empty one inside is a layer."""
-    model = nn.Sequential(nn.ReLU(), nn.Sequential(), nn.Sequential(nn.Sequential(nn.Tanh()), nn.ModuleList()))
+    """The layers, or those of Sequentials inside, with the paths of the model; an empty one inside
+    is a layer."""
+    model = nn.Sequential(
+        nn.ReLU(), nn.Sequential(), nn.Sequential(nn.Sequential(nn.Tanh()), nn.ModuleList())
+    )
     assert [("0", model[0]), ("1", model[1]), ("2", model[2])] == units_of(model)
     assert ["0", "1", "2.0.0", "2.1"] == [path for path, _ in units_of(model, flat=True)]
     assert units_of(model, flat=True)[2][1] is model[2][0][0]
@@ -45,7 +53,8 @@ def test_units():
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_place_of_the_cuts_does_not_matter(executor):
-    """Law 4 for every cut: names, dropout, statistics and gradients are the same, bit for bit, and the model untouched."""
+    """Law 4 for every cut: names, dropout, statistics and gradients are the same, bit for bit, and
+    the model untouched."""
     model = nested()
     before = snapshot(model.state_dict())
     batch = torch.randn(8, 4, dtype=DOUBLE), torch.randn(8, 2, dtype=DOUBLE)
@@ -75,14 +84,21 @@ def test_stages_are_named_by_their_layers_and_hold_the_models_tensors():
     model = nested()
     parts = cut_sequential(model, [1, 2, 4], flat=True)
     assert ["0", "1.0-1.1", "1.2.0-2.head"] == [stage.name for stage, _, _ in parts]
-    assert all(tensor is model.get_parameter(name) for _, params, _ in parts for name, tensor in params.items())
+    assert all(
+        tensor is model.get_parameter(name)
+        for _, params, _ in parts
+        for name, tensor in params.items()
+    )
     assert ((), ()) == (parts[0][2], parts[1][2])
     assert parts[2][2]["1.2.0.running_mean"].data_ptr() != model[1][2][0].running_mean.data_ptr()
-    model = nn.Sequential(OrderedDict(_row=nn.Linear(2, 2), row=nn.Linear(2, 2), units=nn.Linear(2, 2)))
+    model = nn.Sequential(
+        OrderedDict(_row=nn.Linear(2, 2), row=nn.Linear(2, 2), units=nn.Linear(2, 2))
+    )
     assert ["_row", "row-units"] == [stage.name for stage, _, _ in cut_sequential(model, [1, 2])]
 
 
-# -- tuples ------------------------------------------------------------------------------------------------------------
+# -- tuples
+# -------------------------------------------------------------------------------
 
 
 class Fork(nn.Module):
@@ -122,18 +138,32 @@ def all_cuts(model):
 
 ROWS = {
     "spread": (fp.models.PipeSequential(Fork(), Swap(), Swap(), Join()), torch.ones(3)),
-    "spread at the start": (fp.models.PipeSequential(Swap(), Join()), (torch.ones(3), torch.zeros(3))),
-    "spread of one": (fp.models.PipeSequential(One(lambda x: (x,)), One(lambda x: x + 1)), torch.ones(3)),
+    "spread at the start": (
+        fp.models.PipeSequential(Swap(), Join()),
+        (torch.ones(3), torch.zeros(3)),
+    ),
+    "spread of one": (
+        fp.models.PipeSequential(One(lambda x: (x,)), One(lambda x: x + 1)),
+        torch.ones(3),
+    ),
     "plain": (nn.Sequential(Fork(), One(lambda x: (*x, x[0])), One(lambda x: x[2])), torch.ones(3)),
-    "plain at the start": (nn.Sequential(One(lambda x: x[0] - x[1]), nn.ReLU()), (torch.ones(3), torch.zeros(3))),
+    "plain at the start": (
+        nn.Sequential(One(lambda x: x[0] - x[1]), nn.ReLU()),
+        (torch.ones(3), torch.zeros(3)),
+    ),
     "one argument": (
         fp.models.PipeSequential(
-            One(lambda x: [x, x]), One(lambda x: Two(*x)), One(lambda x: {"a": x}), One(lambda x: x["a"].b)
+            One(lambda x: [x, x]),
+            One(lambda x: Two(*x)),
+            One(lambda x: {"a": x}),
+            One(lambda x: x["a"].b),
         ),
         torch.ones(3),
     ),
     "spread in plain": (
-        nn.Sequential(Fork(), fp.models.PipeSequential(One(lambda x: (x[1], x[0])), Swap(), Join())),
+        nn.Sequential(
+            Fork(), fp.models.PipeSequential(One(lambda x: (x[1], x[0])), Swap(), Join())
+        ),
         torch.ones(3),
     ),
     "plain in spread": (
@@ -145,12 +175,19 @@ ROWS = {
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_tuples(kind):
-    """Row A7: a PipeSequential spreads exactly tuples, a plain Sequential nothing, at every border as inside."""
+    """Row A7: a PipeSequential spreads exactly tuples, a plain Sequential nothing, at every border
+    as inside."""
     model, x = ROWS[kind]
-    expected = model(*x) if isinstance(model, fp.models.PipeSequential) and isinstance(x, tuple) else model(x)
+    expected = (
+        model(*x)
+        if isinstance(model, fp.models.PipeSequential) and isinstance(x, tuple)
+        else model(x)
+    )
     for sizes in all_cuts(model):
         stages, params, _ = zip(*cut_sequential(model, sizes, flat=True), strict=True)
-        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(sizes), 1, backward=False), devices="cpu")
+        plan = fp.make_plan(
+            stages, fp.schedules.fill_drain(len(sizes), 1, backward=False), devices="cpu"
+        )
         assert same(expected, fp.run(plan, params, x).outputs), sizes
 
 
@@ -166,21 +203,29 @@ def test_pipe_sequential():
         nn.Sequential(Fork(), Join())(torch.ones(1))
 
 
-# -- one thing at several places ---------------------------------------------------------------------------------------
+# -- one thing at several places
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[4], [2, 2], [1, 3], [3, 1], [1, 1, 1, 1]])
 def test_one_layer_at_several_places(sizes):
-    """It draws by its place, whatever the cuts; its tensors are the same objects, and gradients of ties are summed."""
+    """It draws by its place, whatever the cuts; its tensors are the same objects, and gradients of
+    ties are summed."""
     linear, drop = nn.Linear(3, 3).double(), nn.Dropout(0.5)
     parts = cut_sequential(nn.Sequential(linear, drop, linear, drop), sizes)
     holders = [
-        (stage, name) for stage, (_, params, _) in enumerate(parts) for name in params if name.endswith("weight")
+        (stage, name)
+        for stage, (_, params, _) in enumerate(parts)
+        for name in params
+        if name.endswith("weight")
     ]
     assert all(parts[stage][1][name] is linear.weight for stage, name in holders)
     apart = sizes in ([2, 2], [1, 3], [1, 1, 1, 1])
     assert (["0.weight", "2.weight"] if apart else ["0.weight"]) == [name for _, name in holders]
-    ties = [[(stage, name.replace("weight", leaf)) for stage, name in holders] for leaf in ("weight", "bias")]
+    ties = [
+        [(stage, name.replace("weight", leaf)) for stage, name in holders]
+        for leaf in ("weight", "bias")
+    ]
     batch = torch.randn(8, 3, dtype=DOUBLE), torch.randn(8, 3, dtype=DOUBLE)
     result = run(parts, batch, ties=ties if apart else ())
     distinct = nn.Sequential(*(copy.deepcopy(layer) for layer in (linear, drop, linear, drop)))
@@ -191,14 +236,22 @@ def test_one_layer_at_several_places(sizes):
 
 
 def test_layers_of_many_kinds():
-    """Recurrent ones, whose output is a tuple, parametrized ones: plain autograd's gradients, any cut."""
+    """Recurrent ones, whose output is a tuple, parametrized ones: plain autograd's gradients, any
+    cut."""
     norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.GRU(4, 4), One(lambda out: out[0] * 2)), norm).double()
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Sequential(nn.GRU(4, 4), One(lambda out: out[0] * 2)), norm
+    ).double()
     x = torch.randn(6, 3, dtype=DOUBLE)[None].transpose(0, 1)
     y = torch.cat([model(row) for row in x.split(1)])
     y.square().mean().backward()
     for sizes in all_cuts(model):
-        result = run(cut_sequential(model, sizes, flat=True), (x, None), chunks=6, loss=lambda y, _: y.square().mean())
+        result = run(
+            cut_sequential(model, sizes, flat=True),
+            (x, None),
+            chunks=6,
+            loss=lambda y, _: y.square().mean(),
+        )
         torch.testing.assert_close(result.outputs, y, rtol=1e-12, atol=0)
         for name, gradient in by_name(result.grads).items():
             expected = model.get_parameter(name).grad
@@ -215,7 +268,8 @@ def test_tied_parameters():
 
 
 def test_frozen_layers_modes_and_own_tensors():
-    """Evaluation mode of single layers stays; a Sequential's own tensors belong to the first stage."""
+    """Evaluation mode of single layers stays; a Sequential's own tensors belong to the first
+    stage."""
 
     class Own(nn.Sequential):
         def __init__(self):
@@ -239,19 +293,24 @@ def test_statistics_per_microbatch():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU())
     x = torch.randn(6, 2)
     counts = [
-        run(cut_sequential(model, [1, 1], deferred=deferred), (x, x)).state[0]["0.num_batches_tracked"].item()
+        run(cut_sequential(model, [1, 1], deferred=deferred), (x, x))
+        .state[0]["0.num_batches_tracked"]
+        .item()
         for deferred in (True, False)
     ]
     assert [1, 3] == counts
 
 
-# -- what cannot be cut ------------------------------------------------------------------------------------------------
+# -- what cannot be cut
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 3], [2, -1, 2], [1, 1], [2, 2], [4]])
 def test_sizes_that_do_not_fit(sizes):
     """All shapes of wrong sizes, with sizes that would do."""
-    with pytest.raises(fp.PlanError, match=r"positive numbers that sum to the 3 layers; got .*e\.g\. \[") as caught:
+    with pytest.raises(
+        fp.PlanError, match=r"positive numbers that sum to the 3 layers; got .*e\.g\. \["
+    ) as caught:
         cut_sequential(nn.Sequential(*[nn.ReLU() for _ in range(3)]), sizes)
     example = eval(str(caught.value).rpartition("e.g. ")[2])
     assert 3 == sum(example)
@@ -278,20 +337,35 @@ def hooked():
 
 SHARED = nn.BatchNorm1d(2)
 REFUSED = {
-    "no Sequential": (nn.Linear(1, 1), r"got Linear: it is none\. Other models are cut by fp.split"),
-    "its own forward": (OtherForward(nn.ReLU()), "got OtherForward: its forward is not that of nn.Sequential"),
+    "no Sequential": (
+        nn.Linear(1, 1),
+        r"got Linear: it is none\. Other models are cut by fp.split",
+    ),
+    "its own forward": (
+        OtherForward(nn.ReLU()),
+        "got OtherForward: its forward is not that of nn.Sequential",
+    ),
     "hooks": (
         hooked(),
         r"forward hooks, which would not run.*\n.*backward hooks, which would not run: put them on a layer",
     ),
-    "None": (nn.Sequential(OrderedDict(a=None, b=nn.ReLU(), c=None)), r"layer 'a' is None\n.*layer 'c' is None"),
+    "None": (
+        nn.Sequential(OrderedDict(a=None, b=nn.ReLU(), c=None)),
+        r"layer 'a' is None\n.*layer 'c' is None",
+    ),
     "empty": (nn.Sequential(), "it has no layers; a stage has at least one"),
     "lazy": (
         nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)),
         r"'0.weight', '0.bias', '1.running_mean'.*not initialised",
     ),
-    "statistics": (nn.Sequential(SHARED, nn.Sequential(nn.ReLU(), SHARED)), "the batch norm layer at 0 and 1.1"),
-    "a graph": (nn.Sequential(nn.ReLU(), One(torch.ones(1, requires_grad=True) * 2)), "cannot be copied"),
+    "statistics": (
+        nn.Sequential(SHARED, nn.Sequential(nn.ReLU(), SHARED)),
+        "the batch norm layer at 0 and 1.1",
+    ),
+    "a graph": (
+        nn.Sequential(nn.ReLU(), One(torch.ones(1, requires_grad=True) * 2)),
+        "cannot be copied",
+    ),
 }
 
 
@@ -304,7 +378,8 @@ def test_refused(kind):
 
 
 def test_what_is_no_row_is_one_layer():
-    """Sequentials inside with a forward, hooks or tensors of their own are called as they are, also when counted flat."""
+    """Sequentials inside with a forward, hooks or tensors of their own are called as they are, also
+    when counted flat."""
     inner = nn.Sequential(nn.ReLU(), nn.ReLU())
     inner.register_forward_hook(lambda module, args, y: y + 1)
     owning = nn.Sequential(nn.ReLU())

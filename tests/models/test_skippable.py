@@ -76,17 +76,27 @@ class Pop(nn.Module):
         return self.use(x, skips["skip"])
 
 
-KEEPS = {"never": lambda a: True, "except_last": lambda a: a.microbatch == 2, "always": lambda a: False}
+KEEPS = {
+    "never": lambda a: True,
+    "except_last": lambda a: a.microbatch == 2,
+    "always": lambda a: False,
+}
 
 
 def run(parts, x, *, schedule=None, executor="serial", seed=None, train=True, keep=KEEPS["never"]):
     """Loss, gradients by name, state by name of the mean of squares of what the stages give."""
     stages, params, state = zip(*parts, strict=True)
     order = fp.schedules.remat(schedule or fp.schedules.one_f_one_b(len(stages), 3), keep=keep)
-    plan = fp.make_plan(stages, order, loss=lambda y, _: y.square().mean(), train=train, devices="cpu")
+    plan = fp.make_plan(
+        stages, order, loss=lambda y, _: y.square().mean(), train=train, devices="cpu"
+    )
     result = fp.run(plan, params, (x, None), state=state, executor=executor, seed=seed)
     grads = {name: value for tree in result.grads for name, value in tree.items()}
-    return result.loss, grads, {name: value for tree in result.state if tree for name, value in tree.items()}
+    return (
+        result.loss,
+        grads,
+        {name: value for tree in result.state if tree for name, value in tree.items()},
+    )
 
 
 def plain(model, x):
@@ -100,17 +110,23 @@ def plain(model, x):
 def assert_same_gradients(expected, got):
     assert expected.keys() == got.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
-# -- F1 to F10: what torchgpipe tests ----------------------------------------------------------------------------------
+# -- F1 to F10: what torchgpipe tests
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=lambda sizes: ":".join(map(str, sizes)))
+@pytest.mark.parametrize(
+    "balance", [[3], [1, 2], [2, 1], [1, 1, 1]], ids=lambda sizes: ":".join(map(str, sizes))
+)
 def test_one_to_three(balance, keep, executor):
-    """F1: a skip over one layer, any cut, any remat: output, input gradient and gradients are the plain model's."""
+    """F1: a skip over one layer, any cut, any remat: output, input gradient and gradients are the
+    plain model's."""
     model = nn.Sequential(Layer1(), Layer2(), Layer3()).double()
     x = torch.rand(6, 3, 4, 4, dtype=DOUBLE, requires_grad=True)
     expected, grads = plain(model, x)
@@ -120,7 +136,9 @@ def test_one_to_three(balance, keep, executor):
     assert_same_gradients(grads, found)
     stages, params, _ = zip(*parts, strict=True)
     plan = fp.make_plan(
-        stages, fp.schedules.remat(fp.schedules.fill_drain(len(balance), 3), keep=KEEPS[keep]), devices="cpu"
+        stages,
+        fp.schedules.remat(fp.schedules.fill_drain(len(balance), 3), keep=KEEPS[keep]),
+        devices="cpu",
     )
     result, pullback = fp.vjp(plan, params, x.detach(), executor=executor)
     torch.testing.assert_close(result.outputs.norm(), model(x).norm(), rtol=1e-12, atol=0)
@@ -130,9 +148,12 @@ def test_one_to_three(balance, keep, executor):
 
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [1, 1, 1]])
 def test_none_and_other_trees(sizes):
-    """F2, F10: None, ints, bools, masks, nothing at all, in any tree; what carries no gradient leaves no node behind."""
+    """F2, F10: None, ints, bools, masks, nothing at all, in any tree; what carries no gradient
+    leaves no node behind."""
     made = lambda x: {"none": None, "mask": x > 0, "ids": (torch.arange(len(x)), "word"), "x": [x]}
-    use = lambda x, skip: x + torch.where(skip["mask"], skip["x"][0], 0.0) if skip["none"] is None else None
+    use = lambda x, skip: (
+        x + torch.where(skip["mask"], skip["x"][0], 0.0) if skip["none"] is None else None
+    )
     model = nn.Sequential(Stash(made), nn.Linear(4, 4), Pop(use)).double()
     x = torch.randn(6, 4, dtype=DOUBLE)
     expected, grads = plain(model, x)
@@ -147,7 +168,9 @@ def test_none_and_other_trees(sizes):
 @pytest.mark.parametrize("sizes", [[3], [1, 2]])
 def test_popped_but_unused(sizes):
     """F10: it gives no gradient; torchgpipe's backward crashed."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Stash()), nn.Linear(4, 4), Pop(lambda x, skip: x)).double()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), Stash()), nn.Linear(4, 4), Pop(lambda x, skip: x)
+    ).double()
     x = torch.randn(6, 4, dtype=DOUBLE)
     _, grads = plain(model, x)
     assert_same_gradients(grads, run(cut_sequential(model, sizes), x, keep=KEEPS["always"])[1])
@@ -175,13 +198,18 @@ def alive():
 @pytest.mark.parametrize("keep", [None, "never", "always"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_nothing_leaks(executor, keep, sizes):
-    """F3, F4: after a run, in training with and without remat and in evaluation, every skip is gone, without gc."""
-    model = nn.Sequential(Stash(watched), nn.Linear(4, 4), Pop(lambda x, skip: x + skip[0]), nn.Linear(4, 4))
+    """F3, F4: after a run, in training with and without remat and in evaluation, every skip is
+    gone, without gc."""
+    model = nn.Sequential(
+        Stash(watched), nn.Linear(4, 4), Pop(lambda x, skip: x + skip[0]), nn.Linear(4, 4)
+    )
     parts = cut_sequential(model, sizes)
     stages, params, _ = zip(*parts, strict=True)
     loss = lambda y, _: y.square().mean()
     if keep is None:
-        plan = fp.make_plan(stages, fp.schedules.fill_drain(len(sizes), 3, backward=False), devices="cpu")
+        plan = fp.make_plan(
+            stages, fp.schedules.fill_drain(len(sizes), 3, backward=False), devices="cpu"
+        )
     else:
         order = fp.schedules.remat(fp.schedules.one_f_one_b(len(sizes), 3), keep=KEEPS[keep])
         plan = fp.make_plan(stages, order, loss=loss, devices="cpu")
@@ -221,8 +249,12 @@ def test_nothing_leaks_without_a_plan(end):
 
 
 def test_copies_go_straight():
-    """F7: a skip is copied from the stage that makes it to the one that pops it, past those between."""
-    stages, _, _ = zip(*cut_sequential(nn.Sequential(Stash(), nn.ReLU(), nn.ReLU(), Pop()), [1, 1, 1, 1]), strict=True)
+    """F7: a skip is copied from the stage that makes it to the one that pops it, past those
+    between."""
+    stages, _, _ = zip(
+        *cut_sequential(nn.Sequential(Stash(), nn.ReLU(), nn.ReLU(), Pop()), [1, 1, 1, 1]),
+        strict=True,
+    )
     plan = fp.make_plan(stages, fp.schedules.fill_drain(4, 1, backward=False), devices="cpu")
     copies = [line for line in plan.program.lines() if "send skip" in line]
     assert 1 == len(copies)
@@ -230,19 +262,25 @@ def test_copies_go_straight():
     assert "to 3@" in copies[0]
 
 
-@pytest.mark.parametrize("stage_of", [lambda m: fp.from_module(m)[0], lambda m: cut_sequential(m, [3])[0][0]])
+@pytest.mark.parametrize(
+    "stage_of", [lambda m: fp.from_module(m)[0], lambda m: cut_sequential(m, [3])[0][0]]
+)
 def test_a_skip_inside_of_a_stage_is_not_the_plans(stage_of):
     """F8: no value, no copy."""
     stages = fp.stage(lambda p, x: x, name="a"), stage_of(nn.Sequential(Stash(), nn.ReLU(), Pop()))
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=lambda y, t: y.sum(), devices="cpu"
+    )
     assert [] == [line for line in plan.program.lines() if "skip" in line]
 
 
-# -- without a plan ----------------------------------------------------------------------------------------------------
+# -- without a plan
+# -------------------------------------------------------------------------------
 
 
 def test_plain_calls():
-    """F9: no pipeline at all: a Sequential, functional_call, vmap, another call inside, 8 threads at once."""
+    """F9: no pipeline at all: a Sequential, functional_call, vmap, another call inside, 8 threads
+    at once."""
     model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
     x = torch.randn(5, 4)
     expected = model[1](x) + x
@@ -281,13 +319,16 @@ class Patched(nn.Sequential):
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Patched])
 def test_an_aborted_call_leaves_nothing(kind):
-    """F9: the next call finds no skip of it, while its exception is kept and after; torchgpipe's next pop took it."""
+    """F9: the next call finds no skip of it, while its exception is kept and after; torchgpipe's
+    next pop took it."""
     broken, rest, model = kind(Stash(), Fails()), kind(nn.Identity(), Pop()), kind(Stash(), Pop())
     x = torch.full((2,), 5.0)
     with pytest.raises(ConnectionError) as kept:
         broken(x)
     for _ in range(2):
-        with pytest.raises(fp.PlanError, match=r"pops 'skip', but no layer stashed it before \(there are: \[\]\)"):
+        with pytest.raises(
+            fp.PlanError, match=r"pops 'skip', but no layer stashed it before \(there are: \[\]\)"
+        ):
             rest(x)
         with pytest.raises(fp.PlanError, match="no layer stashed it before"):
             Pop()(x)
@@ -299,14 +340,19 @@ def test_hooks_do_not_matter():
     """With hooks torch calls a module by another way."""
     model = nn.Sequential(Stash(), nn.ReLU(), Pop())
     seen = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: (args, dict(kwargs)), with_kwargs=True)
-    model.register_forward_hook(lambda module, args, kwargs, y: seen.append(kwargs), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, dict(kwargs)), with_kwargs=True
+    )
+    model.register_forward_hook(
+        lambda module, args, kwargs, y: seen.append(kwargs), with_kwargs=True
+    )
     assert torch.equal(torch.full((2,), 2.0), model(torch.ones(2)))
     assert [{}] == seen
 
 
 def test_compiled_and_exported():
-    """torch.compile breaks its graph at a skippable layer and is right; export has the skip as an edge."""
+    """torch.compile breaks its graph at a skippable layer and is right; export has the skip as an
+    edge."""
     model = nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
     x = torch.randn(3, 4)
     with torch.no_grad():  # with a graph torch warns about itself where it breaks one
@@ -314,14 +360,18 @@ def test_compiled_and_exported():
     torch.testing.assert_close(torch.export.export(model, (x,), strict=False).module()(x), model(x))
 
 
-# -- in-place, values --------------------------------------------------------------------------------------------------
+# -- in-place, values
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 3], [3, 2], [1, 1, 1, 1, 1]])
 def test_a_skip_is_what_it_was_when_stashed(sizes):
-    """In-place layers after a stash, and those who write into what they popped, reach nobody, wherever the cuts are."""
+    """In-place layers after a stash, and those who write into what they popped, reach nobody,
+    wherever the cuts are."""
     write = lambda x, skip: x + skip.mul_(3)
-    model = nn.Sequential(nn.Linear(4, 4), Stash(), nn.ReLU(inplace=True), Pop(write), Pop(write)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), Stash(), nn.ReLU(inplace=True), Pop(write), Pop(write)
+    ).double()
     linear = model[0]
     x = torch.randn(6, 4, dtype=DOUBLE)
     expected = linear(x).relu() + 6 * linear(x)
@@ -332,7 +382,8 @@ def test_a_skip_is_what_it_was_when_stashed(sizes):
     assert_same_gradients(grads, found)
 
 
-# -- nested, isolated, used twice --------------------------------------------------------------------------------------
+# -- nested, isolated, used twice
+# -------------------------------------------------------------------------------
 
 
 def unet(depth=3, width=4):
@@ -340,7 +391,10 @@ def unet(depth=3, width=4):
     levels = [fp.models.Namespace() for _ in range(depth)]
     down = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), Stash().isolate(ns)) for ns in levels]
     cat = lambda x, skip: torch.cat([x, skip], 1)
-    up = [nn.Sequential(Pop(cat).isolate(ns), nn.Linear(2 * width, width), nn.Tanh()) for ns in reversed(levels)]
+    up = [
+        nn.Sequential(Pop(cat).isolate(ns), nn.Linear(2 * width, width), nn.Tanh())
+        for ns in reversed(levels)
+    ]
     return nn.Sequential(nn.Sequential(*down), nn.Linear(width, width), nn.Sequential(*up)).double()
 
 
@@ -348,7 +402,8 @@ def unet(depth=3, width=4):
 @pytest.mark.parametrize("sizes", [[1, 18], [3, 7, 9], [4, 4, 1, 10]])
 @pytest.mark.parametrize("family", [fp.schedules.fill_drain, fp.schedules.one_f_one_b])
 def test_unet(family, sizes, executor):
-    """Every skip of a U-Net across different stages, with remat: plain autograd's gradients to 1e-10."""
+    """Every skip of a U-Net across different stages, with remat: plain autograd's gradients to
+    1e-10."""
     model = unet()
     x = torch.randn(7, 4, dtype=DOUBLE)
     expected, grads = plain(model, x)
@@ -390,7 +445,8 @@ class Last(nn.Module):
 
 @pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1]])
 def test_skippables_inside_of_skippables(sizes):
-    """At any depth; of a module whose forward is its own nothing is assumed about the order of its layers."""
+    """At any depth; of a module whose forward is its own nothing is assumed about the order of its
+    layers."""
     model = nn.Sequential(First(), Around(), Last()).double()
     x = torch.randn(6, 4, dtype=DOUBLE)
     expected, grads = plain(model, x)
@@ -459,7 +515,8 @@ def test_batch_norm_and_skips_in_one_stage():
 
 
 def test_namespaces():
-    """Equal after copies and pickles, different from each other, ordered, called by their names or numbers."""
+    """Equal after copies and pickles, different from each other, ordered, called by their names or
+    numbers."""
     one, other, named = fp.models.Namespace(), fp.models.Namespace(), fp.models.Namespace("deep")
     for ns in (one, named):
         assert ns == copy.deepcopy(ns) == pickle.loads(pickle.dumps(ns))
@@ -488,23 +545,31 @@ class Several(nn.Module):
 def test_isolate():
     """All names, some names, one; the last one counts; None is the default; copies keep it."""
     assert ("ns/a", "ns/b") == fp.from_module(Several().isolate(fp.models.Namespace("ns")))[0].stash
-    some = Several().isolate(fp.models.Namespace("x"), only=["a"]).isolate(fp.models.Namespace("y"), only="b")
+    some = (
+        Several()
+        .isolate(fp.models.Namespace("x"), only=["a"])
+        .isolate(fp.models.Namespace("y"), only="b")
+    )
     for layer in (some, copy.deepcopy(some), pickle.loads(pickle.dumps(some))):
         stage, _, _ = fp.from_module(layer)
         assert (("x/a", "y/b"), ("c",)) == (stage.stash, stage.pop)
     some.isolate(fp.models.Namespace("z")).isolate(None, only=["c"])
     assert (("z/a", "z/b"), ("c",)) == (fp.from_module(some)[0].stash, fp.from_module(some)[0].pop)
-    with pytest.raises(fp.PlanError, match=r"no skips \['d'\] to isolate; it declares \['a', 'b', 'c'\]"):
+    with pytest.raises(
+        fp.PlanError, match=r"no skips \['d'\] to isolate; it declares \['a', 'b', 'c'\]"
+    ):
         Several().isolate(fp.models.Namespace(), only=["a", "d"])
     with pytest.raises(fp.PlanError, match=r"takes a namespace; got 'ns'.*fp.models.Namespace"):
         Several().isolate("ns")
 
 
-# -- classes -----------------------------------------------------------------------------------------------------------
+# -- classes
+# -------------------------------------------------------------------------------
 
 
 def test_the_class_stays_itself():
-    """Same class, same keys, copies, pickles and isinstance; the user's own attributes untouched."""
+    """Same class, same keys, copies, pickles and isinstance; the user's own attributes
+    untouched."""
 
     class Own(nn.Module):
         def __init__(self):
@@ -532,7 +597,8 @@ def _same(x):
 
 
 def test_subclasses():
-    """They inherit the declaration; forwards of their own are driven, super() is what was written."""
+    """They inherit the declaration; forwards of their own are driven, super() is what was
+    written."""
 
     class Child(Stash):
         pass
@@ -562,7 +628,9 @@ def test_subclasses():
 
 def test_wrong_declarations():
     """At the class, before any layer is made."""
-    with pytest.raises(fp.PlanError, match=r"stash='skip': give a sequence of names, stash=\['skip'\]"):
+    with pytest.raises(
+        fp.PlanError, match=r"stash='skip': give a sequence of names, stash=\['skip'\]"
+    ):
         fp.models.skippable(stash="skip")
     with pytest.raises(fp.PlanError, match=r"names in pop= are strings; got \[3\]"):
         fp.models.skippable(pop=[3])
@@ -572,7 +640,8 @@ def test_wrong_declarations():
         fp.models.skippable(pop=["a"])(Stash)
 
 
-# -- F5, F6: faults ----------------------------------------------------------------------------------------------------
+# -- F5, F6: faults
+# -------------------------------------------------------------------------------
 
 
 @fp.models.skippable(stash=["same"], pop=["same"])
@@ -583,12 +652,21 @@ class Both(nn.Module):
 
 
 def test_all_faults_of_a_model_are_listed():
-    """F5: unmatched, in the wrong order, twice, both ways: found when stages are made, by the layers' names."""
+    """F5: unmatched, in the wrong order, twice, both ways: found when stages are made, by the
+    layers' names."""
     model = nn.Sequential(
-        Pop(), nn.Sequential(Stash(), Stash()), Both(), Layer1(), Several(), Pop().isolate(fp.models.Namespace("deep"))
+        Pop(),
+        nn.Sequential(Stash(), Stash()),
+        Both(),
+        Layer1(),
+        Several(),
+        Pop().isolate(fp.models.Namespace("deep")),
     )
     expected = [
-        "'1.1' (Stash) stashes 'skip' again, '1.0' did already; keep them apart: isolate(fp.models.Namespace())",
+        (
+            "'1.1' (Stash) stashes 'skip' again, '1.0' did already; keep them apart: "
+            "isolate(fp.models.Namespace())"
+        ),
         "'2' (Both) both stashes and pops 'same'",
         "'0' (Pop) pops 'skip', but only '1.0', which comes later, stashes it",
         "'4' (Several) pops 'c', but no layer stashes it",
@@ -604,7 +682,9 @@ def test_all_faults_of_a_model_are_listed():
     assert expected == [line.removeprefix("  * ") for line in lines]
     with pytest.raises(fp.PlanError) as caught:  # a part of a model may exchange skips with others
         fp.from_module(model)
-    assert expected[:3] == [line.removeprefix("  * ") for line in str(caught.value).splitlines()[1:]]
+    assert expected[:3] == [
+        line.removeprefix("  * ") for line in str(caught.value).splitlines()[1:]
+    ]
 
 
 def test_the_same_block_twice_needs_namespaces():
@@ -635,7 +715,10 @@ def test_names_that_would_meet():
 
 def test_stages_that_do_not_match():
     """Between stages made by from_module the plan finds what does not match."""
-    stages = [fp.from_module(layer, name=type(layer).__name__)[0] for layer in (Stash(), nn.ReLU(), Last())]
+    stages = [
+        fp.from_module(layer, name=type(layer).__name__)[0]
+        for layer in (Stash(), nn.ReLU(), Last())
+    ]
     with pytest.raises(fp.PlanError) as caught:
         fp.make_plan(stages, fp.schedules.fill_drain(3, 1, backward=False), devices="cpu")
     assert "stage 2 ('Last') pops 'out', but no stage stashes it" in str(caught.value)
@@ -671,8 +754,14 @@ def keeps_stats(self, x):
 
 
 FAULTS = {
-    "stash": (odd(stashes_undeclared), r"Odd stashes 'a' without declaring it: @fp.models.skippable\(stash=\['a'\]\)"),
-    "pop": (odd(pops_undeclared), r"Odd pops 'a' without declaring it: @fp.models.skippable\(pop=\['a'\]\)"),
+    "stash": (
+        odd(stashes_undeclared),
+        r"Odd stashes 'a' without declaring it: @fp.models.skippable\(stash=\['a'\]\)",
+    ),
+    "pop": (
+        odd(pops_undeclared),
+        r"Odd pops 'a' without declaring it: @fp.models.skippable\(pop=\['a'\]\)",
+    ),
     "yield": (
         odd(yields_other),
         r"Odd yields a Tensor; it may yield fp.models.stash\(name, value\) and fp.models.pop\(name\)",
@@ -699,10 +788,17 @@ def test_faults_in_a_forward(fault):
     )
     if fault == "too early":
         return  # the plan gives it
-    stages = [fp.from_module(layer, name="odd")[0], fp.stage(lambda p, x, *, skips: x, name="end", pop=["a", "b"])]
-    giver = fp.stage(lambda p, x: fp.Out(x, stash=dict.fromkeys("ab", x)), name="give", stash=["a", "b"])
+    stages = [
+        fp.from_module(layer, name="odd")[0],
+        fp.stage(lambda p, x, *, skips: x, name="end", pop=["a", "b"]),
+    ]
+    giver = fp.stage(
+        lambda p, x: fp.Out(x, stash=dict.fromkeys("ab", x)), name="give", stash=["a", "b"]
+    )
     stages = stages if stages[0].stash else [giver, stages[0], stages[1]]
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(len(stages), 1, backward=False), devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match=message) as caught:
         fp.run(plan, [{} if stage.name == "odd" else () for stage in stages], torch.ones(2))
     assert "odd" == caught.value.funcpipe.name
@@ -717,7 +813,8 @@ def test_a_forward_may_return_nothing():
     assert odd(nothing, stash=["a"])(torch.ones(2)) is None
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------
+# -- recomputation
+# -------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -740,20 +837,25 @@ def test_torch_checkpoint(sizes):
         return plain(model, x)[1] if sizes is None else run(cut_sequential(model, sizes), x)[1]
 
     linear, tanh = nn.Linear(4, 4), nn.Tanh()
-    model = nn.Sequential(Checkpointed(linear, tanh, Stash(), tanh), nn.Sequential(nn.Linear(4, 4), Pop())).double()
+    model = nn.Sequential(
+        Checkpointed(linear, tanh, Stash(), tanh), nn.Sequential(nn.Linear(4, 4), Pop())
+    ).double()
     bare = nn.Sequential(nn.Sequential(linear, tanh, Stash(), tanh), model[1])
     expected = {
         name.replace("0.", "0.layers.", 1) if name[0] == "0" else name: grad.clone()
         for name, grad in plain(bare, x)[1].items()
     }
     assert_same_gradients(expected, gradients(model))
-    refused = nn.Sequential(nn.Sequential(linear, Stash()), Checkpointed(tanh, Pop(), nn.Linear(4, 4), tanh)).double()
+    refused = nn.Sequential(
+        nn.Sequential(linear, Stash()), Checkpointed(tanh, Pop(), nn.Linear(4, 4), tanh)
+    ).double()
     with pytest.raises(fp.PlanError, match=r"pops 'skip' in a backward.*fp.schedules.remat"):
         gradients(refused)
 
 
 def test_training_a_unet():
-    """A few steps through the pipeline go as those of the plain model; its own parameters are trained."""
+    """A few steps through the pipeline go as those of the plain model; its own parameters are
+    trained."""
     model = unet(2)
     twin = copy.deepcopy(model)
     stages, params, state = zip(*cut_sequential(model, [4, 9], flat=True), strict=True)

@@ -1,4 +1,5 @@
-"""Traced cuts: what export can and cannot capture, each exact against the eager model or refused by name."""
+"""Traced cuts: what export can and cannot capture, each exact against the eager model or refused by
+name."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def square(y, target=None):
     return (y.float() if y.dtype is torch.bfloat16 else y).pow(2).mean()
 
 
-def same_as_eager(model, at=("b",), *, example=None, rows=ROWS, count=3, tolerance=1e-10, **options):
+def same_as_eager(
+    model, at=("b",), *, example=None, rows=ROWS, count=3, tolerance=1e-10, **options
+):
     """Split, run under 1F1B and zero-bubble, compare with the eager model."""
     before = {name: one.clone() for name, one in model.state_dict().items()}
     forward, rng = model.forward, torch.get_rng_state()
@@ -80,7 +83,9 @@ def same_as_eager(model, at=("b",), *, example=None, rows=ROWS, count=3, toleran
     batch = inputs(rows)
     loss, grads, _, _ = reference(model, batch, count, square)
     for schedule in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
-        plan = fp.make_plan(made.stages, schedule(len(made), count), loss=square, ties=made.ties, devices="cpu")
+        plan = fp.make_plan(
+            made.stages, schedule(len(made), count), loss=square, ties=made.ties, devices="cpu"
+        )
         result = fp.run(plan, made.params, (batch, None), state=made.state, seed=0)
         assert float(result.loss) == pytest.approx(loss, abs=tolerance)
         found = made.merge(result.grads)
@@ -93,12 +98,16 @@ def same_as_eager(model, at=("b",), *, example=None, rows=ROWS, count=3, toleran
     return made
 
 
-# -- captured exactly --------------------------------------------------------------------------------------------------
+# -- captured exactly
+# -------------------------------------------------------------------------------
 
 
 def test_plain():
     made = same_as_eager(net(lambda s, x: s.b(s.a(x).relu())))
-    assert [sorted(tree) for tree in made.params] == [["a.bias", "a.weight"], ["b.bias", "b.weight"]]
+    assert [sorted(tree) for tree in made.params] == [
+        ["a.bias", "a.weight"],
+        ["b.bias", "b.weight"],
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
@@ -186,17 +195,24 @@ def test_item_and_boolean_indexing():
 
 
 def test_data_dependent_branch_is_refused():
-    with pytest.raises(fp.PlanError, match=r"branches on the numbers in a tensor.*without example="):
-        fp.split(net(lambda s, x: s.b(s.a(x)) if x.sum() > 0 else s.a(x)), at=["b"], example=inputs())
+    with pytest.raises(
+        fp.PlanError, match=r"branches on the numbers in a tensor.*without example="
+    ):
+        fp.split(
+            net(lambda s, x: s.b(s.a(x)) if x.sum() > 0 else s.a(x)), at=["b"], example=inputs()
+        )
 
 
 def test_loop_over_rows_is_refused():
     with pytest.raises(fp.PlanError, match="fixes the number of rows"):
-        fp.split(net(lambda s, x: s.b(torch.stack([s.a(row) for row in x]))), at=["b"], example=inputs())
+        fp.split(
+            net(lambda s, x: s.b(torch.stack([s.a(row) for row in x]))), at=["b"], example=inputs()
+        )
 
 
 def test_fixed_rows():
-    """With any_rows=False the same loop is one microbatch's, and other sizes are refused by name."""
+    """With any_rows=False the same loop is one microbatch's, and other sizes are refused by
+    name."""
     model = net(lambda s, x: s.b(torch.stack([s.a(row) for row in x])))
     made = same_as_eager(model, example=inputs(2), rows=6, count=3, any_rows=False)
     plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
@@ -246,7 +262,9 @@ CUSTOM = {
     "into a skip": (r"Round", lambda s, x: s.b(s.a(x)) + Round.apply(s.a(x))),
     "in a branch": (
         r"torch.cond",
-        lambda s, x: s.b(torch.cond(x.sum() > 0, lambda v: Round.apply(v) * 2, lambda v: v - 1.0, (s.a(x),))),
+        lambda s, x: s.b(
+            torch.cond(x.sum() > 0, lambda v: Round.apply(v) * 2, lambda v: v - 1.0, (s.a(x),))
+        ),
     ),
 }
 
@@ -259,7 +277,10 @@ def test_custom_function_is_refused(where):
     model = net(forward)
     with pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
         fp.split(model, at=["b"], example=inputs())
-    with torch.no_grad(), pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"):
+    with (
+        torch.no_grad(),
+        pytest.raises(fp.PlanError, match=rf"{says}.*forgets its backward.*custom_op"),
+    ):
         fp.split(model, at=["b"], example=inputs())
     assert Round.apply(torch.tensor(0.6)) == 1
 
@@ -290,7 +311,8 @@ def test_tracing_leaves_torch_and_the_example_alone():
 
 
 def test_buffers_become_state():
-    """A counter and an average: one update by the whole batch; buffers that are not saved; constants."""
+    """A counter and an average: one update by the whole batch; buffers that are not saved;
+    constants."""
 
     def forward(s, x):
         s.steps.add_(1)
@@ -299,7 +321,9 @@ def test_buffers_become_state():
 
     model = net(forward, steps=torch.zeros((), dtype=torch.long), average=torch.zeros(8))
     model.register_buffer("table", torch.ones(8), persistent=False)
-    with pytest.raises(fp.PlanError, match=r"(?s)depends on the inputs.*mean_by_rows.*\* 'average'$"):
+    with pytest.raises(
+        fp.PlanError, match=r"(?s)depends on the inputs.*mean_by_rows.*\* 'average'$"
+    ):
         fp.split(model, at=["b"], example=inputs())
     made = fp.split(model, at=["b"], example=inputs(), commit={"average": fp.models.mean_by_rows})
     assert sorted(made.state[0]) == ["average", "steps"]
@@ -332,7 +356,9 @@ def test_buffer_written_in_two_stages_is_refused():
         s.average.mul_(2.0)
         return h
 
-    with pytest.raises(fp.PlanError, match=r"'average', which the forward writes, is used in stages \[0, 1\]"):
+    with pytest.raises(
+        fp.PlanError, match=r"'average', which the forward writes, is used in stages \[0, 1\]"
+    ):
         fp.split(net(forward, average=torch.zeros(8)), at=["b"], example=inputs())
 
 
@@ -360,7 +386,11 @@ def test_frozen_batch_norm_stays_frozen():
 
 def test_lifted_constants_and_made_tensors():
     def forward(s, x):
-        return s.b(s.a(x) + s.offsets) + torch.arange(8, device=x.device, dtype=x.dtype) + torch.tensor([2.0])
+        return (
+            s.b(s.a(x) + s.offsets)
+            + torch.arange(8, device=x.device, dtype=x.dtype)
+            + torch.tensor([2.0])
+        )
 
     model = net(forward)
     model.offsets = torch.linspace(0, 1, 8)
@@ -368,13 +398,16 @@ def test_lifted_constants_and_made_tensors():
 
 
 def test_dropout_is_keyed_by_layer():
-    """Two, three and four stages draw the same; so does the model as one stage of its own modules."""
+    """Two, three and four stages draw the same; so does the model as one stage of its own
+    modules."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(4)])
     batch = (inputs(), None)
     losses = set()
     for count in (1, 2, 3, 4):
         made = fp.split(model, count, example=inputs(3))
-        plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(count, 2), loss=square, devices="cpu")
+        plan = fp.make_plan(
+            made.stages, fp.schedules.one_f_one_b(count, 2), loss=square, devices="cpu"
+        )
         losses.add(float(fp.run(plan, made.params, batch, seed=3).loss))
     stage, params, _ = fp.from_module(model)
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=square, devices="cpu")
@@ -399,7 +432,9 @@ def test_random_tensors_and_functional_dropout():
 
 def test_evaluation_with_the_same_stages():
     """Traced in training, the stages evaluate too: dropout off, running statistics."""
-    model = net(lambda s, x: s.b(s.drop(s.norm(s.a(x)))), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5))
+    model = net(
+        lambda s, x: s.b(s.drop(s.norm(s.a(x)))), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5)
+    )
     made = fp.split(model, at=["norm"], example=inputs())
     plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 3, backward=False), devices="cpu")
     x = inputs()
@@ -411,7 +446,9 @@ def test_other_mode_is_refused_where_it_differs():
     model = net(lambda s, x: s.b(s.a(x) * (2.0 if s.training else 1.0)))
     made = fp.split(model, at=["b"], example=inputs())
     plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu")
-    with pytest.raises(fp.PlanError, match=r"traced in training mode and cannot run in evaluation mode.*model.eval"):
+    with pytest.raises(
+        fp.PlanError, match=r"traced in training mode and cannot run in evaluation mode.*model.eval"
+    ):
         fp.run(plan, made.params, inputs())
 
 
@@ -439,7 +476,11 @@ def test_keywords_trees_and_dataclass_outputs():
     model = Net()
 
     def batch(rows):
-        return {"x": {"left": inputs(rows), "right": [inputs(rows)]}, "bias": inputs(rows), "scale": 2.0}
+        return {
+            "x": {"left": inputs(rows), "right": [inputs(rows)]},
+            "bias": inputs(rows),
+            "scale": 2.0,
+        }
 
     made = fp.split(model, at=["b"], example=batch(3))
     plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
@@ -471,7 +512,8 @@ def _unet(s, x):
     return s.d(third + first) * x
 
 
-# -- where to cut ------------------------------------------------------------------------------------------------------
+# -- where to cut
+# -------------------------------------------------------------------------------
 
 
 def test_split_points():
@@ -483,7 +525,10 @@ def test_split_points():
     model = net(forward)
     assert model(inputs()).shape == (ROWS, 8)
     made = fp.split(model, example=inputs())
-    assert [sorted(tree) for tree in made.params] == [["a.bias", "a.weight"], ["b.bias", "b.weight"]]
+    assert [sorted(tree) for tree in made.params] == [
+        ["a.bias", "a.weight"],
+        ["b.bias", "b.weight"],
+    ]
     assert len(fp.split(model, example=inputs())) == 2
     with pytest.raises(fp.PlanError, match="no fp.models.split_point"):
         fp.split(net(lambda s, x: s.b(s.a(x))), example=inputs())
@@ -520,9 +565,14 @@ def test_second_call_of_a_module():
 def test_policies_and_sizes():
     model = net(lambda s, x: s.d(s.c(s.b(s.a(x)))), c=nn.Linear(8, 32), d=nn.Linear(32, 2))
     of = lambda **options: [
-        sorted({key[0] for key in tree}) for tree in fp.split(model, example=inputs(), **options).params
+        sorted({key[0] for key in tree})
+        for tree in fp.split(model, example=inputs(), **options).params
     ]
-    assert of(num_stages=2, policy=fp.models.by_parameters) == of(num_stages=2) == [["a", "b"], ["c", "d"]]
+    assert (
+        of(num_stages=2, policy=fp.models.by_parameters)
+        == of(num_stages=2)
+        == [["a", "b"], ["c", "d"]]
+    )
     assert of(balance=[1, 3]) == [["a"], ["b", "c", "d"]]
     assert of(policy=fp.models.by_memory(288 * 8)) == [["a", "b"], ["c"], ["d"]]
     assert len(of(num_stages=3, policy=fp.models.by_time)) == 3
@@ -535,7 +585,8 @@ def test_policies_and_sizes():
         of(balance=[1, 3], at=["b"])
 
 
-# -- ties --------------------------------------------------------------------------------------------------------------
+# -- ties
+# -------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -557,7 +608,10 @@ def test_tied_parameters(ties):
     batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
     made = fp.split(model, at=["mid", "head"], example=batch, ties=ties)
     model(**batch)["loss"].backward()
-    for schedule in (fp.schedules.one_f_one_b(3, 3), fp.schedules.remat(fp.schedules.zero_bubble(3, 3))):
+    for schedule in (
+        fp.schedules.one_f_one_b(3, 3),
+        fp.schedules.remat(fp.schedules.zero_bubble(3, 3)),
+    ):
         plan = fp.make_plan(made.stages, schedule, loss=made.loss, ties=made.ties, devices="cpu")
         result = fp.run(plan, made.params, (batch, None))
         torch.testing.assert_close(made.merge(result.grads)["head.weight"], model.table.weight.grad)
@@ -571,8 +625,12 @@ def test_replicas_never_drift():
     model = Tied()
     batch = {"tokens": torch.randint(0, 11, (6, 3)), "labels": torch.randint(0, 11, (6, 3))}
     made = fp.split(model, at=["mid", "head"], example=batch)
-    params = tuple({k: v.detach().clone().requires_grad_() for k, v in tree.items()} for tree in made.params)
-    plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(3, 2), loss=made.loss, ties=made.ties, devices="cpu")
+    params = tuple(
+        {k: v.detach().clone().requires_grad_() for k, v in tree.items()} for tree in made.params
+    )
+    plan = fp.make_plan(
+        made.stages, fp.schedules.one_f_one_b(3, 2), loss=made.loss, ties=made.ties, devices="cpu"
+    )
     optimizer = torch.optim.Adam(fp.leaves(params), lr=0.1)
     for _ in range(3):
         fp.step(optimizer, params, fp.run(plan, params, (batch, None)).grads, ties=made.ties)
@@ -589,7 +647,8 @@ def test_wrong_ties():
             fp.split(Tied(), at=["mid"], example=batch, ties=ties)
 
 
-# -- numbers in and out ------------------------------------------------------------------------------------------------
+# -- numbers in and out
+# -------------------------------------------------------------------------------
 
 
 def test_state_dict_round_trip():
@@ -599,8 +658,12 @@ def test_state_dict_round_trip():
     for at in (["mid"], ["mid", "head"]):
         made = fp.split(model, at=at, example=batch)
         loaded = made.load_state_dict(other.state_dict())
-        assert all(torch.equal(one, other.state_dict()[name]) for name, one in loaded.state_dict().items())
-        assert all(torch.equal(one, model.state_dict()[name]) for name, one in made.state_dict().items())
+        assert all(
+            torch.equal(one, other.state_dict()[name]) for name, one in loaded.state_dict().items()
+        )
+        assert all(
+            torch.equal(one, model.state_dict()[name]) for name, one in made.state_dict().items()
+        )
         assert loaded.params[0]["table.weight"].requires_grad
         assert loaded.params[0]["table.weight"] is loaded.params[-1]["table.weight"]
     wrong = {**other.state_dict(), "heat.weight": torch.zeros(1)}
@@ -618,7 +681,9 @@ def test_loss_of_the_model():
     y = Tied()(**batch)
     assert fp.split(Tied(), at=["mid"], example=batch, loss="loss").loss(y, None) is y["loss"]
     assert (
-        fp.split(Tied(), at=["mid"], example=batch, loss=lambda out: out["logits"].sum()).loss(y, None)
+        fp.split(Tied(), at=["mid"], example=batch, loss=lambda out: out["logits"].sum()).loss(
+            y, None
+        )
         == y["logits"].sum()
     )
     assert fp.split(net(lambda s, x: s.b(s.a(x))), 2, example=inputs()).loss is None
@@ -627,7 +692,8 @@ def test_loss_of_the_model():
 
 
 def test_meta_capture_runs_on_the_cpu():
-    """A model without numbers is split, and numbers are loaded later; tensors that it makes follow."""
+    """A model without numbers is split, and numbers are loaded later; tensors that it makes
+    follow."""
 
     def forward(s, x):
         return s.b(s.a(x) + torch.arange(8, device=x.device, dtype=x.dtype))
@@ -636,7 +702,9 @@ def test_meta_capture_runs_on_the_cpu():
     empty = copy.deepcopy(model).to("meta")
     made = fp.split(empty, at=["b"], example=torch.empty(4, 8, device="meta"))
     params = tuple({name: model.get_parameter(name) for name in tree} for tree in made.params)
-    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", train=True)
+    plan = fp.make_plan(
+        made.stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", train=True
+    )
     x = inputs()
     torch.testing.assert_close(fp.run(plan, params, x).outputs, model(x))
 
@@ -645,7 +713,10 @@ def test_split_prints_itself():
     made = fp.split(
         Tied(),
         at=["mid", "head"],
-        example={"tokens": torch.zeros(2, 3, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)},
+        example={
+            "tokens": torch.zeros(2, 3, dtype=torch.long),
+            "labels": torch.zeros(2, 3, dtype=torch.long),
+        },
     )
     text = str(made)
     for part in (
@@ -664,17 +735,22 @@ def test_bytes_of_edges_are_those_of_the_run():
     made = fp.split(Tied(), at=["mid", "head"], example=batch)
     x, skips = batch, {}
     for index, stage in enumerate(made.stages):
-        out = stage(made.params[index], x, skips={name: skips[name] for name in stage.pop}, train=True)
+        out = stage(
+            made.params[index], x, skips={name: skips[name] for name in stage.pop}, train=True
+        )
         stash = out.stash if isinstance(out, fp.Out) else {}
         x = out.y if isinstance(out, fp.Out) else out
         for edge in made.edges:
             if edge.source == index:
-                value = stash[edge.name] if edge.skip else x[edge.name] if isinstance(x, dict) else x
+                value = (
+                    stash[edge.name] if edge.skip else x[edge.name] if isinstance(x, dict) else x
+                )
                 assert value.nbytes == 6 * edge.row_bytes
         skips.update(stash)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------
 
 
 def test_models_that_no_way_takes():
@@ -687,7 +763,9 @@ def test_models_that_no_way_takes():
     with pytest.raises(fp.PlanError, match=r"0.weight is torch.sparse_coo"):
         fp.split(sparse, 2)
     spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(fp.PlanError, match=r"several devices \(0.weight on cpu, 1.weight on meta\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"several devices \(0.weight on cpu, 1.weight on meta\)"
+    ):
         fp.split(spread, 2)
 
 
@@ -696,7 +774,9 @@ def test_example_that_does_not_fit():
     with pytest.raises(fp.PlanError, match="the model itself fails on the example: .*3x5 and 8x8"):
         fp.split(model, 2, example=torch.zeros(3, 5))
     with pytest.raises(
-        fp.PlanError, match="the model itself fails on the example: TypeError.*unexpected keyword argument 'nothing'"
+        fp.PlanError,
+        match="the model itself fails on the example: TypeError.*unexpected keyword argument "
+        "'nothing'",
     ):
         fp.split(model, 2, example={"nothing": torch.zeros(3, 8)})
 
@@ -735,7 +815,11 @@ def test_traced_stages_pickle_and_copy():
     losses = set()
     for one in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         plan = fp.make_plan(
-            one.stages, fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)), loss=square, ties=one.ties, devices="cpu"
+            one.stages,
+            fp.schedules.remat(fp.schedules.one_f_one_b(2, 2)),
+            loss=square,
+            ties=one.ties,
+            devices="cpu",
         )
         losses.add(float(fp.run(plan, one.params, batch, state=one.state, seed=1).loss))
         fp.testing.assert_matches_sequential(plan, one.params, batch, state=one.state, seed=1)
@@ -747,12 +831,15 @@ def test_traced_stages_under_transforms():
     model = net(lambda s, x: s.b(s.a(x).tanh()))
     made = fp.split(model, 2, example=inputs())
     x = inputs()
-    grads = torch.func.grad(lambda params: square(fp.apply(made.stages, params, x, train=True).y))(made.params)
+    grads = torch.func.grad(lambda params: square(fp.apply(made.stages, params, x, train=True).y))(
+        made.params
+    )
     square(model(x)).backward()
     torch.testing.assert_close(grads[0]["a.weight"], model.a.weight.grad)
 
 
-# -- what a check must not pass ----------------------------------------------------------------------------------------
+# -- what a check must not pass
+# -------------------------------------------------------------------------------
 
 
 def test_batch_norm_by_hand_is_a_written_buffer():
@@ -778,16 +865,27 @@ def test_buffers_written_by_operations_that_do_not_say_so(kind):
         model = net(lambda s, x: s.b(s.a(x).relu()))
         nn.utils.parametrizations.spectral_norm(model.a)
     else:
-        model = net(lambda s, x: s.b(s.n(s.a(x)[:, None]).flatten(1)), n=nn.InstanceNorm1d(1, track_running_stats=True))
+        model = net(
+            lambda s, x: s.b(s.n(s.a(x)[:, None]).flatten(1)),
+            n=nn.InstanceNorm1d(1, track_running_stats=True),
+        )
     made = fp.split(model, at=["b"], example=inputs())
     plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
     result = fp.run(plan, made.params, (inputs(), None), state=made.state)
-    assert any(not torch.equal(result.state[0][name], old) for name, old in made.state[0].items() if old.dim())
+    assert any(
+        not torch.equal(result.state[0][name], old)
+        for name, old in made.state[0].items()
+        if old.dim()
+    )
 
 
 def test_a_branch_on_one_row_is_refused_at_run_time():
     """Export takes one row for no number of rows."""
-    made = fp.split(net(lambda s, x: s.b(s.a(x) * (2.0 if x.shape[0] == 1 else 1.0))), at=["b"], example=inputs())
+    made = fp.split(
+        net(lambda s, x: s.b(s.a(x) * (2.0 if x.shape[0] == 1 else 1.0))),
+        at=["b"],
+        example=inputs(),
+    )
     plan = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 3), loss=square, devices="cpu")
     fp.run(plan, made.params, (inputs(6), None))
     with pytest.raises(fp.BatchError, match="the trace holds for 2 to"):
@@ -814,7 +912,9 @@ def test_the_other_mode_is_compared_with_gradients_and_buffers():
     average = {"average": fp.models.mean_by_rows}
     for model, same in ((net(counts, average=torch.zeros(8)), True), (net(detaches), False)):
         made = fp.split(model, at=["b"], example=inputs(), commit=average if same else None)
-        evaluate = fp.make_plan(made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, train=False, devices="cpu")
+        evaluate = fp.make_plan(
+            made.stages, fp.schedules.one_f_one_b(2, 2), loss=square, train=False, devices="cpu"
+        )
         if same:  # nothing is committed in evaluation, so the average stays, as the model's does
             result = fp.run(evaluate, made.params, (inputs(), None), state=made.state)
             assert not result.state[0]["average"].any()
@@ -822,10 +922,14 @@ def test_the_other_mode_is_compared_with_gradients_and_buffers():
             with pytest.raises(fp.PlanError, match="cannot run in evaluation mode"):
                 fp.run(evaluate, made.params, (inputs(), None), state=made.state)
         still = fp.split(model.eval(), at=["b"], example=inputs(), commit=average if same else None)
-        plan = fp.make_plan(still.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu")
+        plan = fp.make_plan(
+            still.stages, fp.schedules.one_f_one_b(2, 2), loss=square, devices="cpu"
+        )
         x = inputs()
         result = fp.run(plan, still.params, (x, None), state=still.state)
-        grads = torch.autograd.grad(square(model(x), None), list(model.parameters()), allow_unused=True)
+        grads = torch.autograd.grad(
+            square(model(x), None), list(model.parameters()), allow_unused=True
+        )
         for (name, _), wanted in zip(model.named_parameters(), grads, strict=True):
             found = next((tree[name] for tree in result.grads if name in tree), None)
             torch.testing.assert_close(found, torch.zeros_like(found) if wanted is None else wanted)
@@ -857,8 +961,15 @@ def test_small_and_complex_gradients_are_compared():
 
 
 def test_outputs_that_are_words():
-    made = fp.split(net(lambda s, x: {"y": s.b(s.a(x)), "kind": "linear"}), at=["b"], example=inputs(), check=False)
-    plan = fp.make_plan(made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu", train=True)
+    made = fp.split(
+        net(lambda s, x: {"y": s.b(s.a(x)), "kind": "linear"}),
+        at=["b"],
+        example=inputs(),
+        check=False,
+    )
+    plan = fp.make_plan(
+        made.stages, fp.schedules.fill_drain(2, 1, backward=False), devices="cpu", train=True
+    )
     assert fp.run(plan, made.params, inputs()).outputs["kind"] == "linear"
 
 

@@ -15,9 +15,13 @@ PARTS = [2, 2, 2]
 TRACED_ONLY = {"t5"}
 PADDED = {"llama-tied"}
 SUMS_DIFFER = {"t5"}
-"""The encoder's output is read four times: as one stage's sum of four, or two sums of two. Rounding differs."""
+"""The encoder's output is read four times: as one stage's sum of four, or two sums of two. Rounding
+differs."""
 CASES = [
-    (name, way, ties) for name in sorted(ZOO) for way in ("traced", "layers") for ties in ("replicate", "transmit")
+    (name, way, ties)
+    for name in sorted(ZOO)
+    for way in ("traced", "layers")
+    for ties in ("replicate", "transmit")
 ]
 
 
@@ -25,7 +29,8 @@ def cut(
     name: str, way: str, count: int, *, ties: str = "replicate", dropout: float = 0.0
 ) -> tuple[torch.nn.Module, fp.Split]:
     model = zoo(name, dropout=dropout)
-    # The zoo's own loss functions are not known to the library; by rows is right where every row counts alike.
+    # The zoo's own loss functions are not known to the library; by rows is right where every row
+    # counts alike.
     loss = own_loss if name in PADDED else None
     if way == "traced":
         return model, fp.split(model, count, example=batch(name, 3), ties=ties, loss=loss)
@@ -75,13 +80,16 @@ def test_loss_and_gradients_equal_the_model(name, way, ties):
             for key, parameter in model.named_parameters():
                 wanted = grads[key]
                 ours = found[key] if key not in made.rest else torch.zeros_like(wanted)
-                torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{key}: {text}")
+                torch.testing.assert_close(
+                    ours, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{key}: {text}"
+                )
                 assert parameter.grad is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name, way in product(sorted(ZOO), ("traced", "layers")) if ZOO[name].draws]
+    ("name", "way"),
+    [(name, way) for name, way in product(sorted(ZOO), ("traced", "layers")) if ZOO[name].draws],
 )
 def test_dropout_does_not_depend_on_the_cuts(name, way):
     """2, 3 and 4 stages agree bit for bit."""
@@ -100,7 +108,10 @@ def test_dropout_does_not_depend_on_the_cuts(name, way):
         )
         result = fp.run(plan, made.params, (given, None), state=made.state, seed=5)
         merged = made.merge(result.grads, made.state)
-        seen[count] = (float(result.loss), {key: one for key, one in merged.items() if key not in made.rest})
+        seen[count] = (
+            float(result.loss),
+            {key: one for key, one in merged.items() if key not in made.rest},
+        )
     for count in (3, 4):
         assert seen[count][0] == seen[2][0]
         for key, one in seen[count][1].items():

@@ -1,4 +1,5 @@
-"""What the rooms about models say alike: sizes that do not fit, faults all at once, and one kind of bound function."""
+"""What the rooms about models say alike: sizes that do not fit, faults all at once, and one kind of
+bound function."""
 
 import pytest
 import torch
@@ -28,12 +29,15 @@ def test_sizes_are_refused_alike(sizes):
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
     table = fp.models.memory(model, torch.zeros(1, 2))
     for cut in (lambda: fp.split(model, balance=sizes), lambda: table.group(sizes)):
-        with pytest.raises(fp.PlanError, match=r"positive numbers that sum to the 3 .*got .*e\.g\. \["):
+        with pytest.raises(
+            fp.PlanError, match=r"positive numbers that sum to the 3 .*got .*e\.g\. \["
+        ):
             cut()
 
 
 def test_what_knows_its_layers_is_called_as_it_is_bound():
-    """Outside of a run a module, a graph and a composition are their bound functions, called once."""
+    """Outside of a run a module, a graph and a composition are their bound functions, called
+    once."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).eval()
     x = torch.randn(4, 2)
     module, params, _ = fp.from_module(model)
@@ -43,5 +47,7 @@ def test_what_knows_its_layers_is_called_as_it_is_bound():
         bound = stage.bind(given, ())
         assert torch.equal(stage(given, x), bound(x))
         assert torch.equal(stage(given, x), model(x))
-        assert dict(bound.places) == {} or set(bound.places.values()) <= {name for name, _ in model.named_modules()}
+        assert dict(bound.places) == {} or set(bound.places.values()) <= {
+            name for name, _ in model.named_modules()
+        }
         bound.release()

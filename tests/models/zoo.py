@@ -13,9 +13,21 @@ from torch import nn
 
 Inputs = dict[str, Any]
 
-_TEXT = {"vocab_size": 29, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 16}
+_TEXT = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
 _BLOCK = {"num_hidden_layers": 4, "intermediate_size": 24}
-_LLAMA = {**_TEXT, **_BLOCK, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    **_TEXT,
+    **_BLOCK,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 class Case(NamedTuple):
@@ -53,8 +65,11 @@ def batch(name: str, rows: int = 6) -> Inputs:
         return ZOO[name].inputs(rows)
 
 
-def reference(model: nn.Module, inputs: Inputs, parts: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of a copy called on one microbatch after the other, weighted by rows; the model is untouched."""
+def reference(
+    model: nn.Module, inputs: Inputs, parts: list[int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a copy called on one microbatch after the other, weighted by rows; the
+    model is untouched."""
     twin = copy.deepcopy(model)
     rows, start, total = sum(parts), 0, torch.zeros((), dtype=torch.float64)
     for size in parts:
@@ -66,10 +81,15 @@ def reference(model: nn.Module, inputs: Inputs, parts: list[int]) -> tuple[torch
         loss.backward()
         total += loss.detach()
         start += size
-    return total, {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in twin.named_parameters()}
+    return total, {
+        key: p.grad if p.grad is not None else torch.zeros_like(p)
+        for key, p in twin.named_parameters()
+    }
 
 
-def _causal_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+def _causal_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any
+) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
@@ -77,7 +97,9 @@ def _llama(*, tied: bool) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        return LlamaForCausalLM(LlamaConfig(**_LLAMA, tie_word_embeddings=tied, attention_dropout=dropout))
+        return LlamaForCausalLM(
+            LlamaConfig(**_LLAMA, tie_word_embeddings=tied, attention_dropout=dropout)
+        )
 
     return build
 
@@ -104,22 +126,41 @@ def _gpt2(dropout: float) -> nn.Module:
 def _bert(dropout: float) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
+    rates = {
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "classifier_dropout": dropout,
+    }
     return BertForSequenceClassification(BertConfig(**_TEXT, **_BLOCK, **rates, num_labels=3))
 
 
 def _t5(dropout: float) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    shape = {"vocab_size": 29, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**shape, dropout_rate=dropout, decoder_start_token_id=0))
+    shape = {
+        "vocab_size": 29,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**shape, dropout_rate=dropout, decoder_start_token_id=0)
+    )
 
 
 def _vit(dropout: float) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "num_channels": 3}
+    shape = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_channels": 3,
+    }
     return ViTForImageClassification(ViTConfig(**shape, **_BLOCK, **rates, num_labels=3))
 
 

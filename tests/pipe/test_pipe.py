@@ -1,4 +1,5 @@
-"""Pipe is the Sequential: same numbers, same structure, same names. Names after the list of torchgpipe's own behaviours."""
+"""Pipe is the Sequential: same numbers, same structure, same names. Names after the list of
+torchgpipe's own behaviours."""
 
 from __future__ import annotations
 
@@ -21,13 +22,22 @@ every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 
 def net():
     torch.manual_seed(0)
-    layers = (nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+    layers = (
+        nn.Linear(4, 8),
+        nn.Tanh(),
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 2),
+    )
     return nn.Sequential(*layers).double()
 
 
 def piped(model, chunks=3, checkpoint="except_last", *, balance=(2, 1, 3), **options):
     """A pipe over a copy of the model."""
-    return fp.Pipe(copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options)
+    return fp.Pipe(
+        copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options
+    )
 
 
 def data(rows=10, width=4):
@@ -45,7 +55,8 @@ def assert_close(a, b):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-# -- transparency -----------------------------------------------------------------------------------------------------
+# -- transparency
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("balance", [[6], [1, 5], [2, 1, 3], [1] * 6], ids=str)
@@ -108,7 +119,9 @@ def test_a3_it_behaves_as_the_sequential():
     assert list(part) == [model[1], model[2]]
     assert list(part.state_dict()) == ["2.weight", "2.bias"]
     assert list(pipe.state_dict()) == list(model.state_dict())
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pipe.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert all(a is b for a, b in zip(pipe.parameters(), model.parameters(), strict=True))
     pipe.load_state_dict(net().state_dict())
     model.load_state_dict(pipe.state_dict())
@@ -141,7 +154,9 @@ def test_a3_layers_named_like_attributes_of_a_pipe():
     model._modules.update(OrderedDict((name, nn.Linear(4, 4).double()) for name in names))
     pipe = fp.Pipe(model, 2, devices="cpu")
     assert pipe.chunks == 2
-    assert [name.split(".")[0] for name in pipe.state_dict()] == [name for name in names for _ in range(2)]
+    assert [name.split(".")[0] for name in pipe.state_dict()] == [
+        name for name in names for _ in range(2)
+    ]
     assert pipe(data()).shape == (10, 4)
 
 
@@ -166,7 +181,9 @@ def test_a4_structure_is_kept():
     (one,) = single((x,))
     assert torch.equal(one, x)
     assert same(pair((x, y)), Both()(Both()((x, y))))
-    out = fp.Pipe(nn.Sequential(Tree()), 3, devices="cpu")({"a": x, "n": torch.arange(10), "word": "w"})
+    out = fp.Pipe(nn.Sequential(Tree()), 3, devices="cpu")(
+        {"a": x, "n": torch.arange(10), "word": "w"}
+    )
     assert same(out, {"out": (x * 2,), "n": torch.arange(10), "none": None, "word": "w"})
 
 
@@ -175,7 +192,11 @@ def test_a4_several_inputs_and_outputs():
         def forward(self, a, b):
             return a + b, a * b
 
-    model, x, y = fp.models.PipeSequential(Two(), Two(), Minus()), data().requires_grad_(), data() + 1
+    model, x, y = (
+        fp.models.PipeSequential(Two(), Two(), Minus()),
+        data().requires_grad_(),
+        data() + 1,
+    )
     pipe = fp.Pipe(model, 3, balance=[1, 2], devices="cpu")
     assert same(pipe(x, y), model(x, y))
     pipe(x, y).sum().backward()
@@ -200,7 +221,8 @@ def test_a5_an_empty_sequential_is_the_identity():
         pipe((x, x[:3]))
 
 
-# -- microbatches -----------------------------------------------------------------------------------------------------
+# -- microbatches
+# -------------------------------------------------------------------------------
 
 
 class Rows(nn.Module):
@@ -225,7 +247,9 @@ class Shared:
         return self
 
 
-@pytest.mark.parametrize(("rows", "chunks", "expected"), [(10, 4, [3, 3, 2, 2]), (7, 4, [2, 2, 2, 1]), (2, 4, [1, 1])])
+@pytest.mark.parametrize(
+    ("rows", "chunks", "expected"), [(10, 4, [3, 3, 2, 2]), (7, 4, [2, 2, 2, 1]), (2, 4, [1, 1])]
+)
 def test_b1_b2_batches_that_do_not_divide(rows, chunks, expected):
     layer = Rows()
     fp.Pipe(nn.Sequential(layer), chunks, devices="cpu")(data(rows))
@@ -234,7 +258,9 @@ def test_b1_b2_batches_that_do_not_divide(rows, chunks, expected):
 
 def test_d1_the_last_microbatch_is_the_one_that_is_kept():
     layer = Rows()
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4).double(), layer), 4, "except_last", devices=["cpu"])
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4).double(), layer), 4, "except_last", devices=["cpu"]
+    )
     y = pipe(data(5))
     assert layer.seen.values == [2, 1, 1, 1]
     y.sum().backward()
@@ -255,7 +281,9 @@ def test_b4_non_tensors_and_what_is_replicated():
             return F.linear(x["rows"], x["table"]) * x["scale"]
 
     table = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    y = fp.Pipe(nn.Sequential(Lookup()), 3, devices="cpu")({"rows": data(), "table": fp.Replicate(table), "scale": 2})
+    y = fp.Pipe(nn.Sequential(Lookup()), 3, devices="cpu")(
+        {"rows": data(), "table": fp.Replicate(table), "scale": 2}
+    )
     y.sum().backward()
     expected = F.linear(data(), table) * 2
     assert_close([y, table.grad], [expected, *torch.autograd.grad(expected.sum(), table)])
@@ -321,7 +349,10 @@ def test_outputs_without_rows_come_one_by_one():
         def forward(self, x):
             return x.mean()
 
-    model, pipe = nn.Sequential(net(), Mean()), piped(nn.Sequential(net(), Mean()), 5, balance=[1, 1])
+    model, pipe = (
+        nn.Sequential(net(), Mean()),
+        piped(nn.Sequential(net(), Mean()), 5, balance=[1, 1]),
+    )
     out = pipe(data())
     assert isinstance(out, fp.Microbatches)
     (sum(out) / 5).backward()
@@ -329,11 +360,14 @@ def test_outputs_without_rows_come_one_by_one():
     assert_close(grads(model), grads(pipe))
 
 
-# -- stages -----------------------------------------------------------------------------------------------------------
+# -- stages
+# -------------------------------------------------------------------------------
 
 
 def test_k1_cuts_by_the_bytes_of_parameters():
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), devices=["cpu"] * 2)
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), devices=["cpu"] * 2
+    )
     assert pipe.balance == (2, 2)
     assert evenly([1, 2, 3, 4, 5, 6], 2) == [4, 2]
     assert evenly([0, 0, 0], 2) == [2, 1]
@@ -359,7 +393,8 @@ def _sums(sizes, ends):
     return [sum(sizes[a:b]) for a, b in itertools.pairwise(ends)]
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
+# -- copies
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])

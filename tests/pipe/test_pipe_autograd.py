@@ -1,4 +1,5 @@
-"""Pipe inside of plain autograd: what is computed again, in-place layers, what the graph holds and frees."""
+"""Pipe inside of plain autograd: what is computed again, in-place layers, what the graph holds and
+frees."""
 
 from __future__ import annotations
 
@@ -44,11 +45,15 @@ class Note(nn.Module):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+    ).double()
 
 
 def piped(model, chunks=3, checkpoint="except_last", balance=(2, 3), **options):
-    return fp.Pipe(copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options)
+    return fp.Pipe(
+        copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options
+    )
 
 
 def data(rows=10, width=4):
@@ -64,10 +69,13 @@ def assert_close(a, b):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-# -- what is computed again -------------------------------------------------------------------------------------------
+# -- what is computed again
+# -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("checkpoint", "again"), [("always", 0), ("except_last", 1), ("never", None)])
+@pytest.mark.parametrize(
+    ("checkpoint", "again"), [("always", 0), ("except_last", 1), ("never", None)]
+)
 @pytest.mark.parametrize("rows", [10, 3, 2, 1])
 def test_d1_d2_how_many_microbatches_are_computed_again(checkpoint, again, rows):
     note = Note()
@@ -101,7 +109,10 @@ def test_d4_each_microbatch_is_computed_again_just_before_its_backward():
     pipe[1].log.values.clear()
     y.sum().backward()
     for stage in "01":  # each lane's own order
-        assert [one for one in pipe[1].log.values if one[0] == stage] == [f"{stage}F", f"{stage}B"] * 2
+        assert [one for one in pipe[1].log.values if one[0] == stage] == [
+            f"{stage}F",
+            f"{stage}B",
+        ] * 2
 
 
 @every_checkpoint
@@ -134,7 +145,9 @@ def test_d5_manual_seed_repeats_a_run_and_nothing_else_is_drawn():
 
 
 def test_d5_random_numbers_do_not_depend_on_the_cut():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)
+    ).double()
     found = []
     for balance in ([4], [1, 3], [2, 2], [1, 1, 1, 1]):
         torch.manual_seed(3)
@@ -155,7 +168,11 @@ class WithMask(nn.Module):
         y = self.linear(x)
         parts = {"y": y, "i": (y > 0).long(), "m": (y > 0).double(), "d": y.detach(), "b": True}
         first = self.order[0] == "y"
-        return tuple(parts[key] for key in self.order) if first else (y, *(parts[key] for key in self.order))
+        return (
+            tuple(parts[key] for key in self.order)
+            if first
+            else (y, *(parts[key] for key in self.order))
+        )
 
 
 @every_checkpoint
@@ -166,8 +183,13 @@ def test_d8_outputs_without_gradients_in_any_place(checkpoint, order):
     out, expected = pipe(data()), model(data())
     for a, b in zip(out, expected, strict=True):
         assert getattr(a, "requires_grad", None) == getattr(b, "requires_grad", None)
-    assert_close([one for one in out if one is not True], [one for one in expected if one is not True])
-    loss = [sum(one.sum() for one in tree if getattr(one, "requires_grad", False)) for tree in (out, expected)]
+    assert_close(
+        [one for one in out if one is not True], [one for one in expected if one is not True]
+    )
+    loss = [
+        sum(one.sum() for one in tree if getattr(one, "requires_grad", False))
+        for tree in (out, expected)
+    ]
     for one in loss:
         one.backward()
     assert_close(grads(pipe), grads(model))
@@ -188,12 +210,16 @@ def test_d9_a_function_that_returns_its_input(checkpoint):
         def forward(self, x):
             return Same.apply(x)
 
-    pipe, x = fp.Pipe(nn.Sequential(Layer(), Layer()), 2, checkpoint, devices="cpu"), data().requires_grad_()
+    pipe, x = (
+        fp.Pipe(nn.Sequential(Layer(), Layer()), 2, checkpoint, devices="cpu"),
+        data().requires_grad_(),
+    )
     pipe(x).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 4))
 
 
-# -- in place ---------------------------------------------------------------------------------------------------------
+# -- in place
+# -------------------------------------------------------------------------------
 
 
 class AddOne(nn.Module):
@@ -239,7 +265,8 @@ def test_e4_outputs_are_the_callers():
     assert_close(grads(pipe), expected)
 
 
-# -- the graph --------------------------------------------------------------------------------------------------------
+# -- the graph
+# -------------------------------------------------------------------------------
 
 
 @every_checkpoint
@@ -264,7 +291,9 @@ def test_a_backward_runs_once():
 def test_there_is_no_graph_of_gradients():
     pipe = piped(net())
     y = pipe(data())
-    with pytest.raises(fp.FuncpipeError, match=r"create_graph=True is not possible; .* nn\.Sequential\(\*pipe\)"):
+    with pytest.raises(
+        fp.FuncpipeError, match=r"create_graph=True is not possible; .* nn\.Sequential\(\*pipe\)"
+    ):
         torch.autograd.grad(y.sum(), list(pipe.parameters()), create_graph=True)
     y.sum().backward()  # nothing was lost
     with pytest.raises(fp.FuncpipeError, match=r"torch\.func"):
@@ -303,7 +332,9 @@ def test_frozen_and_unused_parameters_have_no_gradient():
     class Spare(nn.Module):
         def __init__(self):
             super().__init__()
-            self.spare, self.used = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
+            self.spare, self.used = (
+                nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)
+            )
 
         def forward(self, x):
             return x * self.used
@@ -323,7 +354,8 @@ def test_frozen_and_unused_parameters_have_no_gradient():
 
 
 def test_only_what_is_asked_for_is_computed():
-    """A float input that requires no gradient stays without one inside of the stages; `vjp` takes a tree of bools."""
+    """A float input that requires no gradient stays without one inside of the stages; `vjp` takes a
+    tree of bools."""
     seen = []
 
     class Mix(nn.Module):

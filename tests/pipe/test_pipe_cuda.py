@@ -10,18 +10,25 @@ import torch.nn as nn
 
 import funcpipe as fp
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def net():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.0)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.0)
+    ).double()
     model[3].weight = model[0].weight
     return model
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join)
+@pytest.mark.parametrize(
+    "devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0"]], ids="-".join
+)
 def test_the_numbers_of_the_plain_model(devices, checkpoint):
     model, x = net(), torch.randn(10, 4, dtype=torch.float64)
     pipe = fp.Pipe(copy.deepcopy(model), 3, checkpoint, balance=[3, 2], devices=devices)

@@ -1,4 +1,5 @@
-"""DistributedDataParallel around a Pipe, in every checkpoint mode: its hooks fire once for each parameter."""
+"""DistributedDataParallel around a Pipe, in every checkpoint mode: its hooks fire once for each
+parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What goes wrong in and around a Pipe: errors that say where and how to mend, layers that fail, placement, moves."""
+"""What goes wrong in and around a Pipe: errors that say where and how to mend, layers that fail,
+placement, moves."""
 
 from __future__ import annotations
 
@@ -60,16 +61,21 @@ class Boom(torch.autograd.Function):
         raise ctx.layer.error
 
 
-# -- layers that fail -------------------------------------------------------------------------------------------------
+# -- layers that fail
+# -------------------------------------------------------------------------------
 
 
 class Mine(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Mine("x"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [Mine("x"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__
+)
 def test_h1_h2_h6_a_failing_layer_reaches_the_caller(error):
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4).double(), Fail(error, at=1)), 3, balance=[1, 1], devices="cpu")
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4).double(), Fail(error, at=1)), 3, balance=[1, 1], devices="cpu"
+    )
     with pytest.raises(type(error)) as caught:
         pipe(data())
     where = caught.value.funcpipe
@@ -120,7 +126,9 @@ def test_h6_a_failing_backward(error, checkpoint):
 
 def test_h6_a_failing_recomputation():
     failing = Fail(Mine("again"), at=3)
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4).double(), failing), 3, "always", balance=[1, 1], devices="cpu")
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4).double(), failing), 3, "always", balance=[1, 1], devices="cpu"
+    )
     y = pipe(data())
     with pytest.raises(Mine) as caught:
         y.sum().backward()
@@ -144,7 +152,8 @@ def test_h5_grad_mode_and_autocast_reach_the_stages():
     assert seen == [(False, True)] * 2 + [(True, False)] * 2
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
+# -- arguments
+# -------------------------------------------------------------------------------
 
 
 class Own(nn.Sequential):
@@ -206,7 +215,9 @@ def test_a_wrong_balance_shows_the_right_one(balance, words):
 
 
 def test_i2_devices_too_few_and_too_many():
-    with pytest.raises(fp.PlacementError, match=r"too few devices .*\(devices: 1, stages: 2\).*balance=\[3\]"):
+    with pytest.raises(
+        fp.PlacementError, match=r"too few devices .*\(devices: 1, stages: 2\).*balance=\[3\]"
+    ):
         fp.Pipe(linears(), balance=[1, 2], devices=["cpu"])
     assert len(fp.Pipe(linears(), balance=[1, 2], devices=["cpu"] * 5).devices) == 2
     assert len(fp.Pipe(linears(), devices=["cpu"] * 5).devices) == 3
@@ -223,7 +234,8 @@ def test_bad_devices_are_all_listed():
         fp.Pipe(linears(), devices=1.5)
 
 
-# -- placement: two devices without two devices -----------------------------------------------------------------------
+# -- placement: two devices without two devices
+# -------------------------------------------------------------------------------
 
 
 class Faraway(torch.Tensor):
@@ -253,7 +265,11 @@ def test_i1_i3_cuts_where_the_device_changes():
     found = lay_out(named, None, None)
     assert found.balance == (4, 2, 1)
     assert [str(device) for device in found.devices] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [str(one) for one in lay_out(named, [4, 2, 1], None).devices] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [str(one) for one in lay_out(named, [4, 2, 1], None).devices] == [
+        "cuda:0",
+        "cuda:1",
+        "cuda:0",
+    ]
     with pytest.raises(fp.PlacementError, match="stage 0 has layers on cuda:0 and cuda:1"):
         lay_out(named, [5, 2], None)
     assert lay_out(named, [5, 2], ["cpu", "cpu"]).balance == (5, 2)
@@ -281,7 +297,9 @@ def test_a_tensor_of_stages_on_two_devices_is_copied_in_every_call():
     """It lives where it is used first; the meta device stands for another one."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
-    made = Stages(model, Layout((1, 1), (torch.device("cpu"), torch.device("meta"))), deferred=False)
+    made = Stages(
+        model, Layout((1, 1), (torch.device("cpu"), torch.device("meta"))), deferred=False
+    )
     params, _ = made.gather()
     assert params[0]["0.weight"] is model[0].weight
     assert params[1]["1.weight"].is_meta
@@ -293,7 +311,8 @@ def test_a_tensor_of_stages_on_two_devices_is_copied_in_every_call():
         made.gather()
 
 
-# -- tied and repeated layers -----------------------------------------------------------------------------------------
+# -- tied and repeated layers
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 2, 1]], ids=str)
@@ -317,11 +336,14 @@ def test_i4_tied_parameters_and_repeated_layers(balance, checkpoint):
 
 
 def test_copies_of_what_is_tied_are_trained_with_it(monkeypatch):
-    """A stage on another device computes with a copy; here every tensor of the second one is elsewhere."""
+    """A stage on another device computes with a copy; here every tensor of the second one is
+    elsewhere."""
     models = [linears(2) for _ in range(2)]
     for model in models:
         model[1].weight, model[1].bias = model[0].weight, model[0].bias
-    monkeypatch.setattr("funcpipe._src.pipe.stages.same_device", lambda lies, wanted: wanted.index != 1)
+    monkeypatch.setattr(
+        "funcpipe._src.pipe.stages.same_device", lambda lies, wanted: wanted.index != 1
+    )
     pipe = fp.Pipe(models[1], 2, balance=[1, 1], devices=["cpu", "cpu:1"])
     for model in (models[0], pipe):
         model(data()).square().sum().backward()
@@ -356,7 +378,8 @@ def test_shared_buffers():
     assert same(pipe(data()), data() * table * table)
 
 
-# -- moves ------------------------------------------------------------------------------------------------------------
+# -- moves
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,7 +401,9 @@ def test_moves_are_denied(move):
     for kind in (TypeError, fp.PlacementError):
         with pytest.raises(kind, match=r"not moved; name the devices when it is made"):
             move(pipe)
-    assert all(param.device.type == "cpu" and param.dtype is torch.float64 for param in pipe.parameters())
+    assert all(
+        param.device.type == "cpu" and param.dtype is torch.float64 for param in pipe.parameters()
+    )
 
 
 def test_dtypes_and_moves_to_where_it_is_are_not():

@@ -1,4 +1,5 @@
-"""Pipes inside of other things: one after the other, checkpointed, compiled, in stages, in backwards, in two threads."""
+"""Pipes inside of other things: one after the other, checkpointed, compiled, in stages, in
+backwards, in two threads."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+    ).double()
 
 
 def piped(model, chunks=3, checkpoint="except_last", balance=(2, 3), **options):
-    return fp.Pipe(copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options)
+    return fp.Pipe(
+        copy.deepcopy(model), chunks, checkpoint, balance=balance, devices="cpu", **options
+    )
 
 
 def data(rows=10, width=4):
@@ -55,7 +60,9 @@ def test_torch_checkpoint_around_a_pipe(checkpoint, reentrant):
     pipe = piped(model, 2, checkpoint, balance=[1, 1])
     for one in (model, pipe):
         x = data().requires_grad_()
-        checkpointed(lambda z, one=one: one(z * 2).tanh(), x, use_reentrant=reentrant).sum().backward()
+        checkpointed(
+            lambda z, one=one: one(z * 2).tanh(), x, use_reentrant=reentrant
+        ).sum().backward()
         one.x = x
     assert_close([pipe.x.grad, *grads(pipe)], [model.x.grad, *grads(model)])
 
@@ -69,7 +76,9 @@ def test_saved_tensor_hooks_around_a_pipe():
     assert_close(grads(pipe), grads(model))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks outputs for it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch's compiler asks outputs for it
 def test_torch_compile_leaves_a_pipe_as_it_is():
     class Model(nn.Module):
         def __init__(self):
@@ -99,10 +108,15 @@ def test_a_pipe_in_a_stage_is_the_plain_sequential():
 
 
 def test_a_pipe_in_the_loss_of_a_plan():
-    critic = piped(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double().requires_grad_(False), balance=[1, 1])
+    critic = piped(
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double().requires_grad_(False), balance=[1, 1]
+    )
     stage, params, _ = fp.from_module(net())
     plan = fp.make_plan(
-        [stage], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: critic(y).square().mean(), devices="cpu"
+        [stage],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=lambda y, t: critic(y).square().mean(),
+        devices="cpu",
     )
     result = fp.run(plan, (params,), (data(), None))
     expected = critic(net()(data())).square().mean()

@@ -1,4 +1,5 @@
-"""Batch norm in a Pipe: the plain updates microbatch by microbatch, or one exact update per batch; and frozen layers."""
+"""Batch norm in a Pipe: the plain updates microbatch by microbatch, or one exact update per batch;
+and frozen layers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def net(**options):
 
 
 def piped(model, chunks=4, checkpoint="except_last", **options):
-    return fp.Pipe(copy.deepcopy(model), chunks, checkpoint, balance=[2, 2], devices="cpu", **options)
+    return fp.Pipe(
+        copy.deepcopy(model), chunks, checkpoint, balance=[2, 2], devices="cpu", **options
+    )
 
 
 def data(rows=20, shift=0.0):
@@ -98,7 +101,9 @@ def test_g2_gradients_are_those_of_microbatches(checkpoint, deferred):
     pipe = piped(model, checkpoint=checkpoint, deferred_batch_norm=deferred)
     pipe(x).square().sum().backward()
     torch.cat([model(part) for part in pieces(x, 4)]).square().sum().backward()
-    assert_close(*[{name: param.grad for name, param in one.named_parameters()} for one in (model, pipe)])
+    assert_close(
+        *[{name: param.grad for name, param in one.named_parameters()} for one in (model, pipe)]
+    )
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -108,7 +113,9 @@ def test_g4_evaluation(deferred):
     model = net()
     model.load_state_dict(pipe.state_dict())
     before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
-    torch.testing.assert_close(pipe.eval()(data(10)), model.eval()(data(10)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        pipe.eval()(data(10)), model.eval()(data(10)), rtol=1e-10, atol=1e-12
+    )
     assert_close(before, statistics(pipe), rtol=0, atol=0)
 
 
@@ -116,7 +123,9 @@ def test_g4_evaluation(deferred):
 def test_g5_five_steps(deferred):
     model = net()
     pipe = piped(model, deferred_batch_norm=deferred)
-    whole = WholeBatch(model) if deferred else lambda parts: torch.cat([model(part) for part in parts])
+    whole = (
+        WholeBatch(model) if deferred else lambda parts: torch.cat([model(part) for part in parts])
+    )
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (pipe, model)]
     for step in range(5):
         for one, optimizer in zip((pipe, lambda x: whole(pieces(x, 4))), optimizers, strict=True):
@@ -132,7 +141,9 @@ def test_g6_statistics_stay_the_same_tensors_without_a_graph(deferred):
     before = {name: (id(buffer), buffer.data_ptr()) for name, buffer in pipe.named_buffers()}
     y = pipe(data())
     after = statistics(pipe)
-    assert {name: id(buffer) for name, buffer in after.items()} == {name: one for name, (one, _) in before.items()}
+    assert {name: id(buffer) for name, buffer in after.items()} == {
+        name: one for name, (one, _) in before.items()
+    }
     assert not any(buffer.requires_grad for buffer in after.values())
     y.sum().backward()
     assert int(pipe[0].num_batches_tracked) == (1 if deferred else 4)
@@ -152,7 +163,9 @@ def test_g8_layers_that_track_nothing():
     model, x = net(track_running_stats=False), data()
     pipe = piped(model)
     assert list(pipe.named_buffers()) == []
-    torch.testing.assert_close(pipe(x), torch.cat([model(part) for part in pieces(x, 4)]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        pipe(x), torch.cat([model(part) for part in pieces(x, 4)]), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -163,7 +176,9 @@ def test_g9_a_call_that_raises_changes_nothing(deferred):
                 raise ValueError("bad row")
             return x
 
-    pipe = fp.Pipe(nn.Sequential(*net(), Bad()), 4, balance=[2, 3], devices="cpu", deferred_batch_norm=deferred)
+    pipe = fp.Pipe(
+        nn.Sequential(*net(), Bad()), 4, balance=[2, 3], devices="cpu", deferred_batch_norm=deferred
+    )
     pipe(data())
     before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
     with torch.no_grad():
@@ -188,7 +203,8 @@ def test_one_layer_in_two_places_is_refused():
         fp.Pipe(nn.Sequential(layer, nn.ReLU(), layer), 2, devices="cpu")
 
 
-# -- layers that change between calls ---------------------------------------------------------------------------------
+# -- layers that change between calls
+# -------------------------------------------------------------------------------
 
 
 def test_frozen_layers_are_honoured_at_any_time():

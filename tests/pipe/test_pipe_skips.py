@@ -1,4 +1,5 @@
-"""Skips through a Pipe: the same numbers wherever it is cut, any value, freed after the last use."""
+"""Skips through a Pipe: the same numbers wherever it is cut, any value, freed after the last
+use."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class Token:
 @every_checkpoint
 @pytest.mark.parametrize("train", [True, False])
 def test_f3_freed_after_the_last_use(checkpoint, train):
-    """Without gradients when it was popped, else when the backwards are done; no garbage collection is needed."""
+    """Without gradients when it was popped, else when the backwards are done; no garbage collection
+    is needed."""
     tokens = []
 
     def alive():

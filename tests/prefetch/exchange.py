@@ -1,8 +1,10 @@
-"""Two ranks that own half of the embedding tables each: the input exchange of the next batch behind the step of this one.
+"""Two ranks that own half of the embedding tables each: the input exchange of the next batch behind
+the step of this one.
 
-``python exchange.py KIND RANK WORLD STORE`` trains a small DLRM-like model twice, by a plain loop and through an overlap,
-and says whether all losses and weights are equal bit for bit. KIND is "gloo" (all-to-all of torch.distributed) or
-"torchrec" (its sharded EmbeddingBagCollection, if it is installed).
+``python exchange.py KIND RANK WORLD STORE`` trains a small DLRM-like model twice, by a plain loop
+and through an overlap, and says whether all losses and weights are equal bit for bit. KIND is
+"gloo" (all-to-all of torch.distributed) or "torchrec" (its sharded EmbeddingBagCollection, if it is
+installed).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def predict(weight, dense, embedded):
     return (dense @ weight).squeeze(-1) + embedded.sum((1, 2))
 
 
-# ---- with torch.distributed alone ------------------------------------------------------------------------------------
+# ---- with torch.distributed alone
+# -------------------------------------------------------------------------------
 
 
 def ids(g, world):
@@ -48,7 +51,11 @@ def ids(g, world):
 def start(batch):
     """Send each rank the ids of its table; what comes is not there yet."""
     found = torch.empty_like(batch["ids"])
-    return {**batch, "mine": found, "work": dist.all_to_all_single(found, batch["ids"], async_op=True)}
+    return {
+        **batch,
+        "mine": found,
+        "work": dist.all_to_all_single(found, batch["ids"], async_op=True),
+    }
 
 
 def step(state, batch):
@@ -91,7 +98,8 @@ def with_gloo(rank, world):
     return first, losses, state, list(run), run.state
 
 
-# ---- with torchrec ---------------------------------------------------------------------------------------------------
+# ---- with torchrec
+# -------------------------------------------------------------------------------
 
 
 def jagged(g, world):
@@ -111,12 +119,16 @@ def sharded(world):
     from torchrec.distributed.types import ShardingEnv
 
     tables = [
-        EmbeddingBagConfig(name=f"t{k}", embedding_dim=DIM, num_embeddings=VOCABULARY, feature_names=[f"f{k}"])
+        EmbeddingBagConfig(
+            name=f"t{k}", embedding_dim=DIM, num_embeddings=VOCABULARY, feature_names=[f"f{k}"]
+        )
         for k in range(world)
     ]
     torch.manual_seed(0)
     whole = EmbeddingBagCollection(tables=tables)
-    sharder = EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE})
+    sharder = EmbeddingBagCollectionSharder(
+        {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    )
     where = {f"t{k}": plans.table_wise(rank=k, compute_kernel="fused") for k in range(world)}
     plan = plans.construct_module_sharding_plan(whole, where, sharder, world, world, "cpu")
     env = ShardingEnv.from_process_group(dist.group.WORLD)
@@ -124,7 +136,8 @@ def sharded(world):
 
 
 def adapter(ebc):
-    """The stages of torchrec's TrainPipelineSparseDist, as functions: nothing of the model is rewritten."""
+    """The stages of torchrec's TrainPipelineSparseDist, as functions: nothing of the model is
+    rewritten."""
 
     def dist_start(batch):  # the splits are under way
         context = ebc.create_context()
@@ -167,18 +180,26 @@ def with_torchrec(rank, world):
 
 def local(ebc):
     """The parts of the tables that this rank owns."""
-    return [shard.tensor.clone() for value in ebc.state_dict().values() for shard in value.local_shards()]
+    return [
+        shard.tensor.clone()
+        for value in ebc.state_dict().values()
+        for shard in value.local_shards()
+    ]
 
 
 def main(kind, rank, world, store):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.set_num_threads(1)
-    first, losses, state, found, now = {"gloo": with_gloo, "torchrec": with_torchrec}[kind](rank, world)
+    first, losses, state, found, now = {"gloo": with_gloo, "torchrec": with_torchrec}[kind](
+        rank, world
+    )
     assert len(losses) == len(found) == 5
     assert all(torch.equal(a, b) for a, b in zip(losses, found, strict=True)), (losses, found)
     assert all(torch.equal(a, b) for a, b in zip(state, now, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, now, strict=True)), "every weight was trained"
+    assert not any(torch.equal(a, b) for a, b in zip(first, now, strict=True)), (
+        "every weight was trained"
+    )
     print(f"{kind} rank {rank}: {len(found)} losses and {len(now)} weights equal bit for bit")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""Ends and edges of an overlap: who closes it and when, what a process leaves behind, streams at the border, odd batches."""
+"""Ends and edges of an overlap: who closes it and when, what a process leaves behind, streams at
+the border, odd batches."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ def ours():
 
 def script(code: str, **options) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **options,
+    )
 
 
 WORK = """
@@ -51,7 +59,11 @@ def prepare(x):
     [
         "for batch in fp.batches.overlap(range(100), [prepare, prepare], depth=4): break",
         "run = fp.batches.overlap(range(100), [prepare, prepare], depth=4); next(run)",
-        "run = fp.batches.overlap(range(100), [prepare, fp.batches.Fold(lambda s, x: 1 / 0, 0)], depth=4)\ntry: next(run)\nexcept ZeroDivisionError: pass",
+        (
+            "run = fp.batches.overlap(range(100), [prepare, fp.batches.Fold(lambda s, x: 1 / 0, "
+            "0)], "
+            "depth=4)\ntry: next(run)\nexcept ZeroDivisionError: pass"
+        ),
     ],
     ids=["break", "held", "error"],
 )
@@ -77,7 +89,8 @@ def test_a_fork_is_told():
     assert list(run) == [1, 2, 3, 4]
 
 
-# ---- close -----------------------------------------------------------------------------------------------------------
+# ---- close
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -139,7 +152,10 @@ def test_what_ends_everything_is_not_taken_for_a_close():
             raise SystemExit(5)
         return x
 
-    stages = [fp.batches.BatchStage(leaves, thread=True), fp.batches.BatchStage(lambda x: x, thread=False, lead=1)]
+    stages = [
+        fp.batches.BatchStage(leaves, thread=True),
+        fp.batches.BatchStage(lambda x: x, thread=False, lead=1),
+    ]
     run = fp.batches.overlap(range(9), stages, depth=5)
     with pytest.raises(SystemExit):
         list(time.sleep(0.02) for _ in run)  # noqa: C400
@@ -213,7 +229,8 @@ def test_a_loader_can_be_used_again_after_a_break():
 @pytest.mark.parametrize("thread", HOSTS)
 @pytest.mark.parametrize("end", ["close", "exhausted", "error"])
 def test_an_ended_overlap_lets_go_of_its_source(end, thread):
-    """Worker processes of a loader end with its iterator, also while somebody keeps the overlap for its statistics."""
+    """Worker processes of a loader end with its iterator, also while somebody keeps the overlap for
+    its statistics."""
 
     class Loader:
         def __init__(self):
@@ -288,7 +305,11 @@ def test_leads_fit_around_those_that_are_asked_for():
     ]
     plan = fp.batches.overlap([], stages, depth=2).plan
     assert [row.lead for row in plan.rows] == [2, 2, 2, 2, 0]
-    assert list(fp.batches.overlap(range(3), stages, depth=0)) == [0, 1, 2]  # to find a fault, as it stands
+    assert list(fp.batches.overlap(range(3), stages, depth=0)) == [
+        0,
+        1,
+        2,
+    ]  # to find a fault, as it stands
 
 
 def test_a_slow_snapshot_is_never_ahead():
@@ -310,7 +331,9 @@ def test_a_slow_snapshot_is_never_ahead():
             return {"at": self.at}
 
     loader = Slow()
-    run = fp.batches.overlap(loader, [fp.batches.Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict)
+    run = fp.batches.overlap(
+        loader, [fp.batches.Fold(lambda s, x: (s, x), 0)], snapshot=loader.state_dict
+    )
     for got in run:
         assert run.source_state == {"at": got + 1}
 
@@ -352,7 +375,8 @@ def test_windows_ask_nobody_after_the_end():
     assert list(padded) == [1, 2, 3, "pad", "pad"]
 
 
-# ---- odd batches -----------------------------------------------------------------------------------------------------
+# ---- odd batches
+# -------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "x y")
 
@@ -363,7 +387,8 @@ class Plain:
 
 
 class Data(dict):
-    """As transformers' BatchEncoding: a mapping that moves itself, and has something beside its items."""
+    """As transformers' BatchEncoding: a mapping that moves itself, and has something beside its
+    items."""
 
     note = ""
 
@@ -377,7 +402,9 @@ def test_containers_that_move_themselves_are_whole():
     data = Data(x=torch.ones(2))
     data.note = "mine, "
     out, moved, pair = next(
-        fp.batches.overlap([(packed, data, Pair(torch.ones(1), None))], [fp.batches.to_device("meta")])
+        fp.batches.overlap(
+            [(packed, data, Pair(torch.ones(1), None))], [fp.batches.to_device("meta")]
+        )
     )
     assert out.data.device.type == "meta"
     assert out.batch_sizes.tolist() == [2, 2, 1]
@@ -397,22 +424,46 @@ def test_a_batch_that_cannot_move_says_so():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, stream=3)]), "stream= is a name"),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, stream=3)]),
+            "stream= is a name",
+        ),
         (
             lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, autocast="bfloat16")]),
             r"autocast= is a torch\.dtype",
         ),
-        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, grad="no")]), "grad= is True, False or None"),
-        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, thread="yes")]), "thread= is True, False or None"),
-        (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, seed="x")]), "seed= is a whole number"),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, grad="no")]),
+            "grad= is True, False or None",
+        ),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, thread="yes")]),
+            "thread= is True, False or None",
+        ),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, seed="x")]),
+            "seed= is a whole number",
+        ),
         (lambda: fp.batches.overlap([], [fp.batches.BatchStage(abs, name=3)]), "name= is a string"),
-        (lambda: fp.batches.overlap([], [fp.batches.Fold(abs, 0, earlier=3)]), "earlier= is a tuple of states"),
+        (
+            lambda: fp.batches.overlap([], [fp.batches.Fold(abs, 0, earlier=3)]),
+            "earlier= is a tuple of states",
+        ),
         (lambda: fp.batches.overlap([], [abs], thread="yes"), "thread is True, False or None"),
         (lambda: fp.batches.overlap([], [abs], snapshot=3), "snapshot is a function; got 3"),
         (lambda: fp.batches.overlap([], [abs], snapshot=True), "snapshot is a function; got True"),
-        (lambda: fp.batches.overlap([], [abs], progress=3), "progress is a function, True or False; got 3"),
-        (lambda: fp.batches.overlap([], [abs], devices=["nope"]), "devices is a sequence of torch devices"),
-        (lambda: fp.batches.overlap([], [abs], devices=5), "devices is a sequence of torch devices"),
+        (
+            lambda: fp.batches.overlap([], [abs], progress=3),
+            "progress is a function, True or False; got 3",
+        ),
+        (
+            lambda: fp.batches.overlap([], [abs], devices=["nope"]),
+            "devices is a sequence of torch devices",
+        ),
+        (
+            lambda: fp.batches.overlap([], [abs], devices=5),
+            "devices is a sequence of torch devices",
+        ),
         (lambda: fp.batches.to_device(None), "to_device takes a device"),
         (lambda: fp.batches.loss_scale(1e39), "that single precision has"),
     ],
@@ -422,7 +473,8 @@ def test_wrong_input_is_refused_before_any_work(call, words):
         call()
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factors", [(1.1, 0.7), (1.3, 0.3), (2.0, 0.5)])
@@ -433,23 +485,39 @@ def test_any_factors_round_as_grad_scaler_does(factors):
     for i in range(200):
         found = torch.tensor([float(i % 7 == 3)])
         torch._amp_update_scale_(scale, tracker, found, growth, backoff, 2)
-        state = fp.batches.update_scale(state, found[0] > 0, growth=growth, backoff=backoff, interval=2)
+        state = fp.batches.update_scale(
+            state, found[0] > 0, growth=growth, backoff=backoff, interval=2
+        )
         assert state.scale.item() == scale.item()
         assert state.good_steps.item() == tracker.item()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch 2.11 says so at the first sparse tensor
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant"
+)  # torch 2.11 says so at the first sparse tensor
 def test_gradients_of_every_kind_are_unscaled():
     state = fp.batches.loss_scale(1000.0)
-    sparse = torch.sparse_coo_tensor([[0, 2]], torch.tensor([2000.0, 1.0]), (3,), check_invariants=True)
-    grads = {"zero": torch.tensor(3.0, dtype=torch.bfloat16), "sparse": sparse, "none": None, "count": torch.tensor(7)}
+    sparse = torch.sparse_coo_tensor(
+        [[0, 2]], torch.tensor([2000.0, 1.0]), (3,), check_invariants=True
+    )
+    grads = {
+        "zero": torch.tensor(3.0, dtype=torch.bfloat16),
+        "sparse": sparse,
+        "none": None,
+        "count": torch.tensor(7),
+    }
     found, bad = fp.batches.unscale(state, grads)
     assert not bad
     assert found["zero"].dtype == torch.bfloat16
     assert found["sparse"].to_dense().tolist() == pytest.approx([2.0, 0.0, 0.001])
     assert found["count"] is grads["count"]
     _, bad = fp.batches.unscale(
-        state, {"s": torch.sparse_coo_tensor([[0]], torch.tensor([float("nan")]), (3,), check_invariants=True)}
+        state,
+        {
+            "s": torch.sparse_coo_tensor(
+                [[0]], torch.tensor([float("nan")]), (3,), check_invariants=True
+            )
+        },
     )
     assert bad
     assert not fp.batches.unscale(state, {})[1]
@@ -464,13 +532,16 @@ def test_no_graph_grows_over_steps():
 
 def test_what_has_no_weight_may_be_nan():
     found = fp.batches.accumulate_grads(
-        lambda x: (x / x.sum(), None), [torch.zeros(2), torch.ones(2)], weight=lambda x: float(x.sum())
+        lambda x: (x / x.sum(), None),
+        [torch.zeros(2), torch.ones(2)],
+        weight=lambda x: float(x.sum()),
     )
     assert found.grads.tolist() == [0.5, 0.5]
     assert found.count == 2
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------
+# ---- streams
+# -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -488,7 +559,12 @@ def data(count=9):
 def test_back_to_the_host(last, recorder):
     """Nothing on the host could wait for a stream later, so the copy is waited for."""
     tail = [] if last else [lambda b: b["x"].sum()]
-    stages = [fp.batches.to_device(DEVICE), lambda b: {**b, "x": b["x"] * 2}, fp.batches.to_device("cpu"), *tail]
+    stages = [
+        fp.batches.to_device(DEVICE),
+        lambda b: {**b, "x": b["x"] * 2},
+        fp.batches.to_device("cpu"),
+        *tail,
+    ]
     with recorder.watching():
         for batch in fp.batches.overlap(data(), stages):
             (batch["x"] if last else batch) * 2
@@ -504,5 +580,8 @@ def test_memory_that_nobody_can_record_is_told(recorder):
             return Blind(Place.backend.copy(self.value, device))
 
     batches = [Blind(torch.ones(3)) for _ in range(5)]
-    with recorder.watching(), pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"):
+    with (
+        recorder.watching(),
+        pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"),
+    ):
         next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))

@@ -19,10 +19,16 @@ WORLD = 2
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("kind", ["gloo", "torchrec"])
 def test_the_exchange_runs_ahead(kind, tmp_path):
-    """Two ranks exchange the inputs of the next batch while they train on this one: the plain loop, bit for bit."""
-    if kind == "torchrec" and not (importlib.util.find_spec("torchrec") and importlib.util.find_spec("fbgemm_gpu")):
+    """Two ranks exchange the inputs of the next batch while they train on this one: the plain loop,
+    bit for bit."""
+    if kind == "torchrec" and not (
+        importlib.util.find_spec("torchrec") and importlib.util.find_spec("fbgemm_gpu")
+    ):
         pytest.skip("needs torchrec and fbgemm-gpu-cpu of the same minor version")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(EXAMPLE), kind, str(rank), str(WORLD), str(tmp_path / "store")],

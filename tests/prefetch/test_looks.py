@@ -1,4 +1,5 @@
-"""What an overlap shows: its plan as data, pictures, statistics, progress; and that it can go on for long."""
+"""What an overlap shows: its plan as data, pictures, statistics, progress; and that it can go on
+for long."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_the_plan_prints():
         "  backward  batch t           on loop"
     )
     assert pickle.loads(pickle.dumps(run.plan)) == run.plan
-    assert hash(run.plan) == hash(fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3).plan)
+    assert hash(run.plan) == hash(
+        fp.batches.overlap([], [h2d, fp.batches.Fold(backward, 0)], depth=3).plan
+    )
 
 
 def test_what_was_measured_is_a_timeline():
@@ -73,7 +76,11 @@ def test_what_was_measured_is_a_timeline():
     assert timeline.unit == "s"
     assert timeline.lanes == ("source", "h2d", "loop")
     assert pickle.loads(pickle.dumps(timeline)) == timeline
-    names = [e["args"]["name"] for e in timeline.chrome_trace()["traceEvents"] if e["name"] == "thread_name"]
+    names = [
+        e["args"]["name"]
+        for e in timeline.chrome_trace()["traceEvents"]
+        if e["name"] == "thread_name"
+    ]
     assert names == list(timeline.lanes)
     assert sum(span.action.stage == 2 for span in timeline.spans) == 6
     assert str(fp.draw(timeline)).startswith("overlap, measured in ")
@@ -100,7 +107,9 @@ def test_statistics(thread):
     assert stage.busy >= 0.05
     assert (loop.input > 0.03) == thread
     assert str(stage).startswith("slow: 5 batches, ")
-    run = fp.batches.overlap(range(5), [fp.batches.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread)
+    run = fp.batches.overlap(
+        range(5), [fp.batches.Fold(lambda s, x: (s, slow(x)), 0, name="step")], thread=thread
+    )
     list(run)
     assert [one.name for one in run.stats()] == ["source", "step"]
     assert run.stats()[1].batches == 5
@@ -158,7 +167,9 @@ def test_ten_thousand_batches():
     done, faults, marks, places = 0, 0, [], []
     while done < 10_000:
         run = fp.batches.overlap(
-            source(done), [stage, fp.batches.Fold(lambda s, x: (s + 1, float(x[0])), 0)], start_index=done
+            source(done),
+            [stage, fp.batches.Fold(lambda s, x: (s + 1, float(x[0])), 0)],
+            start_index=done,
         )
         try:
             for result in run:
@@ -178,7 +189,9 @@ def test_ten_thousand_batches():
     assert len({mark[1] for mark in marks}) == 1
     assert marks[-1][2] - marks[1][2] < 16 * 2**20
     # One overlap, no fault: what is kept does not grow with the batches.
-    run = fp.batches.overlap((torch.full((1000,), float(i)) for i in range(10_000)), [lambda x: x * 2])
+    run = fp.batches.overlap(
+        (torch.full((1000,), float(i)) for i in range(10_000)), [lambda x: x * 2]
+    )
     sizes = []
     for number, _ in enumerate(run):
         if number % 2000 == 1999:

@@ -1,4 +1,5 @@
-"""An overlap equals the plain loop: results, order, state, errors in their place, whatever the depth and the threads."""
+"""An overlap equals the plain loop: results, order, state, errors in their place, whatever the
+depth and the threads."""
 
 from __future__ import annotations
 
@@ -57,10 +58,13 @@ def plain(batches, w):
 @pytest.mark.parametrize("thread", HOSTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_it_equals_the_loop(depth, thread, count):
-    """B6.1, B6.2: every result and the final state, bit for bit; every batch comes out; the end is the end for ever."""
+    """B6.1, B6.2: every result and the final state, bit for bit; every batch comes out; the end is
+    the end for ever."""
     w = torch.ones(4)
     want, state = plain(data(count), w)
-    run = fp.batches.overlap(data(count), [double, add_one, fp.batches.Fold(sgd, w)], depth=depth, thread=thread)
+    run = fp.batches.overlap(
+        data(count), [double, add_one, fp.batches.Fold(sgd, w)], depth=depth, thread=thread
+    )
     got = list(run)
     assert len(got) == count
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -84,13 +88,20 @@ def test_any_plan_equals_the_loop(count, depth, leads, hosts, fold, start):
     leads = sorted((min(lead, depth) for lead in leads), reverse=True)
     stages = [
         fp.batches.BatchStage(
-            lambda x, k=k, **words: [*x, (k, words["index"])], lead=lead, thread=hosts[k], indexed=True
+            lambda x, k=k, **words: [*x, (k, words["index"])],
+            lead=lead,
+            thread=hosts[k],
+            indexed=True,
         )
         for k, lead in enumerate(leads)
     ]
     last = [fp.batches.Fold(lambda state, x: (state + 1, (state, x)), 0)] if fold else []
     run = fp.batches.overlap(
-        [[i] for i in range(count)], [*stages, *last], depth=depth, start_index=start, thread=hosts[4]
+        [[i] for i in range(count)],
+        [*stages, *last],
+        depth=depth,
+        start_index=start,
+        thread=hosts[4],
     )
     want = [[i, *((k, start + i) for k in range(len(leads)))] for i in range(count)]
     bound = []
@@ -118,7 +129,8 @@ def test_a_batch_is_a_tree():
     assert out["x"] is batches[0]["x"]  # it is there already
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors
+# -------------------------------------------------------------------------------
 
 
 class Disk(Exception):
@@ -157,7 +169,8 @@ CASES = {
 @pytest.mark.parametrize("thread", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 def test_an_error_comes_in_its_place(case, thread, depth):
-    """B6.3: after exactly the results before it, as itself, with its coordinates; then the overlap has ended."""
+    """B6.3: after exactly the results before it, as itself, with its coordinates; then the overlap
+    has ended."""
     source, stages, stage = CASES[case]
     run = fp.batches.overlap(source(), stages, depth=depth, thread=thread, start_index=10)
     got = []
@@ -179,7 +192,9 @@ def test_an_error_comes_in_its_place(case, thread, depth):
 
 @pytest.mark.parametrize("thread", HOSTS)
 def test_what_is_written_about_a_failure(thread):
-    run = fp.batches.overlap(range(3), [fp.batches.BatchStage(fails_at(1), name="decode")], thread=thread)
+    run = fp.batches.overlap(
+        range(3), [fp.batches.BatchStage(fails_at(1), name="decode")], thread=thread
+    )
     next(run)
     with pytest.raises(Disk) as caught:
         next(run)
@@ -218,13 +233,18 @@ def test_stop_iteration_of_a_stage_is_no_end(thread):
         list(fp.batches.overlap([1, 2], [empty], thread=thread))
     assert isinstance(caught.value.__cause__, StopIteration)
     with pytest.raises(RuntimeError, match="'fold' raised StopIteration"):
-        list(fp.batches.overlap([1, 2], [fp.batches.Fold(lambda s, x: empty(x), 0, name="fold")], thread=thread))
+        list(
+            fp.batches.overlap(
+                [1, 2], [fp.batches.Fold(lambda s, x: empty(x), 0, name="fold")], thread=thread
+            )
+        )
 
 
 @pytest.mark.parametrize("thread", HOSTS)
 @pytest.mark.parametrize("at", ["source", "stage", "fold"])
 def test_what_is_no_exception_cancels_at_once(at, thread):
-    """Rule 8: SystemExit and KeyboardInterrupt do not wait for their turn; they arrive as they are."""
+    """Rule 8: SystemExit and KeyboardInterrupt do not wait for their turn; they arrive as they
+    are."""
     stop = SystemExit(3)
 
     def leave(x):
@@ -269,7 +289,8 @@ def test_no_thread_takes_what_is_for_the_loop():
 
 
 def test_a_failing_move_does_not_hang():
-    """B6.5: torchrec's loader thread dies of it, and its consumer waits for ever (fixed there for next() alone)."""
+    """B6.5: torchrec's loader thread dies of it, and its consumer waits for ever (fixed there for
+    next() alone)."""
 
     class Batch:
         def to(self, device, non_blocking=False):
@@ -301,7 +322,9 @@ def test_nobody_asks_a_broken_source_again():
     assert next(run) == 1
     with pytest.raises(Disk):
         next(run)
-    assert next(run, "end") == "end"  # no silent end after one error: it was raised, and the overlap is closed
+    assert (
+        next(run, "end") == "end"
+    )  # no silent end after one error: it was raised, and the overlap is closed
     assert asked == [0, 1]
 
 
@@ -327,7 +350,8 @@ def test_an_end_is_not_asked_for_again():
         assert len(asked) == 3
 
 
-# ---- how far ahead ---------------------------------------------------------------------------------------------------
+# ---- how far ahead
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thread", HOSTS)
@@ -407,14 +431,16 @@ def test_the_loader_runs_while_the_loop_works():
         run.close()
 
 
-# ---- threads ---------------------------------------------------------------------------------------------------------
+# ---- threads
+# -------------------------------------------------------------------------------
 
 NAME = contextvars.ContextVar("name", default="nobody")
 
 
 @pytest.mark.parametrize("thread", HOSTS)
 def test_stages_see_what_the_caller_had_on(thread):
-    """B6.7, rule 5: a new thread starts with grad on, autocast off, and nothing else that the caller had."""
+    """B6.7, rule 5: a new thread starts with grad on, autocast off, and nothing else that the
+    caller had."""
 
     def look(_):
         return (
@@ -448,7 +474,9 @@ def test_stages_see_what_the_caller_had_on(thread):
 @pytest.mark.parametrize("thread", HOSTS)
 def test_options_of_a_stage(thread):
     def look(x):
-        return torch.is_grad_enabled(), torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return torch.is_grad_enabled(), torch.get_autocast_dtype(
+            "cpu"
+        ) if torch.is_autocast_enabled("cpu") else None
 
     stages = [fp.batches.BatchStage(look, grad=False, autocast=torch.bfloat16)]
     assert set(fp.batches.overlap(range(3), stages, thread=thread)) == {(False, torch.bfloat16)}
@@ -460,7 +488,9 @@ def test_options_of_a_stage(thread):
 def test_gradients_flow_through_stages(thread):
     """As in the loop: a stage with parameters of its own is not cut off in silence."""
     w = torch.ones(4, requires_grad=True)
-    total = sum(out.sum() for out in fp.batches.overlap(data(3), [lambda x: x * w, double], thread=thread))
+    total = sum(
+        out.sum() for out in fp.batches.overlap(data(3), [lambda x: x * w, double], thread=thread)
+    )
     total.backward()
     assert torch.allclose(w.grad, 2 * sum(data(3)))
 
@@ -493,7 +523,8 @@ def test_random_stages_are_keyed(thread, depth):
     assert not torch.equal(want[0] - want[1], data(6)[0] - data(6)[1])
     # Two stages of one function have two names, and draw apart.
     one, other = (
-        sum(fp.batches.overlap([torch.ones(4)], [fp.batches.BatchStage(augment, name=n, seed=3)])) for n in "ab"
+        sum(fp.batches.overlap([torch.ones(4)], [fp.batches.BatchStage(augment, name=n, seed=3)]))
+        for n in "ab"
     )
     assert not torch.equal(one, other)
 
@@ -506,7 +537,9 @@ def test_modes_that_threads_cannot_take_over_are_refused():
             return func(*args, **(kwargs or {}))
 
     with Spy():
-        with pytest.raises(fp.FuncpipeError, match=r"dispatch mode Spy; overlap\(..., thread=False\)"):
+        with pytest.raises(
+            fp.FuncpipeError, match=r"dispatch mode Spy; overlap\(..., thread=False\)"
+        ):
             fp.batches.overlap(data(2), [double])
         assert len(list(fp.batches.overlap(data(2), [double], thread=False))) == 2
     with pytest.raises(fp.FuncpipeError, match=r"torch\.func"):
@@ -551,7 +584,9 @@ def test_close_does_not_wait_for_ever():
 
 
 def test_one_loop_for_one_overlap():
-    run = fp.batches.overlap(range(5), [lambda x: x, fp.batches.Fold(lambda s, x: (s, next(run)), 0)])
+    run = fp.batches.overlap(
+        range(5), [lambda x: x, fp.batches.Fold(lambda s, x: (s, next(run)), 0)]
+    )
     with pytest.raises(fp.FuncpipeError, match="by two at once"):
         next(run)
 
@@ -570,12 +605,17 @@ def test_two_iterators_do_not_meddle(thread):
 
 
 def test_a_second_iterator_is_not_ignored():
-    """A3: torchrec's pipelines bind the first iterator; a second one is ignored. Here one iterator is one overlap."""
+    """A3: torchrec's pipelines bind the first iterator; a second one is ignored. Here one iterator
+    is one overlap."""
     source = iter(range(6))
     assert next(fp.batches.overlap(source, [lambda x: x], depth=0)) == 0
     assert list(fp.batches.overlap(source, [lambda x: x])) == [1, 2, 3, 4, 5]
     again = range(3)
-    assert list(fp.batches.overlap(again, [double])) == list(fp.batches.overlap(again, [double])) == [0, 2, 4]
+    assert (
+        list(fp.batches.overlap(again, [double]))
+        == list(fp.batches.overlap(again, [double]))
+        == [0, 2, 4]
+    )
 
 
 def test_inputs_are_dropped_when_they_are_used():
@@ -594,7 +634,9 @@ def test_inputs_are_dropped_when_they_are_used():
 
     for thread in HOSTS:
         alive.clear()
-        run = fp.batches.overlap(source(), [lambda b: 1, lambda b: b, lambda b: b], depth=3, thread=thread)
+        run = fp.batches.overlap(
+            source(), [lambda b: 1, lambda b: b, lambda b: b], depth=3, thread=thread
+        )
         next(run)
         gc.collect()
         held = sum(ref() is not None for ref in alive)
@@ -602,7 +644,8 @@ def test_inputs_are_dropped_when_they_are_used():
         run.close()
 
 
-# ---- staleness -------------------------------------------------------------------------------------------------------
+# ---- staleness
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -620,7 +663,11 @@ def test_lag_is_exact(thread, lag):
         states.append(new)
         want.append(loss)
     for _ in range(25):
-        stages = [double, fp.batches.BatchStage(lookup, lag=lag), fp.batches.Fold(sgd, torch.ones(4))]
+        stages = [
+            double,
+            fp.batches.BatchStage(lookup, lag=lag),
+            fp.batches.Fold(sgd, torch.ones(4)),
+        ]
         run = fp.batches.overlap(data(), stages, thread=thread, depth=3)
         assert all(torch.equal(a, b) for a, b in zip(run, want, strict=True))
     # In the middle: the states that are read before the first of one's own travel along.
@@ -643,23 +690,39 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
         w["w"].add_(1)
         return w, x
 
-    stages = [fp.batches.BatchStage(lambda w, x: x, lag=1), fp.batches.Fold(inplace, {"w": torch.ones(4)})]
+    stages = [
+        fp.batches.BatchStage(lambda w, x: x, lag=1),
+        fp.batches.Fold(inplace, {"w": torch.ones(4)}),
+    ]
     with pytest.raises(fp.FuncpipeError, match=r"in place \(state\['w'\]\).*return new tensors"):
         list(fp.batches.overlap(data(), stages, thread=thread))
 
 
-# ---- wrong input -----------------------------------------------------------------------------------------------------
+# ---- wrong input
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: fp.batches.overlap(3, []), "an iterable of batches; got a int"),
-        (lambda: fp.batches.overlap([], [3]), "stage 0 is a function, a BatchStage or a Fold; got a int"),
+        (
+            lambda: fp.batches.overlap([], [3]),
+            "stage 0 is a function, a BatchStage or a Fold; got a int",
+        ),
         (lambda: fp.batches.overlap([], double), "stages are a sequence of functions"),
-        (lambda: fp.batches.overlap([], [double], depth=-1), "depth is a whole number from 0; got -1"),
-        (lambda: fp.batches.overlap([], [double], depth=True), "depth is a whole number from 0; got True"),
-        (lambda: fp.batches.overlap([], [double], start_index=1.5), "start_index is a whole number"),
+        (
+            lambda: fp.batches.overlap([], [double], depth=-1),
+            "depth is a whole number from 0; got -1",
+        ),
+        (
+            lambda: fp.batches.overlap([], [double], depth=True),
+            "depth is a whole number from 0; got True",
+        ),
+        (
+            lambda: fp.batches.overlap([], [double], start_index=1.5),
+            "start_index is a whole number",
+        ),
         (
             lambda: fp.batches.overlap([], [fp.batches.Fold(sgd, 0), double]),
             "stage 0 is a Fold, and only the last can be one",
@@ -669,7 +732,9 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
             "no Fold makes states: end the stages with fp.batches.Fold",
         ),
         (
-            lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lag=1, lead=2), fp.batches.Fold(sgd, 0)]),
+            lambda: fp.batches.overlap(
+                [], [fp.batches.BatchStage(double, lag=1, lead=2), fp.batches.Fold(sgd, 0)]
+            ),
             "2 batches ahead .* and reads a state only 1 old .* lead is at most lag",
         ),
         (
@@ -697,7 +762,9 @@ def test_wrong_input(call, words):
 
 @pytest.mark.parametrize("thread", HOSTS)
 def test_a_fold_that_gives_no_pair(thread):
-    with pytest.raises(fp.PlanError, match=r"a fold returns \(state, result\); 'stage' returned a int"):
+    with pytest.raises(
+        fp.PlanError, match=r"a fold returns \(state, result\); 'stage' returned a int"
+    ):
         next(fp.batches.overlap([1], [fp.batches.Fold(lambda s, x: 3, 0)], thread=thread))
 
 
@@ -722,7 +789,9 @@ def test_awaitables_are_handed_on():
             return True
 
     handles = [Later(torch.full((2,), float(i))) for i in range(4)]
-    start = fp.batches.BatchStage(lambda i: {"i": i, "x": handles[i], "work": Handle()}, name="start")
+    start = fp.batches.BatchStage(
+        lambda i: {"i": i, "x": handles[i], "work": Handle()}, name="start"
+    )
     for thread in HOSTS:
         out = list(fp.batches.overlap(range(4), [start, fp.batches.awaited], thread=thread))
         assert [float(b["x"][0]) for b in out] == [0.0, 1.0, 2.0, 3.0]
@@ -731,7 +800,8 @@ def test_awaitables_are_handed_on():
 
 
 def test_overlaps_nest():
-    """A source may be an overlap: here a loader in a thread, under stages that one thread queues."""
+    """A source may be an overlap: here a loader in a thread, under stages that one thread
+    queues."""
     loader = fp.batches.overlap(data(5), [], thread=True)
     run = fp.batches.overlap(loader, [double, add_one], thread=False)
     assert all(torch.equal(a, add_one(double(b))) for a, b in zip(run, data(5), strict=True))
@@ -743,8 +813,12 @@ def test_overlaps_nest():
 
 def test_a_pipeline_is_just_the_last_stage():
     """It nests over fp.run, and equals the loop of runs bit for bit."""
-    stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(4, 4), name=f"l{i}") for i in range(2)], strict=True)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu")
+    stages, params, _ = zip(
+        *[fp.from_module(torch.nn.Linear(4, 4), name=f"l{i}") for i in range(2)], strict=True
+    )
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=torch.nn.functional.mse_loss, devices="cpu"
+    )
     batches = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(5)]
 
     def train(params, batch):

@@ -1,4 +1,5 @@
-"""Batches over streams, proven without a GPU: the recording backend of tests/streams, its order proven by vector clocks."""
+"""Batches over streams, proven without a GPU: the recording backend of tests/streams, its order
+proven by vector clocks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def backend(monkeypatch):
 
 def data():
     g = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(3, 4, generator=g), "y": torch.randn(3, generator=g)} for _ in range(COUNT)]
+    return [
+        {"x": torch.randn(3, 4, generator=g), "y": torch.randn(3, generator=g)}
+        for _ in range(COUNT)
+    ]
 
 
 def scale(batch):
@@ -77,7 +81,11 @@ def stages(form: str):
     if form == "the source's":
         return [scale, same_batch, fp.batches.Fold(step, torch.ones(4))]
     assert form == "lag"
-    return [fp.batches.to_device(DEVICE), fp.batches.BatchStage(look, lag=1), fp.batches.Fold(step, torch.ones(4))]
+    return [
+        fp.batches.to_device(DEVICE),
+        fp.batches.BatchStage(look, lag=1),
+        fp.batches.Fold(step, torch.ones(4)),
+    ]
 
 
 FORMS = [
@@ -127,11 +135,21 @@ def expected(form, count=COUNT):
     old = state
     for batch in data()[:count]:
         if form in ("maps", "shared stream", "on the caller's", "two devices"):
-            batch = scale(scale(batch)) if form in ("maps", "shared stream", "on the caller's") else scale(batch)
+            batch = (
+                scale(scale(batch))
+                if form in ("maps", "shared stream", "on the caller's")
+                else scale(batch)
+            )
         elif form == "writes in place":
             batch = {"x": batch["x"] + 1, "y": batch["y"]}
         else:
-            batch = look(old, batch) if form == "lag" else batch if form == "fold on the copy" else scale(batch)
+            batch = (
+                look(old, batch)
+                if form == "lag"
+                else batch
+                if form == "fold on the copy"
+                else scale(batch)
+            )
             old = state
             state, batch = step(state, batch)
         used.append(fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch))
@@ -172,19 +190,25 @@ def test_host_threads_over_streams(form, backend):
 
 
 def test_copies_overlap_the_step(backend):
-    """The stream of copies waits for nothing that the loop does, and the loop waits for its batch alone."""
+    """The stream of copies waits for nothing that the loop does, and the loop waits for its batch
+    alone."""
     recorder = backend()
     go(recorder, "fold")
     copies = f"stream 2 of {DEVICE}"
     waits = [p.words.split(" waits for ") for p in recorder.points if " waits for " in p.words]
-    assert COUNT + 1 == sum(whom == copies for _, whom in waits)  # once for each batch, and at the end
+    assert COUNT + 1 == sum(
+        whom == copies for _, whom in waits
+    )  # once for each batch, and at the end
     assert [] == [whom for who, whom in waits if who == copies]
 
 
 def test_without_depth_a_stream_of_ones_own_is_left_alone(backend):
     """The plain loop queues all on the current stream: nobody would wait for another."""
     recorder = backend()
-    stages = [fp.batches.to_device(DEVICE), fp.batches.BatchStage(scale, stream=recorder.Stream(torch.device(DEVICE)))]
+    stages = [
+        fp.batches.to_device(DEVICE),
+        fp.batches.BatchStage(scale, stream=recorder.Stream(torch.device(DEVICE))),
+    ]
     with recorder.watching():
         used = [
             fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch)
@@ -229,8 +253,8 @@ CASES = [(form, stop) for form in FORMS for stop in (None, 2)]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_wait_is_needed(backend):
-    """Each wait and each recording is left out in turn, and the proof must fail: everywhere for those that only hand a
-    batch on, in some plan for those that guard memory."""
+    """Each wait and each recording is left out in turn, and the proof must fail: everywhere for
+    those that only hand a batch on, in some plan for those that guard memory."""
     missed: dict[str, int] = {}
     spared: list[str] = []
     for form, stop in CASES:

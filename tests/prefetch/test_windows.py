@@ -1,4 +1,5 @@
-"""Accumulation as a fold over windows, loss scaling as state, ranks that agree, sources that resume."""
+"""Accumulation as a fold over windows, loss scaling as state, ranks that agree, sources that
+resume."""
 
 from __future__ import annotations
 
@@ -18,19 +19,23 @@ def data(count=11):
     return [torch.randn(4, generator=g, dtype=torch.float64) for _ in range(count)]
 
 
-# ---- windows and accumulation ----------------------------------------------------------------------------------------
+# ---- windows and accumulation
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
 @pytest.mark.parametrize("thread", HOSTS)
 def test_windows_equal_the_big_batch(size, thread):
-    """B6.8: the gradient of a window is that of its batches as one; the last, shorter one counts by its real length."""
+    """B6.8: the gradient of a window is that of its batches as one; the last, shorter one counts by
+    its real length."""
 
     def grad(w, x):
         return {"w": x * (w * x).sum()}, (w * x).sum()
 
     w, counts = torch.ones(4, dtype=torch.float64), []
-    for window in fp.batches.windows(fp.batches.overlap(data(), [lambda x: x], thread=thread), size):
+    for window in fp.batches.windows(
+        fp.batches.overlap(data(), [lambda x: x], thread=thread), size
+    ):
         found = fp.batches.accumulate_grads(lambda x: grad(w, x), window)
         counts.append(found.count)
         assert len(found.aux) == found.count == found.weight
@@ -46,11 +51,15 @@ def test_windows_equal_the_big_batch(size, thread):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_batch_counts_once_an_epoch(size):
-    """A3: the seed's counters give wrong steps (N=1 drops the first batch; N>=3 steps on the last two of a window; the
-    last, partial window leaks into the next epoch). Windows have no memory: two epochs are cut alike."""
+    """A3: the seed's counters give wrong steps (N=1 drops the first batch; N>=3 steps on the last
+    two of a window; the last, partial window leaks into the next epoch). Windows have no memory:
+    two epochs are cut alike."""
     epochs = []
     for _ in range(2):
-        cut = [list(window) for window in fp.batches.windows(fp.batches.overlap(range(10), [lambda x: x]), size)]
+        cut = [
+            list(window)
+            for window in fp.batches.windows(fp.batches.overlap(range(10), [lambda x: x]), size)
+        ]
         assert [x for window in cut for x in window] == list(range(10))
         epochs.append(cut)
     assert epochs[0] == epochs[1]
@@ -84,7 +93,9 @@ def test_weights_make_padded_batches_exact():
     found = fp.batches.accumulate_grads(lambda x: ([x.mean()], x.sum()), tokens, weight=len)
     assert torch.allclose(found.grads[0], torch.cat(tokens).mean(), rtol=1e-14)
     assert found.weight == 11
-    total = fp.batches.accumulate_grads(lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum")
+    total = fp.batches.accumulate_grads(
+        lambda x: ([x.mean()], None), tokens, weight=len, reduce="sum"
+    )
     assert torch.allclose(total.grads[0], torch.cat(tokens).sum(), rtol=1e-14)
 
 
@@ -105,22 +116,35 @@ def test_half_precision_is_summed_in_single():
         (lambda: fp.batches.windows([1], 0), "a whole number of items from 1; got 0"),
         (lambda: fp.batches.windows([1], True), "a whole number of items from 1; got True"),
         (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
-        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0), "no batch with a weight"),
+        (
+            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0),
+            "no batch with a weight",
+        ),
         (
             lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: -1),
             "from 0; batch 0 .* has -1",
         ),
-        (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), reduce="max"), '"mean" or "sum"'),
         (
-            lambda: fp.batches.accumulate_grads(lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]),
+            lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), reduce="max"),
+            '"mean" or "sum"',
+        ),
+        (
+            lambda: fp.batches.accumulate_grads(
+                lambda x: ([x] * x, 0), [torch.tensor(1), torch.tensor(2)]
+            ),
             "batch 1 of the window has gradients of another structure",
         ),
         (lambda: fp.batches.loss_scale(0.0), "a loss scale is a positive number"),
         (
-            lambda: fp.batches.update_scale(fp.batches.loss_scale(), torch.tensor(False), growth=1.0),
+            lambda: fp.batches.update_scale(
+                fp.batches.loss_scale(), torch.tensor(False), growth=1.0
+            ),
             "growth is above 1",
         ),
-        (lambda: fp.batches.select(torch.tensor(True), [1], {"a": 1}), "two trees of one structure"),
+        (
+            lambda: fp.batches.select(torch.tensor(True), [1], {"a": 1}),
+            "two trees of one structure",
+        ),
     ],
 )
 def test_wrong_input(call, words):
@@ -130,9 +154,14 @@ def test_wrong_input(call, words):
 
 def test_results_of_runs_accumulate_from_a_window():
     """With fp.run: its results know their weights, and are added as they come."""
-    stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(4, 4).double()) for _ in range(2)], strict=True)
+    stages, params, _ = zip(
+        *[fp.from_module(torch.nn.Linear(4, 4).double()) for _ in range(2)], strict=True
+    )
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
-    rows = [(torch.randn(n, 4, dtype=torch.float64), torch.randn(n, 4, dtype=torch.float64)) for n in (4, 4, 3)]
+    rows = [
+        (torch.randn(n, 4, dtype=torch.float64), torch.randn(n, 4, dtype=torch.float64))
+        for n in (4, 4, 3)
+    ]
     whole = fp.run(plan, params, tuple(map(torch.cat, zip(*rows, strict=True))))
     for window in fp.batches.windows(fp.batches.overlap(rows, [fp.batches.to_device("cpu")]), 5):
         total = fp.accumulate(fp.run(plan, params, batch) for batch in window)
@@ -141,7 +170,8 @@ def test_results_of_runs_accumulate_from_a_window():
         assert torch.allclose(a, b, rtol=1e-10)
 
 
-# ---- loss scaling ----------------------------------------------------------------------------------------------------
+# ---- loss scaling
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("init", [8.0, 2.0**126, 3.0])
@@ -161,7 +191,9 @@ def test_it_scales_as_grad_scaler_does(init):
         scaler.update()
         grads, found = fp.batches.unscale(state, {"w": raw, "step": None})
         skipped += int(found)
-        params = fp.batches.select(found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i})
+        params = fp.batches.select(
+            found, params, {"w": params["w"].add(grads["w"], alpha=-0.1), "step": i}
+        )
         state = fp.batches.update_scale(state, found, interval=3)
         assert torch.equal(parameter.detach(), params["w"])
         assert scaler.get_scale() == state.scale.item()
@@ -171,7 +203,8 @@ def test_it_scales_as_grad_scaler_does(init):
 
 
 def test_a_scaled_run_through_an_overlap():
-    """The state is a part of the fold's: growth and skipped steps are seen by who asks, and go into checkpoints."""
+    """The state is a part of the fold's: growth and skipped steps are seen by who asks, and go into
+    checkpoints."""
     stages, params, _ = zip(*[fp.from_module(torch.nn.Linear(3, 3)) for _ in range(2)], strict=True)
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=mse_loss, devices="cpu")
     batches = [(torch.randn(4, 3), torch.randn(4, 3)) for _ in range(6)]
@@ -182,12 +215,17 @@ def test_a_scaled_run_through_an_overlap():
         result = fp.run(plan, params, batch, loss_scale=float(scale.scale), threads_per_lane=1)
         grads, found = fp.batches.unscale(scale, result.grads)
         new = fp.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, grads)
-        return (fp.batches.select(found, params, new), fp.batches.update_scale(scale, found, interval=2)), (
+        return (
+            fp.batches.select(found, params, new),
+            fp.batches.update_scale(scale, found, interval=2),
+        ), (
             result.loss,
             found,
         )
 
-    run = fp.batches.overlap(batches, [fp.batches.Fold(train, (params, fp.batches.loss_scale(16.0)))])
+    run = fp.batches.overlap(
+        batches, [fp.batches.Fold(train, (params, fp.batches.loss_scale(16.0)))]
+    )
     found = [bool(flag) for _, flag in run]
     assert found == [False, False, True, False, False, False]
     trained, scale = run.state
@@ -196,7 +234,8 @@ def test_a_scaled_run_through_an_overlap():
     assert all(leaf.isfinite().all() for leaf in fp.leaves(trained))
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
+# ---- ranks
+# -------------------------------------------------------------------------------
 
 
 class Meet:
@@ -218,7 +257,9 @@ def ranks(counts, pad):
     meet, out = Meet(len(counts)), [[] for _ in counts]
 
     def train(rank):
-        source = fp.batches.agree(range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad)
+        source = fp.batches.agree(
+            range(counts[rank]), lambda mine: meet.all_have(rank, mine), pad=pad
+        )
         out[rank].extend(fp.batches.overlap(source, [lambda x: x]))
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(len(counts))]
@@ -240,7 +281,8 @@ def test_ranks_stop_together(counts):
         assert one[count:] == [("pad", count - 1 if count else None)] * (max(counts) - count)
 
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
+# ---- resume
+# -------------------------------------------------------------------------------
 
 
 class Loader:
@@ -266,7 +308,8 @@ class Loader:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
 def test_training_goes_on_where_it_stopped(thread, depth, stop):
-    """B6.10: the place to go on from is that of the first batch that is not handed out, not of the last drawn."""
+    """B6.10: the place to go on from is that of the first batch that is not handed out, not of the
+    last drawn."""
 
     def build(loader, index, total):
         stages = [
@@ -274,7 +317,12 @@ def test_training_goes_on_where_it_stopped(thread, depth, stop):
             fp.batches.Fold(lambda s, x: (s + x[0], x), total),
         ]
         return fp.batches.overlap(
-            loader, stages, depth=depth, thread=thread, start_index=index, snapshot=loader.state_dict
+            loader,
+            stages,
+            depth=depth,
+            thread=thread,
+            start_index=index,
+            snapshot=loader.state_dict,
         )
 
     whole = build(Loader(7), 0, 0)
@@ -306,7 +354,9 @@ def test_a_failed_batch_can_be_tried_again(thread):
     tried = []
     loader, got, index = Loader(8), [], 0
     while True:
-        run = fp.batches.overlap(loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict)
+        run = fp.batches.overlap(
+            loader, [fails], thread=thread, start_index=index, snapshot=loader.state_dict
+        )
         try:
             for result in run:
                 got.append(result)

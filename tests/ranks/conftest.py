@@ -1,4 +1,5 @@
-"""Pools of processes that run the tasks of `rank_tasks`: each is started once and kept for all tests."""
+"""Pools of processes that run the tasks of `rank_tasks`: each is started once and kept for all
+tests."""
 
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def pools():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem):
-    """After the last test of this folder the processes end; each takes time from the others' tests, though it is idle."""
+    """After the last test of this folder the processes end; each takes time from the others' tests,
+    though it is idle."""
     try:
         return (yield)  # fixtures of the test still use them
     finally:

@@ -1,7 +1,8 @@
-"""What processes do whose lanes are on devices: streams that a recorder follows, and a group that stands for NCCL's.
+"""What processes do whose lanes are on devices: streams that a recorder follows, and a group that
+stands for NCCL's.
 
-The group is one of gloo. What it sends it reads, in the recorder's eyes, on the stream that is current, and what it
-receives it writes there, as NCCL's does.
+The group is one of gloo. What it sends it reads, in the recorder's eyes, on the stream that is
+current, and what it receives it writes there, as NCCL's does.
 """
 
 import os
@@ -20,7 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import same, schedules
-from rank_tasks import batch, differences, everything, everything_of, local, loss_with_aux, owners, parts
+from rank_tasks import (
+    batch,
+    differences,
+    everything,
+    everything_of,
+    local,
+    loss_with_aux,
+    owners,
+    parts,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import funcpipe as fp
@@ -46,7 +56,13 @@ class RecordedGroup:
     """A group of devices over gloo."""
 
     def __init__(self, group, recorder, device):
-        self.group, self.recorder, self.device, self.sent, self.aborted = group, recorder, device, [], False
+        self.group, self.recorder, self.device, self.sent, self.aborted = (
+            group,
+            recorder,
+            device,
+            [],
+            False,
+        )
 
     def size(self):
         return self.group.size()
@@ -93,7 +109,8 @@ class RecordedGroup:
 
 
 class JoinedRecorder(Recorder):
-    """A recorder whose devices are joined with those of other processes; or not, or all are one device."""
+    """A recorder whose devices are joined with those of other processes; or not, or all are one
+    device."""
 
     def __init__(self, way, skip=None):
         super().__init__(skip)
@@ -105,13 +122,18 @@ class JoinedRecorder(Recorder):
         return "one" if self.way == "one device" else f"{os.getpid()} {device}"
 
     def joined(self, store, rank, size, device):
-        self.groups.append(RecordedGroup(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), self, device))
+        self.groups.append(
+            RecordedGroup(
+                dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30)), self, device
+            )
+        )
         return self.groups[-1]
 
 
 @contextmanager
 def recorded(way, skip=None):
-    """Devices of the recorder in place of torch's; what comes is not put into a slot that is taken."""
+    """Devices of the recorder in place of torch's; what comes is not put into a slot that is
+    taken."""
     recorder, freed = JoinedRecorder(way, skip), []
     real = {name: getattr(DeviceStream, name) for name in ("receive", "from_host")}
 
@@ -119,8 +141,12 @@ def recorded(way, skip=None):
         def come(self, leaves, free, reader):
             ticket = real[name](self, leaves, free, reader)
             freed.append(free)
-            if free is not None and self.stream.clock.get(free.stream, 0) < (free.clock or {}).get(free.stream, 0):
-                recorder.fault(f"a slot is filled on {self.stream.name} before {free.stream} has freed it")
+            if free is not None and self.stream.clock.get(free.stream, 0) < (free.clock or {}).get(
+                free.stream, 0
+            ):
+                recorder.fault(
+                    f"a slot is filled on {self.stream.name} before {free.stream} has freed it"
+                )
             return ticket
 
         return come
@@ -147,13 +173,23 @@ def recorded(way, skip=None):
         drop(self)
 
     before, summed, over, drop = Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop
-    Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = recorder, begin, done, dropped
+    Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = (
+        recorder,
+        begin,
+        done,
+        dropped,
+    )
     for name in real:
         setattr(DeviceStream, name, followed(name))
     try:
         yield recorder, freed
     finally:
-        Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = before, summed, over, drop
+        Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = (
+            before,
+            summed,
+            over,
+            drop,
+        )
         for name, function in real.items():
             setattr(DeviceStream, name, function)
 
@@ -171,7 +207,8 @@ def put(recorder, trees, plan):
 
 
 def on_devices(rank, size, numbers, rows, way):
-    """Runs of schedules on devices, against one process on the CPU; (differences, faults of order, what was seen)."""
+    """Runs of schedules on devices, against one process on the CPU; (differences, faults of order,
+    what was seen)."""
     stages, params, state = everything()
     wrong, faults, seen = [], [], set()
     for number in numbers:
@@ -192,10 +229,19 @@ def on_devices(rank, size, numbers, rows, way):
                     want = fp.run_sequential(
                         plain, params, (x, target), state=state, feeds={"scale": scale}, seed=count
                     )
-                got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=count, executor=ranks)
+                got = fp.run(
+                    plan,
+                    own,
+                    (x, target),
+                    state=at,
+                    feeds={"scale": scale},
+                    seed=count,
+                    executor=ranks,
+                )
                 last = 3 in ranks.stages
                 wrong += [
-                    f"{schedule.name} {count} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                    f"{schedule.name} {count} rows: {name}"
+                    for name in differences(want, got, ranks.stages, last=last)
                 ]
             seen |= {"joined"} if recorder.groups else set()
             seen |= {"freed"} if any(free is not None for free in freed) else set()
@@ -216,18 +262,23 @@ def plainly():
 
 
 def without_a_wait(rank, size, skip):
-    """One run in which this process leaves out a wait or a recording: (how many there are, those that tell anything,
-    faults)."""
+    """One run in which this process leaves out a wait or a recording: (how many there are, those
+    that tell anything, faults)."""
     stages, params, state = everything()
     schedule = fp.schedules.one_f_one_b(4, 4)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=on("joined", 4))
     x, target, scale = batch(8)
-    with recorded("joined", skip if rank == 1 else None) as (recorder, _), fp.ranks(plan, timeout=30.0) as ranks:
+    with (
+        recorded("joined", skip if rank == 1 else None) as (recorder, _),
+        fp.ranks(plan, timeout=30.0) as ranks,
+    ):
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         put(recorder, own, plan)
         put(recorder, at, plan)
         for seed in range(2):
-            fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks)
+            fp.run(
+                plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks
+            )
     return [(point.words, point.site, point.news) for point in recorder.points], recorder.finish()
 
 
@@ -241,7 +292,9 @@ def replicas_on_devices(rank, size, way, reduced):
     plan = fp.make_plan(stages, schedule, loss=loss_with_aux, devices=on(way, 2))
     whole = fp.make_plan(stages, fp.schedules.fill_drain(4, 8), loss=loss_with_aux, devices="cpu")
     batches = [batch(count) for count in (8, 10)]
-    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)]
+    joined = [
+        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)
+    ]
     wrong = []
     with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
@@ -250,9 +303,17 @@ def replicas_on_devices(rank, size, way, reduced):
         for seed in range(2):
             x, target, scale = batches[ranks.replica]
             with plainly():
-                want = fp.run_sequential(whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, seed=seed)
-            got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks)
-            wrong += [name for name in ("loss", "losses", "aux") if not same(getattr(want, name), getattr(got, name))]
+                want = fp.run_sequential(
+                    whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, seed=seed
+                )
+            got = fp.run(
+                plan, own, (x, target), state=at, feeds={"scale": scale}, seed=seed, executor=ranks
+            )
+            wrong += [
+                name
+                for name in ("loss", "losses", "aux")
+                if not same(getattr(want, name), getattr(got, name))
+            ]
             wrong += [f"state[{s}]" for s in ranks.stages if not same(want.state[s], got.state[s])]
             for stage in ranks.stages:
                 for key, gradient in want.grads[stage].items():
@@ -265,11 +326,11 @@ def replicas_on_devices(rank, size, way, reduced):
 
 
 def stuck(rank, size, what):
-    """The device of rank 1 does not come to its end in the first run. How both get out of it: (error, seconds), and
-    where the next run differs from one process.
+    """The device of rank 1 does not come to its end in the first run. How both get out of it:
+    (error, seconds), and where the next run differs from one process.
 
-    Rank 0 fails once its lanes are done ("fails"), or waits likewise ("waits"), or it fails while the lanes of the other
-    stand in their device ("stands").
+    Rank 0 fails once its lanes are done ("fails"), or waits likewise ("waits"), or it fails while
+    the lanes of the other stand in their device ("stands").
     """
     stages, params, state = everything()
     failing = {"now": what == "fails", "early": what == "stands"}
@@ -297,32 +358,45 @@ def stuck(rank, size, what):
         go = partial(fp.run, plan, own, (x, target), state=at, executor=ranks, **options)
         began = time.monotonic()
         inside = standing if what == "stands" else hanging
-        with inside(recorder) if rank == 1 else nullcontext(), pytest.raises(fp.FuncpipeError) as caught:
+        with (
+            inside(recorder) if rank == 1 else nullcontext(),
+            pytest.raises(fp.FuncpipeError) as caught,
+        ):
             go()
         seconds = time.monotonic() - began
         failing.update(now=False, early=False)
         got = go()
         with plainly():
             want = fp.run_sequential(plain, params, (x, target), state=state, **options)
-        return type(caught.value).__name__, seconds, differences(want, got, ranks.stages, last=False)
+        return (
+            type(caught.value).__name__,
+            seconds,
+            differences(want, got, ranks.stages, last=False),
+        )
 
 
 def lost(rank, size, way):
-    """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and then it is back."""
+    """What both processes say when rank 0 hears from its group of devices that rank 1 is gone; and
+    then it is back."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4)
+    )
     x, target, scale = batch(8)
 
     def broken(*args):
         raise torch.distributed.DistBackendError(
-            "NCCL error in: /torch/ProcessGroupNCCL.cpp:90, remote process exited, NCCL version 2.28.9\nLast error:"
+            "NCCL error in: /torch/ProcessGroupNCCL.cpp:90, remote process exited, NCCL version "
+            "2.28.9\nLast error:"
         )
 
     with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         put(recorder, own, plan)
         put(recorder, at, plan)
-        go = partial(fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        go = partial(
+            fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks
+        )
         go()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
@@ -334,7 +408,8 @@ def lost(rank, size, way):
 
 @contextmanager
 def standing(recorder):
-    """Inside, lanes stand in a call of C until the groups of their device are ended, as in ``.item()``."""
+    """Inside, lanes stand in a call of C until the groups of their device are ended, as in
+    ``.item()``."""
     do = lanes._do
 
     def stands(*lane):
@@ -358,7 +433,8 @@ def standing(recorder):
 
 @contextmanager
 def hanging(recorder):
-    """Inside, once the lanes are done, the device does not come to its end before its groups are ended."""
+    """Inside, once the lanes are done, the device does not come to its end before its groups are
+    ended."""
     event, main = Place.event, threading.current_thread()
 
     def until_aborted():
@@ -380,17 +456,23 @@ def hanging(recorder):
 def not_joined(rank, size):
     """What both processes say when the devices of rank 1 cannot be joined; and then they can."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4))
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, devices=on("joined", 4)
+    )
     x, target, scale = batch(8)
 
     def broken(*args):
-        raise RuntimeError("NCCL error in: NCCLUtils.cpp:90, unhandled system error\nncclSystemError: System call")
+        raise RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:90, unhandled system error\nncclSystemError: System call"
+        )
 
     with recorded("joined") as (recorder, _), fp.ranks(plan, timeout=6.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         put(recorder, own, plan)
         put(recorder, at, plan)
-        go = partial(fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        go = partial(
+            fp.run, plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks
+        )
         if rank == 1:
             recorder.joined = broken
         with pytest.raises(fp.PeerError) as caught:
@@ -400,7 +482,8 @@ def not_joined(rank, size):
 
 
 def parts_on_devices(rank, size, way, rows):
-    """Two replicas that have parts of their parameters on devices, against one process with the rows of both."""
+    """Two replicas that have parts of their parameters on devices, against one process with the
+    rows of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
 
     @fp.stage
@@ -409,18 +492,25 @@ def parts_on_devices(rank, size, way, rows):
 
     g = torch.Generator().manual_seed(1)
     params = tuple(
-        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()} for _ in "1234"
+        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()}
+        for _ in "1234"
     )
     schedule = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
     schedule = fp.schedules.gather_params(schedule, whole=1)
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices=on(way, 2))
     whole = fp.make_plan([layer] * 4, fp.schedules.fill_drain(4, 8), loss=F.mse_loss, devices="cpu")
     batches = [[torch.randn(count, 6, generator=g).double() for _ in "xy"] for count in rows]
-    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(2)]
+    joined = [
+        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(2)
+    ]
     wrong = []
     with recorded(way) as (recorder, _), fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         own = fp.place(plan, params, ranks, shard=True)
-        put(recorder, [tree and {key: leaf.to_local() for key, leaf in tree.items()} for tree in own], plan)
+        put(
+            recorder,
+            [tree and {key: leaf.to_local() for key, leaf in tree.items()} for tree in own],
+            plan,
+        )
         for _ in range(2):
             with plainly():
                 want = fp.run_sequential(whole, params, joined)
@@ -431,10 +521,14 @@ def parts_on_devices(rank, size, way, rows):
                 wrong += [
                     f"grads[{stage}][{key}]"
                     for key, gradient in want.grads[stage].items()
-                    if not torch.allclose(gradient, got.grads[stage][key].full_tensor(), rtol=1e-12, atol=1e-12)
+                    if not torch.allclose(
+                        gradient, got.grads[stage][key].full_tensor(), rtol=1e-12, atol=1e-12
+                    )
                 ]
             with plainly():
-                wrong += [] if torch.allclose(fp.global_norm(want), fp.global_norm(got)) else ["norm"]
+                wrong += (
+                    [] if torch.allclose(fp.global_norm(want), fp.global_norm(got)) else ["norm"]
+                )
     return wrong, faults
 
 
@@ -453,9 +547,11 @@ JOINED: list[torch.device] = []
 
 
 def use_gpu(rank, size, way):
-    """This process's device, from now on: the first for all, over the host or joined by NCCL all the same, or its own.
+    """This process's device, from now on: the first for all, over the host or joined by NCCL all
+    the same, or its own.
 
-    NCCL refuses two processes on one device of one host, so it is told that they are on two, whose sockets it then takes.
+    NCCL refuses two processes on one device of one host, so it is told that they are on two, whose
+    sockets it then takes.
     """
     torch.cuda.set_device(rank if way == "two devices" else 0)
     if way == "one device, joined":
@@ -472,7 +568,8 @@ def use_gpu(rank, size, way):
 
 
 def on_gpus(rank, size, number, rows):
-    """Runs on real devices, against one process on one of them: (what differs, whether devices were joined)."""
+    """Runs on real devices, against one process on one of them: (what differs, whether devices were
+    joined)."""
     stages, params, state = everything()
     schedule = [
         fp.schedules.one_f_one_b(4, 4),
@@ -496,14 +593,16 @@ def on_gpus(rank, size, number, rows):
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             last = 3 in ranks.stages
             wrong += [
-                f"{count} rows: {name}" for name in differences(on_cpu(want), on_cpu(got), ranks.stages, last=last)
+                f"{count} rows: {name}"
+                for name in differences(on_cpu(want), on_cpu(got), ranks.stages, last=last)
             ]
             fp.global_norm(got)
     return wrong, bool(JOINED)
 
 
 def faults_on_gpus(rank, size, what):
-    """A run that does not end on rank 1 of 2: (error, seconds) of each, and what differs in the run after it."""
+    """A run that does not end on rank 1 of 2: (error, seconds) of each, and what differs in the run
+    after it."""
     stages, params, state = everything()
     failing = {"now": False}
 
@@ -532,13 +631,20 @@ def faults_on_gpus(rank, size, what):
         failing["now"] = False
         if what == "kill":
             return type(caught.value).__name__, seconds, []
-        want = fp.run_sequential(plain, fp.place(plain, params), (x, target), state=fp.place(plain, state), **options)
+        want = fp.run_sequential(
+            plain, fp.place(plain, params), (x, target), state=fp.place(plain, state), **options
+        )
         got = go()
-        return type(caught.value).__name__, seconds, differences(on_cpu(want), on_cpu(got), ranks.stages, last=False)
+        return (
+            type(caught.value).__name__,
+            seconds,
+            differences(on_cpu(want), on_cpu(got), ranks.stages, last=False),
+        )
 
 
 def steps_on_devices(rank, size, way, kind, together=False):
-    """Two replicas of two lanes that step inside of runs, on devices of a recorder, and after runs, before the record.
+    """Two replicas of two lanes that step inside of runs, on devices of a recorder, and after runs,
+    before the record.
 
     With ``together`` the runs are batches that follow each other without a pause.
     """
@@ -554,13 +660,17 @@ def steps_on_devices(rank, size, way, kind, together=False):
     if kind != "plain":
         schedule = fp.schedules.reduce_grads(schedule)
     plain = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cpu")
-    stepping = fp.make_plan([layer] * 4, fp.schedules.step_params(schedule), loss=F.mse_loss, devices=on(way, 2))
+    stepping = fp.make_plan(
+        [layer] * 4, fp.schedules.step_params(schedule), loss=F.mse_loss, devices=on(way, 2)
+    )
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(7, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
     batches = torch.randn(2, 2, 8, 6, generator=generator, dtype=torch.float64)
 
     def fresh(plan, ranks):
-        leaves = tuple({"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()} for w in start)
+        leaves = tuple(
+            {"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()} for w in start
+        )
         params = fp.place(plan, leaves, ranks, shard=kind == "sharded")
         return params, torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
 
@@ -574,10 +684,16 @@ def steps_on_devices(rank, size, way, kind, together=False):
     wrong = []
     with recorded(way) as (recorder, _), fp.ranks(stepping, mesh, dp="dp", timeout=30.0) as ranks:
         params, optimizer = fresh(stepping, ranks)
-        put(recorder, [tree and {key: local(leaf) for key, leaf in tree.items()} for tree in params], stepping)
+        put(
+            recorder,
+            [tree and {key: local(leaf) for key, leaf in tree.items()} for tree in params],
+            stepping,
+        )
         given = {"executor": ranks, "optimizer": optimizer}
         if together:
-            results = fp.run_batches(stepping, params, [tuple(batches[ranks.replica])] * len(wants), **given)
+            results = fp.run_batches(
+                stepping, params, [tuple(batches[ranks.replica])] * len(wants), **given
+            )
             with plainly():
                 wrong += [] if same(wants[-1][-1], everything_of(params, optimizer)) else ["bits"]
                 told = [(result.loss, result.norm) for result in results]
@@ -591,7 +707,8 @@ def steps_on_devices(rank, size, way, kind, together=False):
 
 
 def replicas_on_gpus(rank, size, shard):
-    """Two replicas on real devices, against one process with the rows of both: (what differs, whether they were joined)."""
+    """Two replicas on real devices, against one process with the rows of both: (what differs,
+    whether they were joined)."""
 
     @fp.stage
     def layer(p, x):
@@ -603,7 +720,8 @@ def replicas_on_gpus(rank, size, shard):
         schedule = fp.schedules.gather_params(schedule, whole=1)
     g = torch.Generator().manual_seed(1)
     numbers = [
-        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()} for _ in "1234"
+        {"w": torch.randn(6, 6, generator=g).double(), "b": torch.randn(6, generator=g).double()}
+        for _ in "1234"
     ]
     here = torch.device("cuda", torch.cuda.current_device())
     plan = fp.make_plan([layer] * 4, schedule, loss=F.mse_loss, devices="cuda")
@@ -619,15 +737,23 @@ def replicas_on_gpus(rank, size, shard):
             got = fp.run(plan, own, (x[rows], target[rows]), executor=ranks)
             wrong += [] if same(at_home(want.losses), at_home(got.losses)) else ["losses"]
             for one, other in zip(fp.leaves(want.grads), fp.leaves(got.grads), strict=True):
-                # Not its full_tensor(): gloo's own gathering of tensors of devices ends processes (pytorch/pytorch#152645).
-                one, other = (one.chunk(2)[ranks.replica], other.to_local()) if shard else (one, other)
+                # Not its full_tensor(): gloo's own gathering of tensors of devices ends processes
+                # (pytorch/pytorch#152645).
+                one, other = (
+                    (one.chunk(2)[ranks.replica], other.to_local()) if shard else (one, other)
+                )
                 wrong += [] if torch.allclose(one, other, rtol=1e-12, atol=1e-12) else ["gradients"]
-            wrong += [] if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu()) else ["norm"]
+            wrong += (
+                []
+                if torch.allclose(fp.global_norm(want).cpu(), fp.global_norm(got).cpu())
+                else ["norm"]
+            )
     return wrong, bool(JOINED)
 
 
 def steps_on_gpus(rank, size, kind):
-    """Steps in runs, and in batches without a pause, against those after runs: (what differs, whether they were joined).
+    """Steps in runs, and in batches without a pause, against those after runs: (what differs,
+    whether they were joined).
 
     Two lanes, or two replicas whose gradients are summed, or whose parameters are gathered.
     """
@@ -653,15 +779,23 @@ def steps_on_gpus(rank, size, kind):
         own = fp.schedules.step_params(schedule) if steps else schedule
         plan = fp.make_plan([layer] * 4, own, loss=F.mse_loss, devices="cuda")
         with fp.ranks(plan, mesh, timeout=60.0, **options) as ranks:
-            leaves = tuple({"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()} for w in start)
+            leaves = tuple(
+                {"w": w[:6].clone().requires_grad_(), "b": w[6].clone().requires_grad_()}
+                for w in start
+            )
             params = fp.place(plan, leaves, ranks, shard=kind == "sharded")
             optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
             batch = tuple(batches[ranks.replica])
             if together:
-                results = fp.run_batches(plan, params, [batch] * 3, optimizer=optimizer, executor=ranks)
+                results = fp.run_batches(
+                    plan, params, [batch] * 3, optimizer=optimizer, executor=ranks
+                )
                 told = [(result.loss, result.norm) for result in results]
             elif steps:
-                results = [fp.run(plan, params, batch, optimizer=optimizer, executor=ranks) for _ in range(3)]
+                results = [
+                    fp.run(plan, params, batch, optimizer=optimizer, executor=ranks)
+                    for _ in range(3)
+                ]
                 told = [(result.loss, result.norm) for result in results]
             else:
                 told = []

@@ -1,6 +1,8 @@
-"""A process of its own that is one rank, or keeps the store: ``python lone_rank.py train|keep OPTIONS``, these as JSON.
+"""A process of its own that is one rank, or keeps the store: ``python lone_rank.py train|keep
+OPTIONS``, these as JSON.
 
-It prints a line of JSON for each thing that happens, with the time by the clock that all processes of a machine share.
+It prints a line of JSON for each thing that happens, with the time by the clock that all processes
+of a machine share.
 """
 
 import atexit
@@ -25,7 +27,9 @@ ACTS = {
 
 
 def say(what, **more):
-    sys.stdout.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")  # at once: others write too
+    sys.stdout.write(
+        json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n"
+    )  # at once: others write too
     sys.stdout.flush()
 
 
@@ -39,13 +43,18 @@ def keep(host):
         time.sleep(60)
 
 
-def train(folder, rank=None, size=None, store=None, making=20.0, hold=False, again=False, unnamed=False):
+def train(
+    folder, rank=None, size=None, store=None, making=20.0, hold=False, again=False, unnamed=False
+):
     """Run after run, until something raises or the file ``enough`` has the number of the last one.
 
     Args:
-        folder: a file ``wrong`` in it has a rank, what it does in its forwards (`ACTS`), and from which run on.
-        rank, size, store: who it is; without them torchrun says so, and what is raised ends the process.
-        making: seconds for the ranks to find each other: torch's store lets some connections wait for 5 s. Runs have 5 s.
+        folder: a file ``wrong`` in it has a rank, what it does in its forwards (`ACTS`), and from
+            which run on.
+        rank, size, store: who it is; without them torchrun says so, and what is raised ends the
+            process.
+        making: seconds for the ranks to find each other: torch's store lets some connections wait
+            for 5 s. Runs have 5 s.
         hold: make no ranks before there is a file ``go``.
         again: after an error run once more.
         unnamed: forget which network interface torch's own group was to take.
@@ -84,7 +93,9 @@ def train(folder, rank=None, size=None, store=None, making=20.0, hold=False, aga
     params = tuple({"w": torch.randn(6, 6, generator=g)} for _ in range(size))
     x = torch.randn(8, 6, generator=g)
     schedule = fp.schedules.one_f_one_b(size, 4)
-    plan = fp.make_plan([fp.stage(body) for _ in range(size)], schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(body) for _ in range(size)], schedule, loss=F.mse_loss, devices="cpu"
+    )
     ranks = fp.ranks(plan, timeout=making)
 
     def run():

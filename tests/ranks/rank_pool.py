@@ -18,9 +18,12 @@ HERE = Path(__file__).parent
 
 
 def within(seconds: float) -> float:
-    """A limit in seconds on a machine that is free; one that does other things too gets twice as long."""
+    """A limit in seconds on a machine that is free; one that does other things too gets twice as
+    long."""
     beside_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
-    return seconds * (2.0 if beside_others or max(os.getloadavg()[:2]) > 1 + (os.cpu_count() or 1) else 1.0)
+    return seconds * (
+        2.0 if beside_others or max(os.getloadavg()[:2]) > 1 + (os.cpu_count() or 1) else 1.0
+    )
 
 
 class Failed(NamedTuple):
@@ -48,14 +51,17 @@ class Pool:
         self.ends, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.store.port, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, self.store.port, there), daemon=True
+            )
             process.start()
             there.close()
             self.ends.append(here)
             self.processes.append(process)
 
     def run(self, task: str, *args: Any, seconds: float = 60.0) -> list[Any]:
-        """What a task of `rank_tasks` (or of "module.task") returns, or how it `Failed`, by rank; None of those that are dead or hang."""
+        """What a task of `rank_tasks` (or of "module.task") returns, or how it `Failed`, by rank;
+        None of those that are dead or hang."""
         for end in self.ends:
             end.send((task, args))
         return self.results(seconds)
@@ -65,7 +71,9 @@ class Pool:
         deadline, results = time.monotonic() + seconds, []
         for end in self.ends:
             try:
-                results.append(end.recv() if end.poll(max(0.0, deadline - time.monotonic())) else None)
+                results.append(
+                    end.recv() if end.poll(max(0.0, deadline - time.monotonic())) else None
+                )
             except (EOFError, OSError):
                 results.append(None)
         self.whole &= None not in results
@@ -111,7 +119,11 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
             return
         began = time.monotonic()
         try:
-            module = device_tasks if hasattr(device_tasks, task) and not hasattr(rank_tasks, task) else rank_tasks
+            module = (
+                device_tasks
+                if hasattr(device_tasks, task) and not hasattr(rank_tasks, task)
+                else rank_tasks
+            )
             name, _, function = task.rpartition(".")
             module = importlib.import_module(name) if name else module
             result = getattr(module, function)(rank, size, *args)
@@ -119,5 +131,12 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
             notes = tuple(getattr(error, "__notes__", ()))
             trace = traceback.format_exc()
-            result = Failed(kinds, str(error), getattr(error, "rank", None), notes, time.monotonic() - began, trace)
+            result = Failed(
+                kinds,
+                str(error),
+                getattr(error, "rank", None),
+                notes,
+                time.monotonic() - began,
+                trace,
+            )
         pipe.send(result)

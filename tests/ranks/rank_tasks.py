@@ -1,4 +1,5 @@
-"""What the processes of the tests do. Every task gets (rank, size, ...) and returns something small, or raises."""
+"""What the processes of the tests do. Every task gets (rank, size, ...) and returns something
+small, or raises."""
 
 import contextlib
 import ctypes
@@ -54,26 +55,36 @@ def linear(i, o, g):
 
 
 def everything():
-    """Four stages: a dict, a named tuple, a dataclass between them; skips (one popped twice), a feed, dropout, state."""
+    """Four stages: a dict, a named tuple, a dataclass between them; skips (one popped twice), a
+    feed, dropout, state."""
     g = torch.Generator().manual_seed(1)
 
     @fp.stage(stash=["far", "mixed"])
     def first(p, x):
         h = F.dropout(torch.tanh(x @ p["w"].T + p["b"]), 0.25)
         return fp.Out(
-            {"h": h, "ids": x.argmax(-1), "flag": True}, stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())}
+            {"h": h, "ids": x.argmax(-1), "flag": True},
+            stash={"far": h * 2, "mixed": (h > 0, 3, h.detach())},
         )
 
     def second(p, x, *, skips, feeds, state):
-        h = F.relu(x["h"].mul_(1.5) @ p["w"].T + p["b"], inplace=True) + skips["far"] * feeds["scale"] + state
+        h = (
+            F.relu(x["h"].mul_(1.5) @ p["w"].T + p["b"], inplace=True)
+            + skips["far"] * feeds["scale"]
+            + state
+        )
         return fp.Out(
-            Pair(h.T.contiguous().T, x["ids"]), stats=h.detach().mean(0), loss=(h.square().sum() * 0.01, h.numel())
+            Pair(h.T.contiguous().T, x["ids"]),
+            stats=h.detach().mean(0),
+            loss=(h.square().sum() * 0.01, h.numel()),
         )
 
     @fp.stage(pop=["mixed"])
     def third(p, x, *, skips):
         mask, factor, _ = skips["mixed"]
-        return Record(torch.where(mask, x.h @ p["w"].T, factor * x.h) + F.one_hot(x.ids, 6), flag=False)
+        return Record(
+            torch.where(mask, x.h @ p["w"].T, factor * x.h) + F.one_hot(x.ids, 6), flag=False
+        )
 
     @fp.stage(pop=["far"])
     def fourth(p, x, *, skips):
@@ -82,7 +93,9 @@ def everything():
 
     stages = (
         first,
-        fp.stage(second, pop=["far"], feeds=["scale"], commit=lambda state, stats: state + sum(stats)),
+        fp.stage(
+            second, pop=["far"], feeds=["scale"], commit=lambda state, stats: state + sum(stats)
+        ),
         third,
         fourth,
     )
@@ -108,9 +121,15 @@ def batch(rows):
 
 def differences(want, got, stages, *, last):
     """The fields in which a rank's result is not what one process gives."""
-    wrong = [name for name in ("loss", "weight", "losses", "aux") if not same(getattr(want, name), getattr(got, name))]
+    wrong = [
+        name
+        for name in ("loss", "weight", "losses", "aux")
+        if not same(getattr(want, name), getattr(got, name))
+    ]
     for name in ("grads", "state"):
-        for stage, (one, other) in enumerate(zip(getattr(want, name) or (), getattr(got, name) or (), strict=True)):
+        for stage, (one, other) in enumerate(
+            zip(getattr(want, name) or (), getattr(got, name) or (), strict=True)
+        ):
             if not (same(one, other) if stage in stages else other is None):
                 wrong.append(f"{name}[{stage}]")
     if not (same(want.outputs, got.outputs) if last else got.outputs is None):
@@ -121,7 +140,8 @@ def differences(want, got, stages, *, last):
 
 
 def owners(lanes, size):
-    """The rank of each lane: as many on each, in order; or in turn, where they cannot be as many."""
+    """The rank of each lane: as many on each, in order; or in turn, where they cannot be as
+    many."""
     return None if lanes % size == 0 else [lane % size for lane in range(lanes)]
 
 
@@ -131,26 +151,41 @@ def bits(rank, size, numbers, rows):
     wrong = []
     for number in numbers:
         schedule = schedules(4, 4)[number]
-        options = {"loss": loss_with_aux, "outputs": True, "devices": "cpu", "spare_slots": number % 3}
+        options = {
+            "loss": loss_with_aux,
+            "outputs": True,
+            "devices": "cpu",
+            "spare_slots": number % 3,
+        }
         plan = fp.make_plan(stages, schedule, **options)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for count in rows:
                 x, target, scale = batch(count)
-                want = fp.run_sequential(plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count)
+                want = fp.run_sequential(
+                    plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count
+                )
                 first, last = 0 in ranks.stages, 3 in ranks.stages
                 given = (x if first else None, target if last else None) if first or last else None
                 feeds = {"scale": scale} if 1 in ranks.stages else None
                 got = fp.run(
-                    plan, own, given, state=fp.place(plan, state, ranks), feeds=feeds, seed=count, executor=ranks
+                    plan,
+                    own,
+                    given,
+                    state=fp.place(plan, state, ranks),
+                    feeds=feeds,
+                    seed=count,
+                    executor=ranks,
                 )
                 wrong += [
-                    f"{schedule.name} {count} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                    f"{schedule.name} {count} rows: {name}"
+                    for name in differences(want, got, ranks.stages, last=last)
                 ]
     return wrong
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training
+# -------------------------------------------------------------------------------
 
 
 def tied_model():
@@ -159,11 +194,19 @@ def tied_model():
     table = torch.randn(11, 6, generator=g, dtype=torch.float64)
     stages = [
         fp.stage(lambda p, x: p["table"][x], name="embed"),
-        *[fp.stage(lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), name=f"layer {k}") for k in range(2)],
+        *[
+            fp.stage(lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), name=f"layer {k}")
+            for k in range(2)
+        ],
         fp.stage(lambda p, x: (x @ p["table"].T) * p["scale"], name="head"),
     ]
     scale = torch.ones(1, dtype=torch.float64)
-    params = ({"table": table}, linear(6, 6, g), linear(6, 6, g), {"table": table.clone(), "scale": scale})
+    params = (
+        {"table": table},
+        linear(6, 6, g),
+        linear(6, 6, g),
+        {"table": table.clone(), "scale": scale},
+    )
     return stages, params, [[(0, "table"), (3, "table")]]
 
 
@@ -197,21 +240,29 @@ def training(rank, size, kind, compiled):
         steps = []
         for params in (alone, ours):
             optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if kind == "scaler" else None
+            scaler = (
+                torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+                if kind == "scaler"
+                else None
+            )
             steps.append((params, optimizer, scaler))
         for number in range(4):
             results = []
             for params, optimizer, scaler in steps:
                 scale = scaler.get_scale() if scaler else 4.0 if kind == "scale" else 1.0
                 executor = ranks if params is ours else "serial"
-                result = fp.run(plan, params, (x, y), loss_scale=scale, executor=executor, threads_per_lane=1)
+                result = fp.run(
+                    plan, params, (x, y), loss_scale=scale, executor=executor, threads_per_lane=1
+                )
                 if kind == "scaler" and number == 1 and result.grads[1]:  # of one rank; none steps
                     result.grads[1]["b"].fill_(float("inf"))
                 norm = fp.global_norm(result)
                 step_norm = fp.step(optimizer, params, result, max_norm=0.5, scaler=scaler)
                 if scaler:
                     scaler.update()
-                results.append((result.loss, result.finite, norm, step_norm, scaler and scaler.get_scale()))
+                results.append(
+                    (result.loss, result.finite, norm, step_norm, scaler and scaler.get_scale())
+                )
             if not same(*results):
                 wrong.append((number, [str(each) for each in results]))
         wrong += [stage for stage in ranks.stages if not same(alone[stage], ours[stage])]
@@ -219,10 +270,15 @@ def training(rank, size, kind, compiled):
 
 
 def stepping(rank, size, kind):
-    """A schedule that steps in several processes against steps after runs in one; a tie, clipping, a scale, late weights."""
+    """A schedule that steps in several processes against steps after runs in one; a tie, clipping,
+    a scale, late weights."""
     stages, start, ties = tied_model()
     schedule = fp.schedules.one_f_one_b(4, 3)
-    loss = late_cross_entropy if kind == "late" else lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
+    loss = (
+        late_cross_entropy
+        if kind == "late"
+        else lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten())
+    )
     plain, plan = (
         fp.make_plan(stages, one, loss=loss, ties=ties, devices="cpu")
         for one in (schedule, fp.schedules.step_params(schedule))
@@ -234,16 +290,33 @@ def stepping(rank, size, kind):
         alone, ours = fresh(start), fp.place(plan, fresh(start), ranks)
         theirs, mine = (torch.optim.AdamW(fp.leaves(params), lr=0.05) for params in (alone, ours))
         for number in range(4):
-            want = fp.run(plain, alone, (x, y), executor="serial", threads_per_lane=1, loss_scale=scale)
+            want = fp.run(
+                plain, alone, (x, y), executor="serial", threads_per_lane=1, loss_scale=scale
+            )
             norm = fp.step(theirs, alone, want, max_norm=max_norm)
-            options = {"optimizer": mine, "max_norm": max_norm, "executor": ranks, "threads_per_lane": 1}
+            options = {
+                "optimizer": mine,
+                "max_norm": max_norm,
+                "executor": ranks,
+                "threads_per_lane": 1,
+            }
             got = fp.run(plan, ours, (x, y), **options, loss_scale=scale)
-            wrong += [] if same(norm, got.norm) and same(want.loss, got.loss) else [(number, str(norm), str(got.norm))]
-            wrong += [(number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])]
+            wrong += (
+                []
+                if same(norm, got.norm) and same(want.loss, got.loss)
+                else [(number, str(norm), str(got.norm))]
+            )
+            wrong += [
+                (number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])
+            ]
         before = snapshot([ours[stage] for stage in ranks.stages])
         with pytest.raises(fp.RanksError, match="max_norm"):
             fp.run(plan, ours, (x, y), optimizer=mine, max_norm=1.0 + rank, executor=ranks)
-        wrong += [] if same(before, snapshot([ours[stage] for stage in ranks.stages])) else ["a run that was refused"]
+        wrong += (
+            []
+            if same(before, snapshot([ours[stage] for stage in ranks.stages]))
+            else ["a run that was refused"]
+        )
     return wrong
 
 
@@ -266,7 +339,10 @@ def several_batches(rank, size, kind):
     if kind == "scale":
         batches[2] = batches[2][0], torch.full_like(batches[2][1], torch.inf)
     state = ((), torch.zeros(6), (), ()) if kind == "norm" else None
-    options = {"max_norm": 0.01 if kind == "clips" else 1e6, "loss_scale": 4.0 if kind == "scale" else 1.0}
+    options = {
+        "max_norm": 0.01 if kind == "clips" else 1e6,
+        "loss_scale": 4.0 if kind == "scale" else 1.0,
+    }
     options |= {"threads_per_lane": 1, "seed": 5}
     wrong, walks, walk = [], [], Lanes.walk
     with fp.ranks(plan, lanes=owners(4, size), timeout=20.0) as ranks:
@@ -275,7 +351,9 @@ def several_batches(rank, size, kind):
             alone[3]["a"] = alone[0]["a"]
             if {0, 3} <= {*ranks.stages}:
                 ours[3]["a"] = ours[0]["a"]
-        theirs, mine = (torch.optim.AdamW([*dict.fromkeys(fp.leaves(own))], lr=0.05) for own in (alone, ours))
+        theirs, mine = (
+            torch.optim.AdamW([*dict.fromkeys(fp.leaves(own))], lr=0.05) for own in (alone, ours)
+        )
         if kind in ("hooked", "last step") and rank == 0:
             mine.register_step_post_hook(lambda *_: None)
         rates = [None, None]
@@ -289,18 +367,33 @@ def several_batches(rank, size, kind):
             return walk(self, executions)
 
         for number in range(3):
-            serial = {**options, "optimizer": theirs, "scheduler": rates[0], "executor": "serial", "state": held[0]}
+            serial = {
+                **options,
+                "optimizer": theirs,
+                "scheduler": rates[0],
+                "executor": "serial",
+                "state": held[0],
+            }
             want = fp.run_batches(plan, alone, batches, **serial)
-            more = {**options, "optimizer": mine, "scheduler": rates[1], "executor": ranks, "state": held[1]}
+            more = {
+                **options,
+                "optimizer": mine,
+                "scheduler": rates[1],
+                "executor": ranks,
+                "state": held[1],
+            }
             if kind == "refused" and number == 1:
                 before = everything_of(ours, mine)
                 with pytest.raises(
-                    fp.RanksError, match="as many batches on every rank: rank 0 was given 4; rank 1 was given 3"
+                    fp.RanksError,
+                    match="as many batches on every rank: rank 0 was given 4; rank 1 was given 3",
                 ):
                     fp.run_batches(plan, ours, given[: 4 - rank], **more)
                 with pytest.raises(fp.RanksError, match="max_norm"):
                     fp.run_batches(plan, ours, given, **{**more, "max_norm": 1.0 + rank})
-                wrong += [] if same(before, everything_of(ours, mine)) else ["a refusal left something"]
+                wrong += (
+                    [] if same(before, everything_of(ours, mine)) else ["a refusal left something"]
+                )
             if kind == "fails" and number == 1:
                 before = everything_of(ours, mine)
                 with (
@@ -308,11 +401,19 @@ def several_batches(rank, size, kind):
                     pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
                 ):
                     fp.run_batches(plan, ours, given, **more)
-                wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                wrong += (
+                    [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                )
             if kind == "last step" and number == 1:
-                before, steps, own_step = everything_of(ours, mine), iter(range(8)), torch.optim.AdamW.step
+                before, steps, own_step = (
+                    everything_of(ours, mine),
+                    iter(range(8)),
+                    torch.optim.AdamW.step,
+                )
 
-                def step(optimizer, steps=steps, own_step=own_step):  # of two stages here, of both at once at rank 0
+                def step(
+                    optimizer, steps=steps, own_step=own_step
+                ):  # of two stages here, of both at once at rank 0
                     if next(steps) == 7:
                         raise ArithmeticError("planted")
                     return own_step(optimizer)
@@ -320,15 +421,26 @@ def several_batches(rank, size, kind):
                 planted = pytest.raises((ArithmeticError, fp.PeerError), match="planted")
                 with mock.patch.object(torch.optim.AdamW, "step", step), planted:
                     fp.run_batches(plan, ours, given, **more)
-                wrong += [] if same(before, everything_of(ours, mine)) else ["a last step left something"]
+                wrong += (
+                    []
+                    if same(before, everything_of(ours, mine))
+                    else ["a last step left something"]
+                )
             with mock.patch.object(Lanes, "walk", walked):
                 got = fp.run_batches(plan, ours, given, **more)
             if state is not None:
                 held = [want[-1].state, got[-1].state]
-                wrong += [stage for stage in ranks.stages if not same(held[0][stage], held[1][stage])]
-            facts = [[(one.loss, one.losses, one.weight, one.norm) for one in results] for results in (want, got)]
+                wrong += [
+                    stage for stage in ranks.stages if not same(held[0][stage], held[1][stage])
+                ]
+            facts = [
+                [(one.loss, one.losses, one.weight, one.norm) for one in results]
+                for results in (want, got)
+            ]
             wrong += [] if same(*facts) else [f"{number}: {facts}"]
-            wrong += [(number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])]
+            wrong += [
+                (number, stage) for stage in ranks.stages if not same(alone[stage], ours[stage])
+            ]
     return wrong, walks
 
 
@@ -375,7 +487,8 @@ FAILS_IN_SECOND = _FailsInSecond()
 
 
 def several_batches_of_replicas(rank, size, kind):
-    """Several batches at once of replicas, against runs one after the other: what differs, and how the lanes walked."""
+    """Several batches at once of replicas, against runs one after the other: what differs, and how
+    the lanes walked."""
     torch.manual_seed(1)
     stages = [fp.stage(dropping, name=f"{kind} {number}") for number in range(4)]
     start = tuple({name: torch.randn(6, 6) * 0.3 for name in "ab"} for _ in range(4))
@@ -396,7 +509,9 @@ def several_batches_of_replicas(rank, size, kind):
         torch.manual_seed(2 + ranks.replica)
         rows = [8, 9, 8, 2 if kind == "uneven" and ranks.replica else 8]
         batches = [(torch.randn(count, 6), torch.randn(count, 6)) for count in rows]
-        alone, ours = (fp.place(plan, fresh(start), ranks, shard=kind == "sharded") for _ in range(2))
+        alone, ours = (
+            fp.place(plan, fresh(start), ranks, shard=kind == "sharded") for _ in range(2)
+        )
         theirs, mine = (torch.optim.AdamW(fp.leaves(own), lr=0.05) for own in (alone, ours))
         options = {"executor": ranks, "max_norm": 0.01 if kind == "clips" else 1e6}
         for number in range(3):
@@ -407,19 +522,32 @@ def several_batches_of_replicas(rank, size, kind):
             ]
             if kind == "fails" and number == 1:
                 before = everything_of(ours, mine)
-                with FAILS_IN_SECOND.on(rank == 2), pytest.raises((ArithmeticError, fp.PeerError), match="planted"):
+                with (
+                    FAILS_IN_SECOND.on(rank == 2),
+                    pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
+                ):
                     fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
-                wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                wrong += (
+                    [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                )
             with mock.patch.object(Lanes, "walk", walked):
                 got = fp.run_batches(plan, ours, batches, optimizer=mine, seed=number, **options)
-            facts = [[(one.loss, one.losses, one.weight, one.norm) for one in results] for results in (want, got)]
+            facts = [
+                [(one.loss, one.losses, one.weight, one.norm) for one in results]
+                for results in (want, got)
+            ]
             wrong += [] if same(*facts) else [f"{number}: {facts}"]
-            wrong += [] if same(everything_of(alone, theirs), everything_of(ours, mine)) else [f"{number} a leaf"]
+            wrong += (
+                []
+                if same(everything_of(alone, theirs), everything_of(ours, mine))
+                else [f"{number} a leaf"]
+            )
     return wrong, walks
 
 
 def goes_on(rank, size):
-    """When the first lane begins its second batch, and when the last one ends its step of the first."""
+    """When the first lane begins its second batch, and when the last one ends its step of the
+    first."""
     begun, ended = [], []
     own_step = torch.optim.SGD.step
 
@@ -433,12 +561,20 @@ def goes_on(rank, size):
         own_step(optimizer)
         ended.append(time.monotonic())
 
-    stages = [fp.stage(first), *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)]]
+    stages = [
+        fp.stage(first),
+        *[fp.stage(lambda p, x: x * p, name=str(number)) for number in range(1, size)],
+    ]
     plan = fp.make_plan(
-        stages, fp.schedules.step_params(fp.schedules.one_f_one_b(size, 2)), loss=F.mse_loss, devices="cpu"
+        stages,
+        fp.schedules.step_params(fp.schedules.one_f_one_b(size, 2)),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, tuple(torch.tensor(1.5, requires_grad=True) for _ in range(size)), ranks)
+        params = fp.place(
+            plan, tuple(torch.tensor(1.5, requires_grad=True) for _ in range(size)), ranks
+        )
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
         given = (torch.ones(4), torch.zeros(4))
         fp.run(plan, params, given, optimizer=optimizer, executor=ranks)
@@ -449,7 +585,8 @@ def goes_on(rank, size):
 
 
 def stepping_replicas(rank, size, kind, rows):
-    """Replicas that step inside of runs, against steps after them: what differs, and how many steps lanes made."""
+    """Replicas that step inside of runs, against steps after them: what differs, and how many steps
+    lanes made."""
     stages, params, state = everything()
     params[3]["w"] = params[0]["w"].clone()
     schedule, failing = fp.schedules.interleaved(4, 4, num_devices=2), FailsLate(rank == 2)
@@ -458,14 +595,20 @@ def stepping_replicas(rank, size, kind, rows):
     if kind == "late":  # it knows no weights for side losses
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
-        stages, schedule = tuple(map(fp.compile_stage, stages)), fp.schedules.zero_bubble(4, 4, num_devices=2)
+        stages, schedule = (
+            tuple(map(fp.compile_stage, stages)),
+            fp.schedules.zero_bubble(4, 4, num_devices=2),
+        )
     if kind == "sharded":
         schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=2), whole=1)
     if kind not in ("plain", "hooked"):
         schedule = fp.schedules.reduce_grads(schedule)
     options = {"loss": counted if kind == "late" else loss_with_aux, "devices": "cpu"}
     options["ties"] = [[(0, "w"), (3, "w")]] if kind == "tied" else []
-    plain, stepping = (fp.make_plan(stages, one, **options) for one in (schedule, fp.schedules.step_params(schedule)))
+    plain, stepping = (
+        fp.make_plan(stages, one, **options)
+        for one in (schedule, fp.schedules.step_params(schedule))
+    )
     max_norm, scale = 0.01 if kind == "clips" else 1e6, 4.0 if kind == "scale" else 1.0
     wrong, by_lanes = [], []
     own_step = torch.optim.AdamW.step
@@ -477,12 +620,18 @@ def stepping_replicas(rank, size, kind, rows):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
         x, target, feed = batch(rows[ranks.replica])
-        alone, ours = (fp.place(plain, fresh_floats(params), ranks, shard=kind == "sharded") for _ in range(2))
+        alone, ours = (
+            fp.place(plain, fresh_floats(params), ranks, shard=kind == "sharded") for _ in range(2)
+        )
         trained = ([leaf for leaf in fp.leaves(own) if leaf.requires_grad] for own in (alone, ours))
         theirs, mine = (torch.optim.AdamW(leaves, lr=0.05) for leaves in trained)
         if kind == "hooked" and rank == 0:  # it waits for nobody's sums, and others wait for its
             mine.register_step_post_hook(lambda *_: None)
-        given = {"state": fp.place(plain, state, ranks), "feeds": {"scale": feed}, "executor": ranks}
+        given = {
+            "state": fp.place(plain, state, ranks),
+            "feeds": {"scale": feed},
+            "executor": ranks,
+        }
         for number in range(4):
             broken = (kind, number, rank) == ("scale", 1, 3)  # of one replica; none steps
             to = torch.full_like(target, torch.inf) if broken else target
@@ -493,18 +642,38 @@ def stepping_replicas(rank, size, kind, rows):
                 within = {**given, "optimizer": mine, "max_norm": max_norm}
                 if kind == "fails" and number == 2:
                     before = everything_of(ours, mine)
-                    with failing.armed(), pytest.raises((ArithmeticError, fp.PeerError), match="planted"):
+                    with (
+                        failing.armed(),
+                        pytest.raises((ArithmeticError, fp.PeerError), match="planted"),
+                    ):
                         fp.run(stepping, ours, (x, to), **within)
-                    wrong += [] if same(before, everything_of(ours, mine)) else ["a failure left something"]
+                    wrong += (
+                        []
+                        if same(before, everything_of(ours, mine))
+                        else ["a failure left something"]
+                    )
                 got = fp.run(stepping, ours, (x, to), **within)
-            wrong += [] if same((norm, want.loss), (got.norm, got.loss)) else [f"{number} norm {norm} {got.norm}"]
-            wrong += [] if (kind == "clips") == bool(norm > max_norm) or broken else [f"{number} the norm is {norm}"]
-            wrong += [] if same(everything_of(alone, theirs), everything_of(ours, mine)) else [f"{number} a leaf"]
+            wrong += (
+                []
+                if same((norm, want.loss), (got.norm, got.loss))
+                else [f"{number} norm {norm} {got.norm}"]
+            )
+            wrong += (
+                []
+                if (kind == "clips") == bool(norm > max_norm) or broken
+                else [f"{number} the norm is {norm}"]
+            )
+            wrong += (
+                []
+                if same(everything_of(alone, theirs), everything_of(ours, mine))
+                else [f"{number} a leaf"]
+            )
     return wrong, sum(by_lanes)
 
 
 def stepping_whole_matrices(rank, size):
-    """Two replicas of two lanes, with parts of matrices, and an optimizer that asks the other one for what it lacks."""
+    """Two replicas of two lanes, with parts of matrices, and an optimizer that asks the other one
+    for what it lacks."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     stages = [fp.stage(lambda p, x: x + torch.tanh(x @ p))] * 4
     summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
@@ -530,7 +699,8 @@ def stepping_whole_matrices(rank, size):
 
 
 def late_sums(rank, size):
-    """How long the steps of a replica take whose sums wait for another replica, where a stage sleeps."""
+    """How long the steps of a replica take whose sums wait for another replica, where a stage
+    sleeps."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
 
     def stage(p, x):
@@ -543,7 +713,11 @@ def late_sums(rank, size):
         params = fp.place(plan, (torch.eye(4, requires_grad=True),), ranks)
         optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
         given = {"optimizer": optimizer, "executor": ranks, "record": True}
-        return fp.run(plan, params, (torch.ones(4, 4), torch.ones(4, 4)), **given).timeline.cost().step[0]
+        return (
+            fp.run(plan, params, (torch.ones(4, 4), torch.ones(4, 4)), **given)
+            .timeline.cost()
+            .step[0]
+        )
 
 
 def everything_of(params, optimizer):
@@ -553,7 +727,8 @@ def everything_of(params, optimizer):
 
 
 class FailsLate:
-    """A stage whose fourth backward raises where it is armed, in one process, half a second later than it would come."""
+    """A stage whose fourth backward raises where it is armed, in one process, half a second later
+    than it would come."""
 
     def __init__(self, here):
         self.here, self.left = here, 0
@@ -600,7 +775,15 @@ def accumulated(rank, size):
             for rows in (8, 5):
                 x, target, scale = batch(rows)
                 runs.append(
-                    fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=rows, executor=executor)
+                    fp.run(
+                        plan,
+                        own,
+                        (x, target),
+                        state=at,
+                        feeds={"scale": scale},
+                        seed=rows,
+                        executor=executor,
+                    )
                 )
             totals.append(fp.accumulate(runs))
         one, other = totals
@@ -614,9 +797,12 @@ def counted_mean(y, target):
 
 
 def evaluated(rank, size):
-    """A plan of forwards alone, on the ranks of the training plan, between its runs; with ready-made microbatches too."""
+    """A plan of forwards alone, on the ranks of the training plan, between its runs; with
+    ready-made microbatches too."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
+    )
     look = fp.make_plan(stages, plan.schedule.forwards(), devices="cpu")
     wrong = []
     with fp.ranks(plan, timeout=30.0) as ranks:
@@ -625,16 +811,22 @@ def evaluated(rank, size):
             x, target, scale = batch(rows)
             options = {"feeds": {"scale": scale}, "seed": 1}
             want = fp.run(look, params, x, state=state, executor="serial", **options)
-            got = fp.run(look, own, x if 0 in ranks.stages else None, state=at, executor=ranks, **options)
+            got = fp.run(
+                look, own, x if 0 in ranks.stages else None, state=at, executor=ranks, **options
+            )
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
             want = fp.run(plan, params, (x, target), state=state, executor="serial", **options)
             got = fp.run(plan, own, (x, target), state=at, executor=ranks, **options)
             wrong += differences(want, got, ranks.stages, last=3 in ranks.stages)
-        elsewhere = fp.make_plan(stages, fp.schedules.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu")
+        elsewhere = fp.make_plan(
+            stages, fp.schedules.fill_drain(4, 4, num_devices=2, backward=False), devices="cpu"
+        )
         with pytest.raises((fp.PlanError, fp.PeerError), match="stages on lanes"):
             fp.run(elsewhere, own, x, state=at, executor=ranks, **options)
         cut = fp.Microbatches(x[a:b] for a, b in ((0, 3), (3, 4), (4, 8)))
-        want = fp.run(look, params, cut, state=state, executor="serial", feeds={"scale": scale}, seed=3)
+        want = fp.run(
+            look, params, cut, state=state, executor="serial", feeds={"scale": scale}, seed=3
+        )
         given = cut if 0 in ranks.stages else None
         got = fp.run(look, own, given, state=at, executor=ranks, feeds={"scale": scale}, seed=3)
         if 3 in ranks.stages and not same(tuple(want.outputs), tuple(got.outputs)):
@@ -643,16 +835,23 @@ def evaluated(rank, size):
 
 
 def changing(rank, size, runs):
-    """Shapes that hang on the numbers, other rows in each run: the forms of values change under way."""
+    """Shapes that hang on the numbers, other rows in each run: the forms of values change under
+    way."""
     stages = [
         fp.stage(lambda p, x: torch.relu(x * p["w"]), name="a"),
-        fp.stage(lambda p, x: (x[:, : 1 + int(x.sum().abs()) % 5] * p["w"], "word" * int(x.sum() > 0)), name="b"),
+        fp.stage(
+            lambda p, x: (x[:, : 1 + int(x.sum().abs()) % 5] * p["w"], "word" * int(x.sum() > 0)),
+            name="b",
+        ),
         fp.stage(lambda p, x: x[0].sum(1) * p["w"][0] + len(x[1]), name="c"),
         fp.stage(lambda p, x: x * p["w"][0], name="d"),
     ]
     params = tuple({"w": torch.ones(1, dtype=torch.float64) * (k + 1)} for k in range(4))
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(4, 4), loss=lambda y, t: (y - t[:, 0]).square().mean(), devices="cpu"
+        stages,
+        fp.schedules.one_f_one_b(4, 4),
+        loss=lambda y, t: (y - t[:, 0]).square().mean(),
+        devices="cpu",
     )
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
@@ -662,36 +861,50 @@ def changing(rank, size, runs):
             x = torch.randn(3 + number * 7 % 11, 6, generator=g, dtype=torch.float64)
             want = fp.run(plan, params, (x, x), executor="serial")
             got = fp.run(plan, own, (x, x), executor=ranks)
-            wrong += [f"{number} {name}" for name in differences(want, got, ranks.stages, last=size == 1)]
+            wrong += [
+                f"{number} {name}" for name in differences(want, got, ranks.stages, last=size == 1)
+            ]
     return wrong
 
 
 def stepped(rank, size):
     """Torch's loop: schedule.step and schedule.eval, an optimizer by itself."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
+    )
     wrong = []
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         alone = tuple({k: v.clone() for k, v in tree.items()} for tree in params)
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         schedule = ranks.schedule(own, state=at, seed=5)
-        optimizer = torch.optim.SGD([leaf for leaf in fp.leaves(own) if leaf.is_floating_point()], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [leaf for leaf in fp.leaves(own) if leaf.is_floating_point()], lr=0.1
+        )
         for step in range(3):
             x, target, scale = batch(8)
             losses = ["old"]
             given = (x,) if 0 in ranks.stages else ()
             y = schedule.step(*given, target=target, losses=losses, scale=scale)
-            again = schedule.step(*given, target=target, scale=scale) if step == 0 else None  # gradients add up
+            again = (
+                schedule.step(*given, target=target, scale=scale) if step == 0 else None
+            )  # gradients add up
             assert again is None or 3 in ranks.stages
             seeds = [fp.fold_in(5, k) for k in ([0, 1] if step == 0 else [step + 1])]
             wants = []
             for seed in seeds:
                 wants.append(
-                    fp.run_sequential(plan, alone, (x, target), state=state, feeds={"scale": scale}, seed=seed)
+                    fp.run_sequential(
+                        plan, alone, (x, target), state=state, feeds={"scale": scale}, seed=seed
+                    )
                 )
                 state = wants[-1].state
             wrong += [] if same(tuple(losses), wants[0].losses) else [f"{step} losses"]
-            wrong += [] if same(y, wants[0].outputs if 3 in ranks.stages else None) else [f"{step} outputs"]
+            wrong += (
+                []
+                if same(y, wants[0].outputs if 3 in ranks.stages else None)
+                else [f"{step} outputs"]
+            )
             for stage in range(4):
                 for key, leaf in alone[stage].items():
                     total = None
@@ -705,11 +918,15 @@ def stepped(rank, size):
             optimizer.step()
             schedule.zero_grad()
         stages, params, ties = tied_model()
-        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu")
+        plan = fp.make_plan(
+            stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, ties=ties, devices="cpu"
+        )
         schedule = fp.typing.RankSchedule(plan, ranks, fp.place(plan, params, ranks), None, None)
         x, target = torch.arange(8) % 11, torch.ones(8, 11, dtype=torch.float64)
         seen = schedule.eval(x, target=target, losses=losses)
-        look = fp.make_plan(stages, plan.schedule.forwards(), loss=F.mse_loss, outputs=True, devices="cpu")
+        look = fp.make_plan(
+            stages, plan.schedule.forwards(), loss=F.mse_loss, outputs=True, devices="cpu"
+        )
         want = fp.run_sequential(look, params, (x, target))
         wrong += [] if same(seen, want.outputs if 3 in ranks.stages else None) else ["eval"]
         wrong += [] if same(tuple(losses), want.losses) else ["losses of eval"]
@@ -736,7 +953,8 @@ def timed(rank, size):
 
 
 def slow(rank, size, seconds, count):
-    """Actions that take a while, one rank after the other: each waits for longer than its timeout for the first."""
+    """Actions that take a while, one rank after the other: each waits for longer than its timeout
+    for the first."""
 
     def rest(p, x):
         time.sleep(seconds)
@@ -750,20 +968,26 @@ def slow(rank, size, seconds, count):
     with fp.ranks(plan, timeout=30.0) as ranks:
         began = time.monotonic()
         x = torch.ones(count, 1)
-        result = fp.run(plan, fp.place(plan, ((),) * size, ranks), x, executor=ranks, timeout=2.5 * seconds)
+        result = fp.run(
+            plan, fp.place(plan, ((),) * size, ranks), x, executor=ranks, timeout=2.5 * seconds
+        )
         assert time.monotonic() - began > (size + count - 2) * seconds
         return result.outputs is None or bool((result.outputs == x).all())
 
 
 def refused_here(rank, size, who):
-    """One rank's own arguments are refused; the others would wait for it. The next ranks fit again."""
+    """One rank's own arguments are refused; the others would wait for it. The next ranks fit
+    again."""
     plan, *_ = one_f_one_b()
     lanes = [0, 7] if rank == who else None
     if rank == who:
         with pytest.raises(fp.RanksError, match="it names 2"):
             fp.ranks(plan, lanes=lanes, timeout=20.0)
     else:
-        with pytest.raises(fp.RanksError, match=f"rank {who} refuses: .*it names 2"), fp.ranks(plan, timeout=20.0):
+        with (
+            pytest.raises(fp.RanksError, match=f"rank {who} refuses: .*it names 2"),
+            fp.ranks(plan, timeout=20.0),
+        ):
             pass
     with fp.ranks(plan, timeout=20.0) as ranks:
         return len(ranks.stages) > 0
@@ -787,13 +1011,18 @@ class CountsInputs:
 def weighed(rank, size, what, given):
     """Weights that hang on what only one rank has, or on what several have."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=CountsInputs(what), outputs=True, devices="cpu"
+    )
     x, target, scale = batch(10)
     options = {"feeds": {"scale": scale}, "seed": 1}
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         first, last = 0 in ranks.stages, 3 in ranks.stages
-        mine = (x if first or (last and given == "both") else None, target if last or given == "both" else None)
+        mine = (
+            x if first or (last and given == "both") else None,
+            target if last or given == "both" else None,
+        )
         got = fp.run(plan, own, mine, state=at, executor=ranks, **options)
         want = fp.run_sequential(plan, params, (x, target), state=state, **options)
         return differences(want, got, ranks.stages, last=last)
@@ -808,25 +1037,40 @@ def ignored(rank, size):
         return (h + p["seldom"] if x.sum() < 0 else h) + p["same"]
 
     plan = fp.make_plan(
-        [fp.stage(body)], fp.schedules.fill_drain(1, 2), loss=nn.CrossEntropyLoss(ignore_index=0), devices="cpu"
+        [fp.stage(body)],
+        fp.schedules.fill_drain(1, 2),
+        loss=nn.CrossEntropyLoss(ignore_index=0),
+        devices="cpu",
     )
     names = ("often", "seldom", "same", "never")
     params = ({name: torch.ones(3, dtype=torch.float64) for name in names},)
-    x = torch.cat([torch.rand(4, 3, generator=torch.Generator().manual_seed(1)), -torch.ones(4, 3)]).double()
+    x = torch.cat(
+        [torch.rand(4, 3, generator=torch.Generator().manual_seed(1)), -torch.ones(4, 3)]
+    ).double()
     target = torch.tensor([1, 2, 1, 0, 2, 1, 0, 1])
     half = slice(4 * rank, 4 * rank + 4)
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        whole = fp.make_plan(plan.stages, fp.schedules.fill_drain(1, 4), loss=plan.loss, devices="cpu")
+        whole = fp.make_plan(
+            plan.stages, fp.schedules.fill_drain(1, 4), loss=plan.loss, devices="cpu"
+        )
         for aim in (target, target * (torch.arange(8) > 3)):
             want = fp.run_sequential(whole, params, (x, aim))
             got = fp.run(plan, params, (x[half], aim[half]), executor=ranks)
             wrong += [
-                name for name in ("loss", "weight", "unused") if not same(getattr(want, name), getattr(got, name))
+                name
+                for name in ("loss", "weight", "unused")
+                if not same(getattr(want, name), getattr(got, name))
             ]
-            wrong += [name for name in names if not torch.allclose(want.grads[0][name], got.grads[0][name], atol=1e-12)]
+            wrong += [
+                name
+                for name in names
+                if not torch.allclose(want.grads[0][name], got.grads[0][name], atol=1e-12)
+            ]
         before = {*threading.enumerate()}
-        with pytest.raises(fp.BatchError, match="0 for every microbatch"):  # on both; neither ends the connections
+        with pytest.raises(
+            fp.BatchError, match="0 for every microbatch"
+        ):  # on both; neither ends the connections
             fp.run(plan, params, (x[half], 0 * target[half]), executor=ranks)
         wrong += [thread.name for thread in {*threading.enumerate()} ^ before]
         with pytest.raises(fp.PlanError, match="'never' of"):
@@ -841,10 +1085,18 @@ def other_leaves(rank, size):
     """Replicas that train other leaves."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["a"] * p["b"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: x * p["a"] * p["b"])],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        params = ({"a": torch.ones(1, requires_grad=rank == 0), "b": torch.ones(1, requires_grad=rank == 1)},)
+        params = (
+            {
+                "a": torch.ones(1, requires_grad=rank == 0),
+                "b": torch.ones(1, requires_grad=rank == 1),
+            },
+        )
         fp.run(plan, params, (torch.ones(4, 1), torch.zeros(4, 1)), executor=ranks)
 
 
@@ -876,16 +1128,24 @@ def meshes(rank, size):
     """Two columns of a mesh, each a pipeline of its own, at once."""
     stages, params, state = everything()
     plan = fp.make_plan(
-        stages, fp.schedules.interleaved(4, 4, num_devices=2), loss=F.mse_loss, outputs=True, devices="cpu"
+        stages,
+        fp.schedules.interleaved(4, 4, num_devices=2),
+        loss=F.mse_loss,
+        outputs=True,
+        devices="cpu",
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rows = 8 if rank % 2 else 10
     x, target, scale = batch(rows)
     with fp.ranks(plan, mesh, timeout=30.0) as ranks:
         assert rank // 2 == ranks.rank
-        want = fp.run_sequential(plan, params, (x, target), state=state, feeds={"scale": scale}, seed=1)
+        want = fp.run_sequential(
+            plan, params, (x, target), state=state, feeds={"scale": scale}, seed=1
+        )
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
-        got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks)
+        got = fp.run(
+            plan, own, (x, target), state=at, feeds={"scale": scale}, seed=1, executor=ranks
+        )
         return differences(want, got, ranks.stages, last=3 in ranks.stages)
 
 
@@ -909,10 +1169,14 @@ def replicated(rank, size, kind, rows):
         schedule = fp.schedules.reduce_grads(schedule)
     ties = [[(0, "w"), (3, "w")]] if kind == "tied" else []
     plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu")
-    whole = fp.make_plan(stages, fp.schedules.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu")
+    whole = fp.make_plan(
+        stages, fp.schedules.fill_drain(4, 8), loss=loss, weight=weight, ties=ties, devices="cpu"
+    )
     params = (params[0], params[1], params[2], {**params[3], "w": params[0]["w"].clone()})
     batches = [batch(count) for count in rows]
-    joined = [fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)]
+    joined = [
+        fp.Microbatches(part for tensors in batches for part in parts(tensors[k])) for k in range(3)
+    ]
     wrong = []
     with fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
         assert (mine, 2) == (ranks.replica, ranks.replicas)
@@ -920,8 +1184,12 @@ def replicated(rank, size, kind, rows):
         for seed in range(2):
             x, target, scale = batches[ranks.replica]
             options = {"seed": seed, "loss_scale": 2.0}
-            want = fp.run_sequential(whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, **options)
-            got = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, executor=ranks, **options)
+            want = fp.run_sequential(
+                whole, params, joined[:2], state=state, feeds={"scale": joined[2]}, **options
+            )
+            got = fp.run(
+                plan, own, (x, target), state=at, feeds={"scale": scale}, executor=ranks, **options
+            )
             wrong += [
                 name
                 for name in ("loss", "weight", "losses", "aux")
@@ -936,7 +1204,9 @@ def replicated(rank, size, kind, rows):
                     elif not torch.allclose(gradient, other, rtol=1e-12, atol=1e-12):
                         wrong.append(f"grads[{stage}][{key}] {(gradient - other).abs().max()}")
             norm = fp.global_norm(got)
-            wrong += [] if torch.allclose(fp.global_norm(want), norm, rtol=1e-12) else [f"norm {norm}"]
+            wrong += (
+                [] if torch.allclose(fp.global_norm(want), norm, rtol=1e-12) else [f"norm {norm}"]
+            )
     grads = [got.grads[stage] for stage in sorted(ranks.stages)]
     return (
         wrong,
@@ -971,7 +1241,8 @@ def weighing(y, target):
     return (y - target).square().mean(1)[kept].sum() / kept.sum().clamp(min=1)
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
+# -- faults
+# -------------------------------------------------------------------------------
 
 
 class Fault:
@@ -1031,7 +1302,8 @@ KEPT = {}
 
 
 def faulty(rank, size):
-    """A pipeline with a stage for each rank, each with a commit, that goes wrong where its `Fault` says."""
+    """A pipeline with a stage for each rank, each with a commit, that goes wrong where its `Fault`
+    says."""
     fault = Fault()
 
     def body(k):
@@ -1052,7 +1324,9 @@ def faulty(rank, size):
 
     g = torch.Generator().manual_seed(4)
     params = tuple({"w": torch.randn(6, 6, generator=g, dtype=torch.float64)} for _ in range(size))
-    plan = fp.make_plan([body(k) for k in range(size)], fp.schedules.one_f_one_b(size, 4), loss=loss, devices="cpu")
+    plan = fp.make_plan(
+        [body(k) for k in range(size)], fp.schedules.one_f_one_b(size, 4), loss=loss, devices="cpu"
+    )
     state = tuple(torch.zeros((), dtype=torch.float64) for _ in range(size))
     return plan, params, state, fault
 
@@ -1078,7 +1352,9 @@ def once(rank, size):
 
 def fails(rank, size, who, place, act):
     """A run in which a rank goes wrong; raises what it raises."""
-    plan, params, state, ranks, fault = (KEPT[name] for name in ("plan", "params", "state", "ranks", "fault"))
+    plan, params, state, ranks, fault = (
+        KEPT[name] for name in ("plan", "params", "state", "ranks", "fault")
+    )
     x, target, _ = batch(8)
     if rank == who:
         fault.place, fault.act = place, ACTS[act]
@@ -1090,7 +1366,8 @@ def fails(rank, size, who, place, act):
 
 
 def dies_in_between(rank, size, who, number, path):
-    """Runs with values of 160 MB, in one of which a process ends while the first goes from rank 0 to rank 1."""
+    """Runs with values of 160 MB, in one of which a process ends while the first goes from rank 0
+    to rank 1."""
 
     def die():
         while not Path(path).exists():
@@ -1109,7 +1386,10 @@ def dies_in_between(rank, size, who, number, path):
 
     params = tuple({"w": torch.ones(1, 1)} for _ in range(size))
     plan = fp.make_plan(
-        [fp.stage(widen), fp.stage(narrow)], fp.schedules.one_f_one_b(size, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(widen), fp.stage(narrow)],
+        fp.schedules.one_f_one_b(size, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     with fp.ranks(plan, timeout=20.0) as ranks:
         own = fp.place(plan, params, ranks)
@@ -1138,7 +1418,9 @@ def stop(rank, size):
     KEPT.pop("ranks").close()
     KEPT.clear()
     deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and (left := [t.name for t in threading.enumerate() if "funcpipe" in t.name]):
+    while time.monotonic() < deadline and (
+        left := [t.name for t in threading.enumerate() if "funcpipe" in t.name]
+    ):
         time.sleep(0.01)
     return left
 
@@ -1171,13 +1453,16 @@ def other_calls(rank, size):
     return fp.run(plan, own, (x, target), state=at, executor=ranks).finite
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused
+# -------------------------------------------------------------------------------
 
 
 def one_f_one_b(**options):
     stages, params, state = everything()
     return (
-        fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options),
+        fp.make_plan(
+            stages, fp.schedules.one_f_one_b(4, 4), loss=F.mse_loss, devices="cpu", **options
+        ),
         params,
         state,
     )
@@ -1198,17 +1483,31 @@ def run_differently(rank, size, what):
         seed, loss_scale = 1 + (what == "seed" and other), 1.0 + (what == "scale" and other)
         given = None if what == "no inputs" and rank == 0 else (x, target)
         plan = one_f_one_b(outputs=True)[0] if what == "plan" and other else plan
-        fp.run(plan, own, given, state=at, feeds={"scale": scale}, seed=seed, loss_scale=loss_scale, executor=ranks)
+        fp.run(
+            plan,
+            own,
+            given,
+            state=at,
+            feeds={"scale": scale},
+            seed=seed,
+            loss_scale=loss_scale,
+            executor=ranks,
+        )
 
 
 def given_wrongly(rank, size, what):
     plan, params, state = one_f_one_b()
     if what == "object between stages":
-        stages = [fp.stage(lambda p, x: x * p["w"][0]), fp.stage(lambda p, x: (x * p["w"][0], print))]
+        stages = [
+            fp.stage(lambda p, x: x * p["w"][0]),
+            fp.stage(lambda p, x: (x * p["w"][0], print)),
+        ]
         stages += [fp.stage(lambda p, x: x[0] * p["w"][0]), fp.stage(lambda p, x: x * p["w"][0])]
         plan, state = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu"), ((),) * 4
     x, target, scale = batch(8)
-    with fp.ranks(plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=20.0) as ranks:
+    with fp.ranks(
+        plan, lanes=[1, 1, 0, 0] if what == "object between stages" else None, timeout=20.0
+    ) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         feeds = {"scale": scale} if plan.stages[1].feeds else {}
         if rank == 1:
@@ -1219,10 +1518,18 @@ def given_wrongly(rank, size, what):
             elif what == "other feeds":
                 feeds = {"bias": scale}
             elif what == "vjp":
-                fp.vjp(fp.make_plan(plan.stages, plan.schedule, devices="cpu"), params, x, executor=ranks)
+                fp.vjp(
+                    fp.make_plan(plan.stages, plan.schedule, devices="cpu"),
+                    params,
+                    x,
+                    executor=ranks,
+                )
             elif what == "lanes":
                 plan = fp.make_plan(
-                    plan.stages, fp.schedules.one_f_one_b(4, 4, num_devices=2), loss=F.mse_loss, devices="cpu"
+                    plan.stages,
+                    fp.schedules.one_f_one_b(4, 4, num_devices=2),
+                    loss=F.mse_loss,
+                    devices="cpu",
                 )
         fp.run(plan, own, (x, target), state=at, feeds=feeds, seed=1, executor=ranks)
 
@@ -1252,24 +1559,35 @@ def arguments(rank, size, what):
     fp.ranks(plan, **options)
 
 
-# -- for long ----------------------------------------------------------------------------------------------------------
+# -- for long
+# -------------------------------------------------------------------------------
 
 
 def soak(rank, size, steps):
-    """Steps with ever other rows; how memory (MiB), descriptors and threads grew since the first fifth."""
+    """Steps with ever other rows; how memory (MiB), descriptors and threads grew since the first
+    fifth."""
     stages, params, state = everything()
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(4, 4), loss=loss_with_aux, outputs=True, devices="cpu"
+    )
     with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         before = []
         for step in range(steps):
             x, target, scale = batch(1 + step * 7 % 30)
-            result = fp.run(plan, own, (x, target), state=at, feeds={"scale": scale}, seed=step, executor=ranks)
-            assert all(most <= pool.slots for most, pool in zip(result.stats.slots, plan.program.pools, strict=True))
+            result = fp.run(
+                plan, own, (x, target), state=at, feeds={"scale": scale}, seed=step, executor=ranks
+            )
+            assert all(
+                most <= pool.slots
+                for most, pool in zip(result.stats.slots, plan.program.pools, strict=True)
+            )
             del result
             if step + 1 in (steps // 5, steps):
                 gc.collect()
-                before.append((resident(), len(os.listdir("/proc/self/fd")), threading.active_count()))
+                before.append(
+                    (resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
+                )
     return [after - first for first, after in zip(*before, strict=True)]
 
 
@@ -1281,8 +1599,11 @@ def resident():
 
 
 def luck(rank, size, faults, seed):
-    """Runs in which, each time, some rank goes wrong somewhere; after each failure one that must be right."""
-    plan, params, state, ranks, fault = (KEPT[name] for name in ("plan", "params", "state", "ranks", "fault"))
+    """Runs in which, each time, some rank goes wrong somewhere; after each failure one that must be
+    right."""
+    plan, params, state, ranks, fault = (
+        KEPT[name] for name in ("plan", "params", "state", "ranks", "fault")
+    )
     x, target, _ = batch(8)
     own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
     chance = random.Random(seed)
@@ -1293,7 +1614,10 @@ def luck(rank, size, faults, seed):
         who = size - 1 if place == "loss" else who
         act, after = chance.choice(["raise", "interrupt"]), chance.random() * 0.01
         if rank == who:
-            fault.place, fault.act = place, lambda act=act, after=after: (time.sleep(after), ACTS[act]())
+            fault.place, fault.act = (
+                place,
+                lambda act=act, after=after: (time.sleep(after), ACTS[act]()),
+            )
         began = time.monotonic()
         try:
             fp.run(plan, own, (x, target), state=at, executor=ranks)
@@ -1325,21 +1649,28 @@ def threads_of_process():
     return names
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# -------------------------------------------------------------------------------
 
 
 def small_model():
     torch.manual_seed(1)
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())])
+    return nn.Sequential(
+        *[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())]
+    )
 
 
 def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps=3, shard=False):
-    """Train in this process, or on ranks; the losses of the steps, after loading and before saving."""
+    """Train in this process, or on ranks; the losses of the steps, after loading and before
+    saving."""
     split = fp.split(small_model(), stages)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 4), loss=F.mse_loss, devices="cpu")
     with contextlib.ExitStack() as opened:
         ranks = opened.enter_context(fp.ranks(plan, **ranks_of)) if ranks_of is not None else None
-        params, state = fp.place(plan, split.params, ranks, shard=shard), fp.place(plan, split.state, ranks)
+        params, state = (
+            fp.place(plan, split.params, ranks, shard=shard),
+            fp.place(plan, split.state, ranks),
+        )
         optimizer, step, losses = torch.optim.AdamW(fp.leaves(params), lr=0.01), 0, []
         if load:
             loaded = fp.load(path, split, params=params, optimizer=optimizer, ranks=ranks)
@@ -1359,7 +1690,11 @@ def trained(path, *, ranks_of=None, stages=4, save_after=None, load=False, steps
             options = {"state": state, "optimizer": optimizer, "step": step + steps, "ranks": ranks}
             if save_after == "meanwhile":  # a step more is run, and stepped, before it is finished
                 saving = fp.save(path, split, params, wait=False, **options)
-                fp.step(optimizer, params, fp.run(plan, params, (x, x.sin()), state=state, executor=ranks or "serial"))
+                fp.step(
+                    optimizer,
+                    params,
+                    fp.run(plan, params, (x, x.sin()), state=state, executor=ranks or "serial"),
+                )
                 saving.finish()
             else:
                 fp.save(path, split, params, **options)
@@ -1370,15 +1705,23 @@ def checkpointed(rank, size, path, what):
     """Save or load on ranks."""
     ranks_of = {"timeout": 30.0, "lanes": owners(4, size)}
     if what == "replicas":
-        ranks_of = {"timeout": 30.0, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), "dp": "dp"}
+        ranks_of = {
+            "timeout": 30.0,
+            "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")),
+            "dp": "dp",
+        }
         return trained(path, ranks_of=ranks_of, save_after=True)
     return trained(
-        path, ranks_of=ranks_of, load=what == "load", save_after={"save": True, "load": None}.get(what, what)
+        path,
+        ranks_of=ranks_of,
+        load=what == "load",
+        save_after={"save": True, "load": None}.get(what, what),
     )
 
 
 def unfinished(rank, size, path):
-    """A second save while one rank, or all, have not finished the first; what each raises, and what is there at the end."""
+    """A second save while one rank, or all, have not finished the first; what each raises, and what
+    is there at the end."""
     split = fp.split(small_model(), 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     said = []
@@ -1406,7 +1749,8 @@ def unfinished(rank, size, path):
 
 
 def beside_each_other(rank, size, path):
-    """Two pipelines of one mesh save to one path; what each save said, what can be loaded after each, and own paths."""
+    """Two pipelines of one mesh save to one path; what each save said, what can be loaded after
+    each, and own paths."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
     split = fp.split(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
@@ -1428,7 +1772,8 @@ def beside_each_other(rank, size, path):
         return said, steps, ["", fp.load(own, split, params=params, ranks=ranks).step]
 
 
-# -- parameters of which each replica has a part -----------------------------------------------------------------------
+# -- parameters of which each replica has a part
+# -------------------------------------------------------------------------------
 
 
 def local(leaf):
@@ -1447,11 +1792,15 @@ def near(one, other):
 
 
 def fresh_floats(params):
-    return tuple({k: v.clone().requires_grad_(v.is_floating_point()) for k, v in tree.items()} for tree in params)
+    return tuple(
+        {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in tree.items()}
+        for tree in params
+    )
 
 
 def sharded(rank, size, kind, rows):
-    """Replicas with parts of the parameters, against replicas with all of them: the same bits, and the same steps."""
+    """Replicas with parts of the parameters, against replicas with all of them: the same bits, and
+    the same steps."""
     stages, params, state = everything()
     params[0]["odd"] = torch.ones(3, 2, dtype=torch.float64)  # cut in parts of 2 and 1
     params[1]["lone"] = torch.ones(1, dtype=torch.float64)  # the second has none of it
@@ -1471,7 +1820,9 @@ def sharded(rank, size, kind, rows):
     params[3]["w"], params[3]["odd"] = params[0]["w"].clone(), params[0]["odd"].clone()
     loss, weight = (weighing, rows_that_count) if kind == "late" else (loss_with_aux, None)
     spare = int(kind == "block")
-    plan = fp.make_plan(stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu", spare_slots=spare)
+    plan = fp.make_plan(
+        stages, schedule, loss=loss, weight=weight, ties=ties, devices="cpu", spare_slots=spare
+    )
     params[2]["single"] = torch.tensor(1.0, dtype=torch.float64)  # has no axis to be cut along
     x, target, scale = batch(sum(rows))
     part = slice(rows[0] * (rank // 2), rows[0] + rows[1] * (rank // 2))
@@ -1479,20 +1830,37 @@ def sharded(rank, size, kind, rows):
     wrong, runs = [], []
     for shard in (False, True):
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-            own, at = fp.place(plan, fresh_floats(params), ranks, shard=shard), fp.place(plan, state, ranks)
+            own, at = (
+                fp.place(plan, fresh_floats(params), ranks, shard=shard),
+                fp.place(plan, state, ranks),
+            )
             trained = [leaf for leaf in fp.leaves(own) if leaf.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=0.05)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if kind == "scaler" else None
+            scaler = (
+                torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+                if kind == "scaler"
+                else None
+            )
             seen = []
             for step in range(3):
                 before = [local(leaf).clone() for leaf in fp.leaves(own)]
-                options = {"state": at, "feeds": {"scale": scale[part]}, "seed": step, "executor": ranks}
-                result = fp.run(plan, own, given, loss_scale=scaler.get_scale() if scaler else 1.0, **options)
+                options = {
+                    "state": at,
+                    "feeds": {"scale": scale[part]},
+                    "seed": step,
+                    "executor": ranks,
+                }
+                result = fp.run(
+                    plan, own, given, loss_scale=scaler.get_scale() if scaler else 1.0, **options
+                )
                 if not same(before, [local(leaf) for leaf in fp.leaves(own)]):
                     wrong.append("params were written to")
                 grads = fp.leaves(result.grads)
                 for leaf, gradient in zip(trained, grads, strict=True):
-                    if (leaf.shape, type(gradient)) != (gradient.shape, DTensor if shard and leaf.dim() else Tensor):
+                    if (leaf.shape, type(gradient)) != (
+                        gradient.shape,
+                        DTensor if shard and leaf.dim() else Tensor,
+                    ):
                         wrong.append(f"gradient {gradient.shape} {type(gradient)}")
                 whole = [entire(gradient).clone() for gradient in grads]
                 if scaler and step == 1:
@@ -1519,13 +1887,18 @@ def sharded(rank, size, kind, rows):
             runs.append(seen)
     for number, (one, other) in enumerate(zip(*runs, strict=True)):
         wrong += [] if number or same(one[0], other[0]) else ["bits"]
-        wrong += [f"{number} {k}" for k, (a, b) in enumerate(zip(one[1:3], other[1:3], strict=True)) if not near(a, b)]
+        wrong += [
+            f"{number} {k}"
+            for k, (a, b) in enumerate(zip(one[1:3], other[1:3], strict=True))
+            if not near(a, b)
+        ]
         wrong += [] if one[3:] == other[3:] else [f"{number} {one[3:]} {other[3:]}"]
     return wrong
 
 
 def resumed(rank, size, path):
-    """Save parts of parameters, load them into parts again: the losses go on as if nothing had been."""
+    """Save parts of parameters, load them into parts again: the losses go on as if nothing had
+    been."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     ranks_of = {"timeout": 30.0, "mesh": mesh, "dp": "dp"}
     expected = trained(path / "all", ranks_of=ranks_of, steps=6)
@@ -1535,19 +1908,25 @@ def resumed(rank, size, path):
 
 
 def saved_parts(rank, size, path, what):
-    """Tensors in parts of every kind are saved, by replicas that agree about it or do not; the numbers are the whole ones."""
+    """Tensors in parts of every kind are saved, by replicas that agree about it or do not; the
+    numbers are the whole ones."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     g = torch.Generator().manual_seed(1)
     whole = {"rows": (3, 4), "lone": (1, 2), "columns": (2, 5), "copied": (2, 2), "plain": (3,)}
     whole = {name: torch.randn(shape, generator=g) for name, shape in whole.items()}
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["plain"])], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: x * p["plain"])],
+        fp.schedules.fill_drain(1, 1),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
         over = {"rows": Shard(0), "lone": Shard(0), "columns": Shard(1), "copied": Replicate()}
         copies = {name: tensor.clone() for name, tensor in whole.items()}
         tree = {
-            name: distribute_tensor(tensor, mesh["dp"], [over[name]], src_data_rank=None) if name in over else tensor
+            name: distribute_tensor(tensor, mesh["dp"], [over[name]], src_data_rank=None)
+            if name in over
+            else tensor
             for name, tensor in copies.items()
         }
         if what == "differ" and rank == 1:
@@ -1567,7 +1946,9 @@ def saved_parts(rank, size, path, what):
             fp.save(path, plan, (tree,), ranks=ranks)
         empty = ({name: torch.zeros_like(tensor) for name, tensor in whole.items()},)
         return [
-            name for name, leaf in fp.load(path, plan, params=empty).params[0].items() if not same(leaf, whole[name])
+            name
+            for name, leaf in fp.load(path, plan, params=empty).params[0].items()
+            if not same(leaf, whole[name])
         ]
 
 
@@ -1587,7 +1968,11 @@ def loaded_from_meta(rank, size, path):
             for name, leaf in params[stage].items():
                 assert type(leaf) is nn.Parameter or isinstance(leaf, DTensor)
                 assert isinstance(leaf, DTensor)
-                wrong += [] if same(whole[stage][name].detach(), entire(leaf).detach()) else [(stage, name)]
+                wrong += (
+                    []
+                    if same(whole[stage][name].detach(), entire(leaf).detach())
+                    else [(stage, name)]
+                )
     return wrong
 
 
@@ -1601,14 +1986,20 @@ def failing_parts(rank, size, who):
             raise ValueError("before the second stage gathers")
         return x @ p["w"]
 
-    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0)
-    plan = fp.make_plan([fp.stage(body, name=f"{k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu")
+    schedule = fp.schedules.gather_params(
+        fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1, ahead=0
+    )
+    plan = fp.make_plan(
+        [fp.stage(body, name=f"{k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
+    )
     params = tuple({"w": torch.eye(4, dtype=torch.float64)} for _ in range(4))
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with fp.ranks(plan, mesh, dp="dp", timeout=5.0) as ranks:
         own = fp.place(plan, params, ranks, shard=True)
         began = time.monotonic()
-        with pytest.raises(ValueError if rank == who else fp.PeerError, match="before the second stage gathers"):
+        with pytest.raises(
+            ValueError if rank == who else fp.PeerError, match="before the second stage gathers"
+        ):
             fp.run(plan, own, (x, x), executor=ranks)
         took = time.monotonic() - began
         fault["on"] = False
@@ -1618,7 +2009,8 @@ def failing_parts(rank, size, who):
 
 
 def failing_before(rank, size, what):
-    """One rank fails between runs, while the others look at all parts of the gradients: they hear of it at once."""
+    """One rank fails between runs, while the others look at all parts of the gradients: they hear
+    of it at once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     stages = [fp.stage(lambda p, x: x @ p["w"], name=f"{k}") for k in range(2)]
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
@@ -1631,7 +2023,9 @@ def failing_before(rank, size, what):
         nonlocal began
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             own = fp.place(plan, params, ranks, shard=True)
-            result = fp.run(plan, own, (x, x.sin()), executor=ranks, loss_scale=8.0 if scaler else 1.0)
+            result = fp.run(
+                plan, own, (x, x.sin()), executor=ranks, loss_scale=8.0 if scaler else 1.0
+            )
             began = time.monotonic()
             if rank == 3:
                 time.sleep(0.2)
@@ -1667,7 +2061,8 @@ def late_gathers(rank, size):
 
 
 def handed_on(rank, size):
-    """A stage hands its parameters on, and gives them back as outputs, after their memory has gone."""
+    """A stage hands its parameters on, and gives them back as outputs, after their memory has
+    gone."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
 
     def first(p, x, *, state):
@@ -1698,11 +2093,21 @@ def handed_on(rank, size):
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             for shard in (False, True):
                 own = fp.place(plan, params, ranks, shard=shard)
-                results.append(fp.run(plan, own, given, state=(torch.zeros(4), (), ()), executor=ranks))
+                results.append(
+                    fp.run(plan, own, given, state=(torch.zeros(4), (), ()), executor=ranks)
+                )
         one, other = results
-        wrong += [name for name in ("loss", "outputs", "state") if not same(getattr(one, name), getattr(other, name))]
+        wrong += [
+            name
+            for name in ("loss", "outputs", "state")
+            if not same(getattr(one, name), getattr(other, name))
+        ]
         if loss:
-            wrong += [] if near(fp.leaves(one.grads), list(map(entire, fp.leaves(other.grads)))) else ["grads"]
+            wrong += (
+                []
+                if near(fp.leaves(one.grads), list(map(entire, fp.leaves(other.grads))))
+                else ["grads"]
+            )
     return wrong
 
 
@@ -1710,10 +2115,15 @@ def placed_differently(rank, size):
     """One replica has parts, the other all."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: x * p["w"])],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
-        placed = [fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)]
+        placed = [
+            fp.place(plan, ({"w": torch.ones(4)},), ranks, shard=shard) for shard in (False, True)
+        ]
         fp.run(plan, placed[rank], (torch.ones(4, 4), torch.ones(4, 4)), executor=ranks)
 
 
@@ -1736,7 +2146,10 @@ def memory_of_parts(rank, size):
         schedule = fp.schedules.looped_bfs(4, 4, num_devices=1)
         schedule = fp.schedules.gather_params(schedule, whole=whole, ahead=0)
         plan = fp.make_plan(
-            [fp.stage(layer, name=f"layer {k}") for k in range(4)], schedule, loss=F.mse_loss, devices="cpu"
+            [fp.stage(layer, name=f"layer {k}") for k in range(4)],
+            schedule,
+            loss=F.mse_loss,
+            devices="cpu",
         )
         with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
             own = fp.place(plan, params, ranks, shard=True)
@@ -1752,8 +2165,8 @@ def memory_of_parts(rank, size):
 
 
 def memory_of_sums(rank, size, shard):
-    """How many stages have made a sum of gradients, and how many of these sums are whole: when the first of four is about
-    to end its backwards, last of all, and after the run."""
+    """How many stages have made a sum of gradients, and how many of these sums are whole: when the
+    first of four is about to end its backwards, last of all, and after the run."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     made, seen = {}, []
 
@@ -1784,7 +2197,8 @@ def memory_of_sums(rank, size, shard):
 
 
 def memory_of_casts(rank, size):
-    """How often casts of whole weights are made, how many stages have some at most, and after the run."""
+    """How often casts of whole weights are made, how many stages have some at most, and after the
+    run."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     made, there, complete = [], [], Programs.complete
 
@@ -1797,17 +2211,26 @@ def memory_of_casts(rank, size):
         there.append(whole())
         return out
 
-    stages = [fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)]
-    schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0)
+    stages = [
+        fp.compile_stage(fp.stage(lambda p, x: torch.relu(F.linear(x, p["w"])))) for _ in range(4)
+    ]
+    schedule = fp.schedules.gather_params(
+        fp.schedules.looped_bfs(4, 4, num_devices=1), whole=1, ahead=0
+    )
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
-    with pytest.MonkeyPatch.context() as patch, fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fp.ranks(plan, mesh, dp="dp", timeout=30.0) as ranks,
+    ):
         patch.setattr(Programs, "complete", noted)
         losses, grads = [], []
         for shard in (False, True):
             made.clear()
             there.clear()
-            own = fp.place(plan, tuple({"w": torch.eye(4) + k} for k in range(4)), ranks, shard=shard)
+            own = fp.place(
+                plan, tuple({"w": torch.eye(4) + k} for k in range(4)), ranks, shard=shard
+            )
             with torch.autocast("cpu", torch.bfloat16):
                 result = fp.run(plan, own, (x, x), executor=ranks)
             losses.append(result.loss)
@@ -1818,7 +2241,8 @@ def memory_of_casts(rank, size):
 
 
 def tensor_parallel(rank, size, dims, shard):
-    """Pipelines side by side: the two processes of a stage share its matrices, with replicas beside them or without."""
+    """Pipelines side by side: the two processes of a stage share its matrices, with replicas beside
+    them or without."""
     sizes = {"dp": 2, "pp": size // 2 ** (len(dims) - 1), "tp": 2}
     mesh = init_device_mesh("cpu", tuple(sizes[name] for name in dims), mesh_dim_names=dims)
     across, dp = mesh["tp"], "dp" if "dp" in dims else None
@@ -1826,11 +2250,16 @@ def tensor_parallel(rank, size, dims, shard):
     g = torch.Generator().manual_seed(1)
     shapes = {"up": (12, 6), "down": (6, 12), "gain": (1,), "shift": (6,)}
     whole = tuple(
-        {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()} for _ in range(2)
+        {
+            name: torch.randn(shape, generator=g, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        for _ in range(2)
     )
 
     def block(p, x):
-        """Megatron's: rows of the first matrix, columns of the second; one sum at the end. That of the gain is partial."""
+        """Megatron's: rows of the first matrix, columns of the second; one sum at the end. That of
+        the gain is partial."""
         if isinstance(p["up"], DTensor):
             x = DTensor.from_local(x, across, [Replicate()], run_check=False)
         h = (torch.relu(x @ p["up"].T) * p["gain"]) @ p["down"].T
@@ -1849,7 +2278,9 @@ def tensor_parallel(rank, size, dims, shard):
         alone = fresh_floats(whole)
         own = tuple(
             {
-                name: distribute_tensor(leaf, across, [over[name]]) if name in over else leaf.clone()
+                name: distribute_tensor(leaf, across, [over[name]])
+                if name in over
+                else leaf.clone()
                 for name, leaf in tree.items()
             }
             for tree in whole
@@ -1858,7 +2289,9 @@ def tensor_parallel(rank, size, dims, shard):
         for leaf in fp.leaves(own):
             leaf.requires_grad_()
         optimizers = [torch.optim.AdamW(fp.leaves(params), lr=0.05) for params in (alone, own)]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) if shard else None for _ in optimizers]
+        scalers = [
+            torch.amp.GradScaler("cpu", init_scale=8.0) if shard else None for _ in optimizers
+        ]
         scale = 8.0 if shard else 1.0
         rows = x.split([5, 3])[ranks.replica] if dp else x
         for step in range(3):
@@ -1869,7 +2302,9 @@ def tensor_parallel(rank, size, dims, shard):
             for stage in ranks.stages:
                 for name in shapes:
                     gradient, leaf = got.grads[stage][name], own[stage][name]
-                    same_kind = getattr(gradient, "placements", ()) == getattr(leaf, "placements", ())
+                    same_kind = getattr(gradient, "placements", ()) == getattr(
+                        leaf, "placements", ()
+                    )
                     if not (same_kind and near(want.grads[stage][name], entire(gradient))):
                         wrong.append(f"{step} {name}")
             assert got.finite
@@ -1883,7 +2318,9 @@ def tensor_parallel(rank, size, dims, shard):
                 scaler.update()
             wrong += [] if near(*norms) else [f"{step} norm {norms}"]
         for stage in ranks.stages:
-            wrong += [name for name in shapes if not near(alone[stage][name], entire(own[stage][name]))]
+            wrong += [
+                name for name in shapes if not near(alone[stage][name], entire(own[stage][name]))
+            ]
     return wrong
 
 
@@ -1891,7 +2328,10 @@ def hooked_parts(rank, size):
     """A hook on the gradient of one part, at one rank; without it the run goes well."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     plan = fp.make_plan(
-        [fp.stage(lambda p, x: x * p["w"])], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu"
+        [fp.stage(lambda p, x: x * p["w"])],
+        fp.schedules.fill_drain(1, 2),
+        loss=F.mse_loss,
+        devices="cpu",
     )
     x = torch.ones(4, 4)
     with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
@@ -1948,7 +2388,8 @@ def shared_modules(rank, size):
 
 
 def sliced(rank, size, compiled):
-    """Microbatches in slices, of lengths that ranks without a batch hear of; against one process."""
+    """Microbatches in slices, of lengths that ranks without a batch hear of; against one
+    process."""
     stages, params = causal.chain(("attend", "recur", "point", "attend"))
     stages = [fp.compile_stage(stage) for stage in stages] if compiled else stages
     wrong = []
@@ -1969,18 +2410,24 @@ def sliced(rank, size, compiled):
                 given = (x if first else None, target if last else None) if first or last else None
                 got = fp.run(plan, own, given, executor=ranks)
                 wrong += [
-                    f"{schedule.name} {rows} rows: {name}" for name in differences(want, got, ranks.stages, last=last)
+                    f"{schedule.name} {rows} rows: {name}"
+                    for name in differences(want, got, ranks.stages, last=last)
                 ]
     return wrong
 
 
 def other_lengths(rank, size):
-    """The ranks of the first and the last stage have sequences of different lengths: all of them say so."""
+    """The ranks of the first and the last stage have sequences of different lengths: all of them
+    say so."""
     stages, params = causal.chain(("attend", "point"))
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu"
+    )
     x, target = causal.batch(4, 6)
     with fp.ranks(plan, timeout=30.0) as ranks:
         given = (x, None) if rank == 0 else (None, target[:, :5])
-        with pytest.raises(fp.RanksError, match="the length of the sequences: rank 1 has 5, rank 0 has 6"):
+        with pytest.raises(
+            fp.RanksError, match="the length of the sequences: rank 1 has 5, rank 0 has 6"
+        ):
             fp.run(plan, fp.place(plan, params, ranks), given, executor=ranks)
     return []

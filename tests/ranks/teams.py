@@ -47,7 +47,9 @@ class Teams:
         return [*self.pool.map(job, range(self.size) if ranks is None else ranks)]
 
     def close(self):
-        threads = [threading.Thread(target=member.close, kwargs={"told": True}) for member in self.members]
+        threads = [
+            threading.Thread(target=member.close, kwargs={"told": True}) for member in self.members
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

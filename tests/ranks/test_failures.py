@@ -1,4 +1,5 @@
-"""Whatever a process does, no other hangs: all raise soon, say whose fault it is, and the next run is right."""
+"""Whatever a process does, no other hangs: all raise soon, say whose fault it is, and the next run
+is right."""
 
 import signal
 import time
@@ -33,7 +34,9 @@ def failed(pool, results, who):
         assert [[]] * SIZE == pool.all("once")
 
 
-@pytest.mark.parametrize(("who", "place"), [(0, "F"), (3, "F"), (1, "B"), (3, "loss"), (2, "commit")])
+@pytest.mark.parametrize(
+    ("who", "place"), [(0, "F"), (3, "F"), (1, "B"), (3, "loss"), (2, "commit")]
+)
 @pytest.mark.parametrize("act", ["raise", "interrupt"])
 def test_an_error_reaches_everyone(pool, who, place, act):
     results = pool.run("fails", who, place, act)
@@ -87,7 +90,9 @@ def test_a_process_that_hangs_is_named_with_what_all_do(pools, act):
         assert results[rank].is_a(fp.PeerError), results[rank].trace
         assert results[rank].seconds < within(7)
         assert 1 == results[rank].rank, results[rank].trace
-        assert all(f"rank {other}:" in results[rank].text for other in range(SIZE)), results[rank].text
+        assert all(f"rank {other}:" in results[rank].text for other in range(SIZE)), results[
+            rank
+        ].text
     if act == "stop":
         assert "rank 1: does not answer" in results[0].text
         pool.signal(1, signal.SIGCONT)
@@ -120,7 +125,8 @@ def test_other_calls_are_refused(pool):
 
 
 def test_a_rank_waits_for_as_long_as_others_get_on(pools):
-    """The last rank waits for its first value, and the first for the end, for longer than the timeout."""
+    """The last rank waits for its first value, and the first for the end, for longer than the
+    timeout."""
     assert [True] * SIZE == pools(SIZE).all("slow", 0.4, 6)
 
 

@@ -1,4 +1,5 @@
-"""The script of docs/howto/processes.md under torchrun, and the demo: as many processes as you like, the same loss."""
+"""The script of docs/howto/processes.md under torchrun, and the demo: as many processes as you
+like, the same loss."""
 
 import re
 import subprocess
@@ -11,7 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "processes.md"
 
 
 def test_the_script_runs_with_one_process_and_with_two(tmp_path):
-    code = re.search(r"^```py\n(?P<code># train.py\n.*?)^```\n", PAGE.read_text(), flags=re.M | re.S)["code"]
+    code = re.search(
+        r"^```py\n(?P<code># train.py\n.*?)^```\n", PAGE.read_text(), flags=re.M | re.S
+    )["code"]
     script = tmp_path / "train.py"
     script.write_text(code)
     losses = []
@@ -25,7 +28,9 @@ def test_the_script_runs_with_one_process_and_with_two(tmp_path):
             str(count),
             script,
         ]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=200)
+        done = subprocess.run(
+            [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=200
+        )
         assert 0 == done.returncode, done.stderr
         losses.append(float(done.stdout.strip()))
     assert losses[0] == losses[1] < 0.4

@@ -1,4 +1,5 @@
-"""A cable that is pulled, a store that dies or stops: whoever can know raises soon, and nothing waits for ever."""
+"""A cable that is pulled, a store that dies or stops: whoever can know raises soon, and nothing
+waits for ever."""
 
 import json
 import os
@@ -21,10 +22,12 @@ from funcpipe._src.processes.rendezvous import STALL, answered, refuse_to_join
 SIZE = 4
 LONE = Path(__file__).parent / "lone_rank.py"
 RAISES = 7.0
-"""Seconds within which all have raised: a timeout of 5 s, and what it takes to notice and to tell."""
+"""Seconds within which all have raised: a timeout of 5 s, and what it takes to notice and to
+tell."""
 
 LEAVES = 3.0
-"""Seconds from there until a process has ended all that is ours; then it is Python's and torch's to end."""
+"""Seconds from there until a process has ended all that is ours; then it is Python's and torch's to
+end."""
 
 
 class Processes:
@@ -35,9 +38,14 @@ class Processes:
 
     def start(self, name, what, before=(), environment=(), **options):
         command = [*before, sys.executable, LONE, what, json.dumps(options)]
-        with open(self.folder / f"{name}.out", "w") as out, open(self.folder / f"{name}.err", "w") as err:
+        with (
+            open(self.folder / f"{name}.out", "w") as out,
+            open(self.folder / f"{name}.err", "w") as err,
+        ):
             environment = {**os.environ, **dict(environment)}
-            self.made[name] = subprocess.Popen([*map(str, command)], stdout=out, stderr=err, env=environment)
+            self.made[name] = subprocess.Popen(
+                [*map(str, command)], stdout=out, stderr=err, env=environment
+            )
 
     def keep(self, host, before=()):
         """Start a process that keeps a store; its port."""
@@ -46,12 +54,20 @@ class Processes:
         return self.said("store", "store")[0]["port"]
 
     def train(self, rank, store, before=(), environment=(), **options):
-        options = {"folder": str(self.folder), "rank": rank, "size": SIZE, "store": store, **options}
+        options = {
+            "folder": str(self.folder),
+            "rank": rank,
+            "size": SIZE,
+            "store": store,
+            **options,
+        }
         self.start(rank, "train", before, environment, **options)
 
     def said(self, name, what):
         """What a process printed of a kind."""
-        lines = [json.loads(line) for line in (self.folder / f"{name}.out").read_text().split("\n")[:-1]]
+        lines = [
+            json.loads(line) for line in (self.folder / f"{name}.out").read_text().split("\n")[:-1]
+        ]
         return [line for line in lines if line["what"] == what]
 
     def until(self, happened, seconds=60.0):
@@ -92,7 +108,9 @@ class Processes:
         assert self.said(rank, "left")[0]["at"] - began < within(LEAVES), self.everything()
 
     def everything(self):
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.iterdir()))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.iterdir())
+        )
 
     def over(self):
         for process in self.made.values():
@@ -108,7 +126,8 @@ def processes(tmp_path):
     made.over()
 
 
-# -- the store ---------------------------------------------------------------------------------------------------------
+# -- the store
+# -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -206,7 +225,9 @@ def test_a_store_that_has_stopped_is_waited_for_so_long_and_no_longer(processes)
         answered(lambda: client.add("number", 1), 0.5)
     assert 0.5 <= time.monotonic() - began < within(0.9)
     began = time.monotonic()
-    refuse_to_join(client, 0, ValueError("another plan"))  # this client is still busy with the question above
+    refuse_to_join(
+        client, 0, ValueError("another plan")
+    )  # this client is still busy with the question above
     assert time.monotonic() - began < within(1.4)
     processes.made["store"].kill()
     for thread in threading.enumerate():
@@ -221,20 +242,27 @@ def test_an_error_of_what_is_asked_is_the_callers():
         answered(lambda: int("mine"), 5.0)
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
+# -- the network
+# -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cable():
-    """Two network namespaces joined by a cable: their names, the two ends of the cable, and two addresses."""
+    """Two network namespaces joined by a cable: their names, the two ends of the cable, and two
+    addresses."""
     names = [f"fp{os.getpid()}{end}" for end in "ab"]
     hosts, ends = ("10.93.0.1", "10.93.0.2"), ("cable-a", "cable-b")
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` (iproute2) to make network namespaces with")
     commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add {ends[0]} netns {names[0]} type veth peer name {ends[1]} netns {names[1]}"]
+    commands += [
+        f"ip link add {ends[0]} netns {names[0]} type veth peer name {ends[1]} netns {names[1]}"
+    ]
     for name, end, host in zip(names, ends, hosts, strict=True):
-        commands += [f"ip -n {name} addr add {host}/24 dev {end}", f"ip -n {name} link set {end} up"]
+        commands += [
+            f"ip -n {name} addr add {host}/24 dev {end}",
+            f"ip -n {name} link set {end} up",
+        ]
         commands += [f"ip -n {name} link set lo up"]
     try:
         for command in commands:
@@ -250,7 +278,8 @@ def cable():
 @pytest.mark.slow
 @pytest.mark.parametrize("interface", ["named", "found"])
 def test_a_cable_that_is_pulled(processes, cable, interface):
-    """Two ranks at each end, the store at one; there the store has this machine's name for itself."""
+    """Two ranks at each end, the store at one; there the store has this machine's name for
+    itself."""
     names, ends, hosts = cable
     inside = [["ip", "netns", "exec", name] for name in names]
     port = processes.keep(hosts[0], inside[0])
@@ -268,9 +297,13 @@ def test_a_cable_that_is_pulled(processes, cable, interface):
         assert "PeerError" == error["kind"]
         assert error["rank"] == min(silent)
         for other in range(SIZE):
-            assert (f"rank {other}: does not answer" in error["text"]) == (other in silent), error["text"]
+            assert (f"rank {other}: does not answer" in error["text"]) == (other in silent), error[
+                "text"
+            ]
             assert f"rank {other}: " in error["text"]
-        assert SIZE == processes.said(rank, "run")[0]["beside"]  # one machine after all, whatever its networks are
+        assert (
+            SIZE == processes.said(rank, "run")[0]["beside"]
+        )  # one machine after all, whatever its networks are
         processes.end(rank)
 
 
@@ -288,7 +321,9 @@ def test_the_way_to_another_machine_says_our_address(monkeypatch):
 def test_a_machine_is_the_same_for_processes_without_a_network():
     """Without one a process would draw the number of a network card by itself."""
     code = "from funcpipe._src.processes.address import machine; print(machine())"
-    done = subprocess.run(["unshare", "-rn", sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", code], capture_output=True, text=True
+    )
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert machine() == done.stdout.strip(), done.stderr

@@ -1,4 +1,5 @@
-"""What does not fit is refused on every rank, before anything has moved, with the rank, what differs and both values."""
+"""What does not fit is refused on every rank, before anything has moved, with the rank, what
+differs and both values."""
 
 from dataclasses import replace
 

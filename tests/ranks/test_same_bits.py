@@ -1,4 +1,5 @@
-"""Several processes give the bits of one: every schedule, everything that a stage can have, any number of rows."""
+"""Several processes give the bits of one: every schedule, everything that a stage can have, any
+number of rows."""
 
 import pytest
 from common import schedules
@@ -8,13 +9,16 @@ ALL = schedules(4, 4)
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_schedule(pools, size):
-    """8, 10 and 3 rows over 4 microbatches; where processes have several lanes, these are threads there."""
+    """8, 10 and 3 rows over 4 microbatches; where processes have several lanes, these are threads
+    there."""
     numbers = [number for number, schedule in enumerate(ALL) if schedule.num_devices >= size]
     for wrong in pools(size).all("bits", numbers, [8, 10, 3], seconds=110):
         assert [] == wrong
 
 
-@pytest.mark.parametrize(("size", "compiled"), [(2, False), pytest.param(2, True, marks=pytest.mark.slow), (4, False)])
+@pytest.mark.parametrize(
+    ("size", "compiled"), [(2, False), pytest.param(2, True, marks=pytest.mark.slow), (4, False)]
+)
 def test_slices(pools, size, compiled):
     """Carries stay in their process; lengths are agreed on."""
     for wrong in pools(size).all("sliced", compiled, seconds=110):

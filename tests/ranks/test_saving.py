@@ -1,4 +1,5 @@
-"""Checkpoints of several processes: saved at one number of ranks, continued at another, or not at all."""
+"""Checkpoints of several processes: saved at one number of ranks, continued at another, or not at
+all."""
 
 import pytest
 from rank_pool import Failed
@@ -16,7 +17,9 @@ def test_saved_by_ranks_and_continued_in_one_process(pools, tmp_path, size, stag
     for losses in pools(size).all("checkpointed", tmp_path, "save"):
         assert expected[:3] == losses
     files = sorted(file.name for file in tmp_path.glob("step-*/*.safetensors"))
-    assert [f"{kind}-{rank:05d}.safetensors" for kind in ("model", "optimizer") for rank in range(size)] == files
+    assert [
+        f"{kind}-{rank:05d}.safetensors" for kind in ("model", "optimizer") for rank in range(size)
+    ] == files
     assert expected[3:] == trained(tmp_path, stages=stages, load=True)
 
 
@@ -53,7 +56,9 @@ def test_a_rank_that_cannot_save_leaves_the_checkpoint_before(pools, tmp_path):
 def test_what_is_not_finished_is_refused_by_all(pools, tmp_path):
     for (first, second, third), *steps in pools(2).all("unfinished", tmp_path):
         assert first == second
-        assert f"what was saved to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
+        assert (
+            f"what was saved to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
+        )
         assert "(of rank 1) is not finished" in third
         assert [1, 5] == steps
 
@@ -70,14 +75,17 @@ def test_what_is_damaged_is_refused_by_all(pools, tmp_path):
 
 
 def test_pipelines_beside_each_other_do_not_share_a_path(pools, tmp_path):
-    """One of them has the path from its first save on; the other is refused each time, and destroys nothing."""
+    """One of them has the path from its first save on; the other is refused each time, and destroys
+    nothing."""
     rows = pools(4).all("beside_each_other", tmp_path)
     said = [row[0] for row in rows]
     assert said[0] == said[1]
     assert said[2] == said[3]
     first, second = sorted(said[::2])
     assert [""] * 4 == first
-    assert all("two that save to one path destroy each other's checkpoints" in text for text in second)
+    assert all(
+        "two that save to one path destroy each other's checkpoints" in text for text in second
+    )
     assert all("the pipeline of processes " in text for text in second)
     assert [[1, 2, 3, 4]] * 4 == [row[1] for row in rows]
     assert [["", 9]] * 4 == [row[2] for row in rows]

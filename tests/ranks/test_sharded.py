@@ -1,4 +1,5 @@
-"""Parameters of which each replica has a part, or the processes of a stage: the bits of whole ones."""
+"""Parameters of which each replica has a part, or the processes of a stage: the bits of whole
+ones."""
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import funcpipe as fp
 
 
 @pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
-@pytest.mark.parametrize("kind", ["plain", "gathered", "bfs", "block", "late", "tied", "scaler", "compiled"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "gathered", "bfs", "block", "late", "tied", "scaler", "compiled"]
+)
 def test_parts_of_parameters(pools, kind, rows):
     for wrong in pools(4).all("sharded", kind, rows):
         assert [] == wrong
@@ -34,18 +37,21 @@ def test_replicas_that_are_placed_differently(pools):
 
 
 def test_memory_of_whole_parameters(pools):
-    """Gathered once, all four layers are whole at a time; one by one, one is. At the end none has memory."""
+    """Gathered once, all four layers are whole at a time; one by one, one is. At the end none has
+    memory."""
     assert [[4, 1]] * 2 == pools(2).all("memory_of_parts")
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_memory_of_whole_sums(pools, shard):
-    """The sums of a stage go as soon as they are summed over the replicas, not at the end of the run."""
+    """The sums of a stage go as soon as they are summed over the replicas, not at the end of the
+    run."""
     assert [[(3, 0), (4, 0)]] * 2 == pools(2).all("memory_of_sums", shard)
 
 
 def test_memory_of_casts_of_whole_parameters(pools):
-    """They go with the parameters: in breadth-first order seven times, and no two stages have them."""
+    """They go with the parameters: in breadth-first order seven times, and no two stages have
+    them."""
     assert [(7, 1, 0)] * 2 == pools(2).all("memory_of_casts")
 
 
@@ -76,11 +82,14 @@ def test_what_cannot_be_gathered_is_refused(pools, what, words):
     for rank, result in enumerate(pools(4).run("spread_wrongly", what)):
         assert isinstance(result, Failed), result
         assert result.is_a(fp.PlanError) or result.is_a(fp.PeerError), result.trace
-        assert f"params[{rank % 2}]['w'] {words}" in result.text or result.is_a(fp.PeerError), result.text
+        assert f"params[{rank % 2}]['w'] {words}" in result.text or result.is_a(fp.PeerError), (
+            result.text
+        )
 
 
 def test_hooks_on_parts_are_refused(pools):
-    """The next run begins at once, though the other was left waiting for this one's address in the store."""
+    """The next run begins at once, though the other was left waiting for this one's address in the
+    store."""
     for loss, seconds in pools(2).all("hooked_parts"):
         assert 0.0 == loss
         assert seconds < within(3.0)
@@ -114,7 +123,10 @@ def test_replicas_that_save_other_things(pools, tmp_path):
     for result in pools(2).run("saved_parts", tmp_path / "differ", "differ"):
         assert isinstance(result, Failed)
         assert result.is_a(fp.RanksError), result.trace
-        assert "'params.0.rows' of the model: rank 1 has None, rank 0 has (3, 4) torch.float32 S" in result.text
+        assert (
+            "'params.0.rows' of the model: rank 1 has None, rank 0 has (3, 4) torch.float32 S"
+            in result.text
+        )
     assert not (tmp_path / "differ").exists()
     first, second = pools(2).run("saved_parts", tmp_path / "fail", "fail")
     assert first.is_a(fp.PeerError), first.trace
@@ -136,7 +148,9 @@ def test_a_failure_while_others_look_at_all_parts(pools, what):
 
 
 def test_parts_want_replicas():
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.PlacementError, match="shard=True spreads parameters over replicas"):
         fp.place(plan, ({"w": torch.ones(2)},), shard=True)
 

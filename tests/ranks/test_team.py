@@ -1,4 +1,5 @@
-"""What the processes of a plan send each other: what arrives, in which order, who reads it, and what ends it."""
+"""What the processes of a plan send each other: what arrives, in which order, who reads it, and
+what ends it."""
 
 import collections
 import functools
@@ -50,11 +51,13 @@ def size_of(*counts):
     return pytest.mark.parametrize("teams", counts, indirect=True)
 
 
-# -- the rendezvous ----------------------------------------------------------------------------------------------------
+# -- the rendezvous
+# -------------------------------------------------------------------------------
 
 
 def test_a_stranger_who_knocks_is_not_let_in():
-    """Whoever comes without the token that stands in the store, or for another rank; those who have it come after."""
+    """Whoever comes without the token that stands in the store, or for another rank; those who have
+    it come after."""
     store, members = dist.HashStore(), {}
 
     def add(connected, rank):
@@ -119,13 +122,16 @@ def test_a_rank_that_cannot_listen_is_at_fault():
     assert caught.value.rank == 0
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes
+# -------------------------------------------------------------------------------
 
 
 def test_bytes_arrive_in_order_in_pieces_of_any_number_and_size(teams):
     """More pieces than the system takes at once, and more bytes than it keeps."""
     sizes = [number % 5 for number in range(3000)] + [30_000_000, 1, 0, 7]
-    data = [torch.full((size,), number % 251, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    data = [
+        torch.full((size,), number % 251, dtype=torch.uint8) for number, size in enumerate(sizes)
+    ]
     one, other = (member.channel(3) for member in teams.members)
     began = time.monotonic()
     for piece in data:
@@ -140,7 +146,8 @@ def test_bytes_arrive_in_order_in_pieces_of_any_number_and_size(teams):
 
 
 @pytest.mark.parametrize(
-    ("act", "way"), [*product(("take", "drain", "exchange"), ("cut here", "cut there", "closed there"))]
+    ("act", "way"),
+    [*product(("take", "drain", "exchange"), ("cut here", "cut there", "closed there"))],
 )
 def test_whoever_waits_is_woken_when_either_end_goes(teams, act, way):
     one, other = teams.members
@@ -177,7 +184,8 @@ def test_whoever_waits_is_woken_when_either_end_goes(teams, act, way):
 
 
 def test_memory_that_was_written_from_can_still_be_shared():
-    """Not so what numpy has seen: torch would copy it at once where a stage gets a copy of what came."""
+    """Not so what numpy has seen: torch would copy it at once where a stage gets a copy of what
+    came."""
     tensor = torch.arange(6.0).view(2, 3).T
     tensor += 1
     view = memory_view(tensor)
@@ -201,7 +209,8 @@ def test_a_program_that_is_to_end_with_its_pipe_does_not_end_with_its_peer(teams
         signal.signal(signal.SIGPIPE, before)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
+# -- values
+# -------------------------------------------------------------------------------
 
 
 class Ends:
@@ -219,7 +228,10 @@ class Ends:
         one, other = self.teams
         self.sender, self.receiver = Inbox(one.lead), Inbox(other.lead)
         place = Place(torch.device("cpu"), alone=True, lane=1)
-        news, self.arrivals = Arrivals(self.sender, place, {}, {}), Arrivals(self.receiver, place, self.levels, {})
+        news, self.arrivals = (
+            Arrivals(self.sender, place, {}, {}),
+            Arrivals(self.receiver, place, self.levels, {}),
+        )
         self.out = RemoteLane(one, 1, (0, 1), 0, news, None)
         self.back = RemoteLane(other, 0, (1, 0), 0, self.arrivals, None)
         one.begin((self.run, 0, 0), news)
@@ -309,7 +321,8 @@ def test_forms_are_numbered_anew_where_there_are_many(ends, monkeypatch):
 
 
 def test_a_value_whose_slot_is_taken_waits_at_the_sender(ends):
-    """The lane that sends goes on. It may not send a third one into the slot before the second one has gone."""
+    """The lane that sends goes on. It may not send a third one into the slot before the second one
+    has gone."""
     first, second = torch.zeros(8), torch.ones(8)
     ends.out.put(0, (border(first), None))
     ends.freed(0)
@@ -339,14 +352,17 @@ def test_what_cannot_travel_is_an_error_of_the_lane_that_sends_it(ends):
 
 
 def test_a_lane_does_not_wait_for_a_large_value(ends):
-    """What the system does not take goes in another thread, and what comes after it waits for that, not the lane."""
+    """What the system does not take goes in another thread, and what comes after it waits for that,
+    not the lane."""
     large = torch.randn(40_000_000)  # 160 MB
     seconds = []
     for slot, value in enumerate((large, torch.ones(3), torch.zeros(3))):
         began = time.monotonic()
         ends.out.put(slot, (border(value), None))
         seconds.append(time.monotonic() - began)
-    assert [torch.equal(ends.came(slot)[0], value) for slot, value in ((0, large), (1, torch.ones(3)))] == [True] * 2
+    assert [
+        torch.equal(ends.came(slot)[0], value) for slot, value in ((0, large), (1, torch.ones(3)))
+    ] == [True] * 2
     assert max(seconds[1:]) < 0.05
     assert ends.came(2)[0].tolist() == [0.0] * 3
 
@@ -360,7 +376,9 @@ def test_many_values_at_random_times(ends):
         for number, slot in enumerate(slots):
             if slot in slots[:number]:
                 ends.freed(slot)
-            ends.out.put(slot, (border(torch.full((1 + 4096 * (number % 7),), float(number))), None))
+            ends.out.put(
+                slot, (border(torch.full((1 + 4096 * (number % 7),), float(number))), None)
+            )
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -392,7 +410,11 @@ def test_what_comes_before_a_lane_begins_waits_for_it_and_what_comes_after_its_e
 @pytest.mark.parametrize(
     ("frame", "body", "what"),
     [
-        (Head(FrameKind.VALUE, 1, 0, 1, 0, other=7), b"", "cannot be read: KeyError"),  # a form that was never sent
+        (
+            Head(FrameKind.VALUE, 1, 0, 1, 0, other=7),
+            b"",
+            "cannot be read: KeyError",
+        ),  # a form that was never sent
         (Head(FrameKind.VALUE, 1, 0, 1, 0, other=0, length=5), b"abcde", "damaged"),
         (
             Head(FrameKind.VALUE, 1, 0, 1, 0, other=0, length=1 << 56),
@@ -424,7 +446,8 @@ def stopped(ends):
 
 
 def test_a_lane_that_waits_for_a_value_ends_when_it_is_stopped(ends):
-    """And the other end hears nothing of it: it may go on to send, and nobody is said to be lost."""
+    """And the other end hears nothing of it: it may go on to send, and nobody is said to be
+    lost."""
     lane = threading.Thread(target=stopped, args=(ends,))
     lane.start()
     until(lambda: ends.receiver.waits == 0)
@@ -446,7 +469,8 @@ def test_a_lane_that_was_stopped_before_does_not_begin_to_read(ends):
     assert ends.receiver.wake is None
 
 
-# -- who reads ---------------------------------------------------------------------------------------------------------
+# -- who reads
+# -------------------------------------------------------------------------------
 
 
 def test_two_who_wait_both_get_theirs(teams):
@@ -493,12 +517,14 @@ def test_what_another_thread_puts_into_the_box_of_one_who_reads_wakes_it(teams):
     assert seconds[0] < 0.4  # it looks by itself every .5 s
 
 
-# -- exchanges ---------------------------------------------------------------------------------------------------------
+# -- exchanges
+# -------------------------------------------------------------------------------
 
 
 @size_of(1, 2, 3, 4, 5, 8)
 def test_everyone_has_what_everyone_gives(teams):
-    """Of any length, more than the system keeps included; one exchange after the other, some ranks late."""
+    """Of any length, more than the system keeps included; one exchange after the other, some ranks
+    late."""
     for number in range(4):
         given = [bytes([rank, number]) * (1 + number * rank * 1000) for rank in range(teams.size)]
         if number == 3:
@@ -513,7 +539,8 @@ def test_everyone_has_what_everyone_gives(teams):
 
 @size_of(4)
 def test_tensors_that_several_hold(teams):
-    """Some hold several, one holds none and does not take part; more than the system keeps; twice."""
+    """Some hold several, one holds none and does not take part; more than the system keeps;
+    twice."""
     tensors = [torch.randn(2_000_000), torch.arange(3), torch.empty(0, 2), torch.randn(3, 2)]
     like = [team_module.TensorLayout.of(tensor) for tensor in tensors]
     holders = [3, 0, 3, 1]
@@ -537,11 +564,17 @@ def test_nobody_minds_a_rank_that_leaves_until_it_is_needed(teams):
     teams.members[2].run = 3
     teams.members[2].refuse_gone()
     assert teams.members[2].failure.rank == 1
-    assert "has left its `with fp.ranks(...)` after 2 runs, and this is run 3" in teams.members[2].failure.text
+    assert (
+        "has left its `with fp.ranks(...)` after 2 runs, and this is run 3"
+        in teams.members[2].failure.text
+    )
     with pytest.raises(Alarm):
         teams.members[0].exchange(b"is anybody there")  # it waits for the next rank first
     assert teams.members[0].failure.rank == 1
-    assert "has left its `with fp.ranks(...)` after 2 runs, and others wait for it" in teams.members[0].failure.text
+    assert (
+        "has left its `with fp.ranks(...)` after 2 runs, and others wait for it"
+        in teams.members[0].failure.text
+    )
     with pytest.raises(Stop):
         teams.members[0].channel(5).take(1)
 
@@ -617,17 +650,23 @@ def test_a_process_that_gets_on_says_so(teams):
     until(lambda: teams.members[1].monitor.beats > before)
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------
+# -- replicas
+# -------------------------------------------------------------------------------
 
 
 @size_of(2, 3, 4)
 @pytest.mark.parametrize("window", [1 << 26, 100])
-def test_sums_are_the_ordered_sums_and_take_twice_a_gradients_size_at_most(teams, window, monkeypatch):
-    """Of gradients that no number of replicas divides, of fewer numbers than replicas, none, and parts of a cut one."""
+def test_sums_are_the_ordered_sums_and_take_twice_a_gradients_size_at_most(
+    teams, window, monkeypatch
+):
+    """Of gradients that no number of replicas divides, of fewer numbers than replicas, none, and
+    parts of a cut one."""
     monkeypatch.setattr("funcpipe._src.replicas.replicas._WINDOW", window)
     shapes = [(7, 5), (), (1,), (3, 1000), (5, 4), (0,)]
     generator = torch.Generator().manual_seed(1)
-    given = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(teams.size)]
+    given = [
+        [torch.randn(shape, generator=generator) for shape in shapes] for _ in range(teams.size)
+    ]
     wanted = [functools.reduce(operator.add, column) for column in zip(*given, strict=True)]
     cut, sent = Sharding(0), [0] * teams.size
 
@@ -655,5 +694,7 @@ def test_sums_are_the_ordered_sums_and_take_twice_a_gradients_size_at_most(teams
     for rank, sums in enumerate(teams.all(total)):
         assert sums.pop(3) is None
         for number, (each, right) in enumerate(zip(sums, wanted, strict=True)):
-            assert torch.equal(each, cut.part(right, rank, teams.size) if number == 4 else right), number
+            assert torch.equal(each, cut.part(right, rank, teams.size) if number == 4 else right), (
+                number
+            )
     assert max(sent) <= 2 * whole

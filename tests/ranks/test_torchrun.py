@@ -20,8 +20,17 @@ def test_the_rank_that_failed_is_the_root_cause(tmp_path, act, code):
     """It names whose end it sees first."""
     (tmp_path / "wrong").write_text(f"2 {act} 3")
     options = json.dumps({"folder": str(tmp_path)})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run([*torchrun, LONE, "train", options], capture_output=True, text=True, timeout=350)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
+    done = subprocess.run(
+        [*torchrun, LONE, "train", options], capture_output=True, text=True, timeout=350
+    )
     ended = time.monotonic()
     assert done.returncode, done.stdout
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

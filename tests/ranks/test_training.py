@@ -1,4 +1,5 @@
-"""Steps in several processes are those of one: norms, clipping, scalers, tied parameters, accumulation, evaluation."""
+"""Steps in several processes are those of one: norms, clipping, scalers, tied parameters,
+accumulation, evaluation."""
 
 import pytest
 
@@ -39,7 +40,8 @@ def test_several_batches_of_what_lanes_cannot_step(pools, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "reduced", "sharded", "fails", "clips", "uneven"])
 def test_several_batches_of_replicas(pools, kind):
-    """Each S waits for the sums of its batch alone; with other numbers of microbatches all go one by one."""
+    """Each S waits for the sums of its batch alone; with other numbers of microbatches all go one
+    by one."""
     for wrong, walks in pools(4).all("several_batches_of_replicas", kind):
         assert [] == wrong
         assert 3 * {"clips": [4, 1, 1, 1, 1], "uneven": [1, 1, 1, 1]}.get(kind, [4]) == walks
@@ -82,7 +84,8 @@ def test_the_face_of_torchs_schedules(pools, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_timeline_of_all(pools, size):
-    """Each action once on its lane, and after those that it needs; every rank has the same, and the same costs."""
+    """Each action once on its lane, and after those that it needs; every rank has the same, and the
+    same costs."""
     (first, cost), *others = pools(size).all("timed")
     assert all(other == (first, cost) for other in others)
     assert cost.num_stages == 4
@@ -90,7 +93,9 @@ def test_one_timeline_of_all(pools, size):
     ends = {span.action: span.end for span in first.spans}
     assert len(ends) == len(first.spans) == 4 * 4 * 2
     assert 0 == min(span.start for span in first.spans)
-    assert {(span.device, span.action.stage) for span in first.spans} == {(stage, stage) for stage in range(4)}
+    assert {(span.device, span.action.stage) for span in first.spans} == {
+        (stage, stage) for stage in range(4)
+    }
     for span in first.spans:
         assert all(ends[need] <= span.start for need in span.action.needs() if need in ends)
     assert "device 3" in str(fp.draw(first))
@@ -102,9 +107,12 @@ def test_two_pipelines_in_a_mesh(pools):
 
 
 @pytest.mark.parametrize("rows", [(8, 8), (10, 3)])
-@pytest.mark.parametrize("kind", ["plain", "turned", "late", "weighed", "reduced", "tied", "compiled"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "turned", "late", "weighed", "reduced", "tied", "compiled"]
+)
 def test_replicas(pools, kind, rows):
-    """2 x 2: losses and statistics are those of one process with all rows, gradients to rounding, replicas alike."""
+    """2 x 2: losses and statistics are those of one process with all rows, gradients to rounding,
+    replicas alike."""
     results = pools(4).all("replicated", kind, rows)
     by_rank = {}
     for wrong, rank, grads, norm in results:
@@ -113,10 +121,23 @@ def test_replicas(pools, kind, rows):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "reduced", "clips", "scale", "late", "tied", "compiled", "sharded", "fails", "hooked"]
+    "kind",
+    [
+        "plain",
+        "reduced",
+        "clips",
+        "scale",
+        "late",
+        "tied",
+        "compiled",
+        "sharded",
+        "fails",
+        "hooked",
+    ],
 )
 def test_replicas_that_step_inside_of_runs(pools, kind):
-    """The bits of steps after them; each rank has stepped its two stages on its lane, but for those that are tied."""
+    """The bits of steps after them; each rank has stepped its two stages on its lane, but for those
+    that are tied."""
     for rank, (wrong, by_lanes) in enumerate(pools(4).all("stepping_replicas", kind, (8, 9))):
         assert [] == wrong
         hooked = kind == "hooked" and rank == 0
@@ -130,7 +151,8 @@ def test_optimizers_that_ask_other_replicas_step_at_the_end(pools):
 
 
 def test_a_step_takes_no_longer_than_it_takes(pools):
-    """What it waits for, half a second of another replica for each microbatch, is no time of its own."""
+    """What it waits for, half a second of another replica for each microbatch, is no time of its
+    own."""
     assert max(pools(2).all("late_sums")) < 0.3
 
 
@@ -156,6 +178,7 @@ def test_weights_by_what_some_ranks_have(pools, what, given):
 
 
 def test_a_replica_whose_targets_are_all_ignored(pools):
-    """It counts nothing, like its rows in one process; only what is unused, or ignored, everywhere is so."""
+    """It counts nothing, like its rows in one process; only what is unused, or ignored, everywhere
+    is so."""
     for wrong in pools(2).all("ignored"):
         assert [] == wrong

@@ -17,10 +17,23 @@ import funcpipe as fp
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.tree import flatten
 from funcpipe._src.processes.columns import Columns, apart, joined
-from funcpipe._src.processes.wire_format import form_of, memory, pack, pack_form, sendable, unpack, unpack_form
+from funcpipe._src.processes.wire_format import (
+    form_of,
+    memory,
+    pack,
+    pack_form,
+    sendable,
+    unpack,
+    unpack_form,
+)
 
 numbers = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(), st.binary()
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
 )
 tensors = st.sampled_from(
     [
@@ -53,7 +66,11 @@ def test_what_travels_comes_back(tree):
     for one, other in zip(leaves, flatten(back)[0], strict=True):
         assert type(one) is type(other)
         if isinstance(one, torch.Tensor):
-            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            assert (one.shape, one.stride(), one.dtype) == (
+                other.shape,
+                other.stride(),
+                other.dtype,
+            )
     assert same(tree, back)
 
 
@@ -151,7 +168,8 @@ def test_damaged_leaves_are_refused(leaf):
 
 @given(st.data())
 def test_damaged_bytes_are_refused(data):
-    """Cut anywhere, or with other bytes in the head: an error of ours, or another tree; no other error."""
+    """Cut anywhere, or with other bytes in the head: an error of ours, or another tree; no other
+    error."""
     whole = pack({"a": torch.arange(5), "b": [1.5, "word"]})
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     with pytest.raises(fp.PlanError):
@@ -179,8 +197,14 @@ def test_trees_that_differ_in_numbers_alone_have_one_form():
 
 
 def test_trees_that_are_alike_travel_as_one():
-    """Losses of microbatches: one tensor for each of their leaves, and what comes out shares no memory."""
-    losses = tuple([fp.Loss(torch.tensor(m / 3), None, {"right": torch.arange(m, m + 3), "rows": 4}) for m in range(5)])
+    """Losses of microbatches: one tensor for each of their leaves, and what comes out shares no
+    memory."""
+    losses = tuple(
+        [
+            fp.Loss(torch.tensor(m / 3), None, {"right": torch.arange(m, m + 3), "rows": 4})
+            for m in range(5)
+        ]
+    )
     together = joined(losses)
     assert isinstance(together, Columns)
     assert len(flatten(together)[0]) == 1 + len(flatten(losses[0])[0])
@@ -220,7 +244,8 @@ def test_trees_that_are_not_alike_stay_as_they_are(pair):
 
 
 def test_a_class_that_was_made_anew_is_the_new_one(monkeypatch):
-    """As where a cell of a notebook runs again: what was read by the old one before is read by the new one."""
+    """As where a cell of a notebook runs again: what was read by the old one before is read by the
+    new one."""
     data = pack(Point(torch.tensor(1.0), 2))
     assert type(unpack(data)) is Point
 

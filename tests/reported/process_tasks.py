@@ -1,4 +1,5 @@
-"""Tasks for the processes of `test_processes`. Each gets (rank, size, ...), and returns something small or raises."""
+"""Tasks for the processes of `test_processes`. Each gets (rank, size, ...), and returns something
+small or raises."""
 
 import faulthandler
 import time
@@ -19,7 +20,9 @@ from funcpipe._src.processes.rendezvous import listening
 
 def net(seed, *, buffers=False):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6) if buffers else nn.Tanh(), nn.Linear(6, 6))
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6) if buffers else nn.Tanh(), nn.Linear(6, 6)
+    )
 
 
 def rows(count):
@@ -36,13 +39,19 @@ def told(job):
 
 
 def two_replicas(split, schedule=None):
-    plan = fp.make_plan(split, schedule or fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
-    return plan, fp.ranks(plan, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), dp="dp", timeout=20.0)
+    plan = fp.make_plan(
+        split, schedule or fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu"
+    )
+    return plan, fp.ranks(
+        plan, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp")), dp="dp", timeout=20.0
+    )
 
 
 def replicas_begin(rank, size, how, folder):
     """Run two replicas, one of which begins differently; then two that begin alike."""
-    model = net(rank if how in ("seeds", "sharded", "other classes") else 0, buffers=how == "buffers")
+    model = net(
+        rank if how in ("seeds", "sharded", "other classes") else 0, buffers=how == "buffers"
+    )
     if how == "frozen":
         model[0].requires_grad_(False)
         model[0].bias.data += rank
@@ -50,7 +59,9 @@ def replicas_begin(rank, size, how, folder):
         model[1].running_mean += rank
     split = fp.split(model, 1)
     schedule = fp.schedules.one_f_one_b(1, 2)
-    plan, made = two_replicas(split, fp.schedules.gather_params(schedule) if how == "sharded" else schedule)
+    plan, made = two_replicas(
+        split, fp.schedules.gather_params(schedule) if how == "sharded" else schedule
+    )
     with made as ranks:
         params = fp.place(plan, split.params, ranks, shard=how == "sharded")
         state = fp.place(plan, split.state, ranks)
@@ -104,7 +115,10 @@ def comparisons(rank, size, renews):
             result = fp.run(plan, params, rows(8), executor=ranks)
             if renews:
                 params = tuple(
-                    {name: (leaf - 0.1 * row[name]).detach().requires_grad_() for name, leaf in tree.items()}
+                    {
+                        name: (leaf - 0.1 * row[name]).detach().requires_grad_()
+                        for name, leaf in tree.items()
+                    }
                     for tree, row in zip(params, result.grads, strict=True)
                 )
             else:
@@ -114,7 +128,9 @@ def comparisons(rank, size, renews):
 
 def unnamed_dimension(rank, size):
     """Collect the warnings of ranks of a mesh with two dimensions, and of one with three."""
-    plan = fp.make_plan(fp.split(net(0), 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        fp.split(net(0), 2), fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu"
+    )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     seen = []
@@ -137,7 +153,9 @@ def summed_loss(y, target):
 
 
 def mean_of_labels(y, target):
-    return F.cross_entropy(y, target.argmax(-1).masked_fill(target[:, 0] > 0.5, -100), ignore_index=-100)
+    return F.cross_entropy(
+        y, target.argmax(-1).masked_fill(target[:, 0] > 0.5, -100), ignore_index=-100
+    )
 
 
 LOSSES = {
@@ -150,7 +168,8 @@ LOSSES = {
 
 
 def as_torch(rank, size, loss, scale_grads, steps):
-    """Return the greatest differences between torch's schedule and ranks.schedule, and torch's gradient norms."""
+    """Return the greatest differences between torch's schedule and ranks.schedule, and torch's
+    gradient norms."""
     x, target = rows(12)
     parts = [nn.Sequential(*net(0)[:2]), nn.Sequential(*net(0)[2:])]
     own = parts[rank]
@@ -158,7 +177,10 @@ def as_torch(rank, size, loss, scale_grads, steps):
     schedule = Schedule1F1B(torchs, 3, loss_fn=LOSSES[loss], scale_grads=scale_grads)
     want = [] if rank else None
     schedule.step(*([x] if rank == 0 else []), target=target if rank else None, losses=want)
-    made = [fp.from_module(nn.Sequential(*layers), name=str(n)) for n, layers in enumerate((net(0)[:2], net(0)[2:]))]
+    made = [
+        fp.from_module(nn.Sequential(*layers), name=str(n))
+        for n, layers in enumerate((net(0)[:2], net(0)[2:]))
+    ]
     stages, params, _ = zip(*made, strict=True)
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 3), loss=LOSSES[loss], devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
@@ -167,9 +189,13 @@ def as_torch(rank, size, loss, scale_grads, steps):
         for _ in range(steps):
             ours.step(x, target=target, losses=got)
         pairs = [(leaf, placed[rank][name]) for name, leaf in own.named_parameters()]
-        apart = max(float((p.grad * steps - q.grad).abs().max() / p.grad.abs().max()) for p, q in pairs)
+        apart = max(
+            float((p.grad * steps - q.grad).abs().max() / p.grad.abs().max()) for p, q in pairs
+        )
         if rank:
-            apart = max(apart, *(float(abs(a.detach() - b)) for a, b in zip(want, got, strict=True)))
+            apart = max(
+                apart, *(float(abs(a.detach() - b)) for a, b in zip(want, got, strict=True))
+            )
     return apart
 
 
@@ -184,12 +210,15 @@ def losses_of_replicas(rank, size):
         schedule.step(x, target=target, losses=got)
         schedule.eval(x, target=target, losses=seen)
     model = net(0)
-    want = [float(F.mse_loss(model(a), b)) for a, b in zip(x.chunk(3), target.chunk(3), strict=True)]
+    want = [
+        float(F.mse_loss(model(a), b)) for a, b in zip(x.chunk(3), target.chunk(3), strict=True)
+    ]
     return want, [float(each) for each in got], [float(each) for each in seen]
 
 
 def fails_beside(rank, size):
-    """Run two pipelines side by side. The second stage of the second one fails: return its first rank's error."""
+    """Run two pipelines side by side. The second stage of the second one fails: return its first
+    rank's error."""
 
     def second(p, x):
         if rank == 3:
@@ -219,7 +248,11 @@ def never_runs(rank, size, before):
     """Run nothing (more) on rank 1, which has entered its ranks."""
     plan = multiplied()
     with fp.ranks(plan, timeout=3.0) as ranks:
-        params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
+        params = fp.place(
+            plan,
+            (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)),
+            ranks,
+        )
         for _ in range(before):
             result = fp.run(plan, params, rows(4), executor=ranks)
             fp.step(torch.optim.SGD(fp.leaves(params), lr=0.1), params, result)
@@ -266,10 +299,15 @@ class Breaks(torch.optim.SGD):
 
 
 def step_fails(rank, size):
-    """Fail in the second step of rank 1's optimizer, and go on: return each rank's error in each step."""
+    """Fail in the second step of rank 1's optimizer, and go on: return each rank's error in each
+    step."""
     plan, heard = multiplied(), []
     with fp.ranks(plan, timeout=20.0) as ranks:
-        params = fp.place(plan, (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)), ranks)
+        params = fp.place(
+            plan,
+            (torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)),
+            ranks,
+        )
         optimizer = (Breaks if rank == 1 else torch.optim.SGD)(fp.leaves(params), lr=0.01)
         for step in range(4):
             try:
@@ -288,12 +326,16 @@ def listens_at(rank, size):
         at.append(listener.getsockname()[0])
         return listener
 
-    with mock.patch("funcpipe._src.processes.rendezvous.listening", listens), fp.ranks(multiplied(), timeout=20.0):
+    with (
+        mock.patch("funcpipe._src.processes.rendezvous.listening", listens),
+        fp.ranks(multiplied(), timeout=20.0),
+    ):
         return at
 
 
 def uses_of_faulthandler(rank, size):
-    """Count how often runs set and cancel Python's one timer, without a limit of the caller and with one."""
+    """Count how often runs set and cancel Python's one timer, without a limit of the caller and
+    with one."""
     plan, counts = multiplied(), []
     for made, run in (({}, {}), ({"timeout": 20.0}, {}), ({}, {"timeout": 20.0})):
         with fp.ranks(plan, **made) as ranks:
@@ -313,7 +355,10 @@ class Boxed(dict):
 
 def boxes(rank, size):
     """Send a class that the receiving process never made: the code of its stage can name it."""
-    stages = [fp.stage(lambda p, x: Boxed(h=x * p)), fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed))]
+    stages = [
+        fp.stage(lambda p, x: Boxed(h=x * p)),
+        fp.stage(lambda p, x: x["h"] * p * (type(x) is Boxed)),
+    ]
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with fp.ranks(plan, timeout=20.0) as ranks:
         params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
@@ -331,4 +376,6 @@ def in_place_behind_a_border(rank, size, inplace):
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     params = tuple(torch.eye(6) if stage == rank else None for stage in range(2))
     with fp.ranks(plan, timeout=20.0) as ranks:
-        return told(lambda: fp.run(plan, params, rows(4), executor=ranks, trainable=True).loss.item())
+        return told(
+            lambda: fp.run(plan, params, rows(4), executor=ranks, trainable=True).loss.item()
+        )

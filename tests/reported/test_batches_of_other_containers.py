@@ -1,4 +1,5 @@
-"""Batches of nested, packed and sparse tensors and of block masks: right, or an error that names the remedy."""
+"""Batches of nested, packed and sparse tensors and of block masks: right, or an error that names
+the remedy."""
 
 import optree
 import pytest
@@ -27,7 +28,9 @@ def linear():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("wrap", [lambda nested: nested, fp.Replicate, lambda nested: {"x": nested}])
+@pytest.mark.parametrize(
+    "wrap", [lambda nested: nested, fp.Replicate, lambda nested: {"x": nested}]
+)
 def test_gives_a_nested_tensor(layout, wrap):
     _, stage, params = linear()
     nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=layout)
@@ -39,7 +42,9 @@ def test_gives_a_nested_tensor(layout, wrap):
             (params,),
             fp.Microbatches([wrap(nested)] * 2 if wrap is not fp.Replicate else [nested] * 2),
         )
-    loss = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
+    loss = fp.make_plan(
+        [stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.BatchError, match=r"target.* nested tensor"):
         fp.run(loss, (params,), (torch.randn(2, 4), wrap(nested)))
 
@@ -56,7 +61,9 @@ def test_makes_a_tensor_nested_in_the_stage():
 
     padded, lengths = torch.randn(4, 5, 4), torch.tensor([5, 3, 2, 4])
     expected = 2 * padded * (torch.arange(5) < lengths[:, None])[..., None]
-    torch.testing.assert_close(fp.run(forward_plan(total), ((),), (padded, lengths)).outputs, expected)
+    torch.testing.assert_close(
+        fp.run(forward_plan(total), ((),), (padded, lengths)).outputs, expected
+    )
 
 
 def test_hands_on_a_nested_tensor():
@@ -87,15 +94,22 @@ def test_packs_each_microbatch():
     torch.manual_seed(0)
     gru = nn.GRU(4, 4)
     stage, params, _ = fp.from_module(gru)
-    packed = [pack_sequence([torch.randn(5, 4), torch.randn(3, 4)]), pack_sequence([torch.randn(2, 4)])]
+    packed = [
+        pack_sequence([torch.randn(5, 4), torch.randn(3, 4)]),
+        pack_sequence([torch.randn(2, 4)]),
+    ]
 
     @fp.stage
     def data(params, x):
         return x[0].data
 
-    plan = fp.make_plan([stage, data], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [stage, data], fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
+    )
     outputs = fp.run(plan, (params, ()), fp.Microbatches(packed)).outputs
-    torch.testing.assert_close(torch.cat(list(outputs)), torch.cat([gru(each)[0].data for each in packed]).detach())
+    torch.testing.assert_close(
+        torch.cat(list(outputs)), torch.cat([gru(each)[0].data for each in packed]).detach()
+    )
 
 
 def test_packs_in_the_stage():
@@ -108,11 +122,15 @@ def test_packs_in_the_stage():
             self.gru = gru
 
         def forward(self, x, lengths):
-            return self.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1][0]
+            return self.gru(
+                pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            )[1][0]
 
     stage, params, _ = fp.from_module(Last())
     batch = torch.randn(4, 5, 4), torch.tensor([5, 3, 2, 4])
-    torch.testing.assert_close(fp.run(forward_plan(stage), (params,), batch).outputs, Last()(*batch).detach())
+    torch.testing.assert_close(
+        fp.run(forward_plan(stage), (params,), batch).outputs, Last()(*batch).detach()
+    )
 
 
 SPARSE = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}
@@ -123,11 +141,15 @@ def test_gives_a_sparse_tensor(kind):
     layer, stage, params = linear()
     dense = torch.eye(4)
     sparse = SPARSE[kind](dense)
-    with pytest.raises(fp.BatchError, match=r"inputs is a sparse tensor .*fp.Microbatches.*to_dense"):
+    with pytest.raises(
+        fp.BatchError, match=r"inputs is a sparse tensor .*fp.Microbatches.*to_dense"
+    ):
         fp.run(forward_plan(stage), (params,), sparse)
     with pytest.raises(fp.BatchError, match="inputs is a sparse tensor"):
         fp.Pipe(nn.Sequential(layer), chunks=2)(sparse)
-    loss = fp.make_plan([stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
+    loss = fp.make_plan(
+        [stage], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.BatchError, match="target is a sparse tensor"):
         fp.run(loss, (params,), (dense, sparse))
 
@@ -136,7 +158,11 @@ def test_gives_a_sparse_tensor(kind):
 @pytest.mark.parametrize("share", [True, False])
 def test_shares_a_sparse_tensor_or_cuts_it(kind, share):
     torch.manual_seed(0)
-    features, weight, adjacency = torch.randn(4, 4), torch.randn(4, 4), (torch.rand(4, 4) > 0.5).float()
+    features, weight, adjacency = (
+        torch.randn(4, 4),
+        torch.randn(4, 4),
+        (torch.rand(4, 4) > 0.5).float(),
+    )
 
     @fp.stage
     def graph(params, batch):
@@ -147,7 +173,9 @@ def test_shares_a_sparse_tensor_or_cuts_it(kind, share):
     cut = fp.Microbatches([batch, batch])
     if share:
         cut = {"adjacency": fp.Replicate(sparse), "x": torch.cat([features, features])}
-    plan = fp.make_plan([graph], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.square().mean(), devices="cpu")
+    plan = fp.make_plan(
+        [graph], fp.schedules.fill_drain(1, 2), loss=lambda y, t: y.square().mean(), devices="cpu"
+    )
     result = fp.run(plan, ({"w": weight},), (cut, None))
     expected = weight.clone().requires_grad_()
     loss = (adjacency @ (features @ expected)).square().mean()
@@ -156,7 +184,8 @@ def test_shares_a_sparse_tensor_or_cuts_it(kind, share):
     torch.testing.assert_close(result.grads[0]["w"], expected.grad)
 
 
-# -- block masks -------------------------------------------------------------------------------------------------------
+# -- block masks
+# -------------------------------------------------------------------------------
 
 
 def blocks(documents):
@@ -167,14 +196,17 @@ def blocks(documents):
 
 
 def test_gives_a_block_mask():
-    """The message names two ways that work: make it in the stage, or register it as torch takes it apart."""
+    """The message names two ways that work: make it in the stage, or register it as torch takes it
+    apart."""
     x, documents = torch.randn(4, 1, 128, 16), torch.randint(0, 3, (4, 128)).sort(-1).values
 
     @fp.stage
     def attend(params, batch):
         return flex_attention(batch[0], batch[0], batch[0], block_mask=batch[1])
 
-    cut = fp.Microbatches([(a, blocks(d)) for a, d in zip(x.split(1), documents.split(1), strict=True)])
+    cut = fp.Microbatches(
+        [(a, blocks(d)) for a, d in zip(x.split(1), documents.split(1), strict=True)]
+    )
     plan = forward_plan(attend, microbatches=4)
     refused = r"inputs\[0\]\[1\] is a BlockMask with a function that closes over tensors.*make the BlockMask of them in"
     with pytest.raises(fp.BatchError, match=refused):
@@ -203,7 +235,9 @@ GLOBAL = torch.zeros(3)  # a tensor in the rule's module is not part of the rule
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_exports_a_pipe(strict):
-    pipe = fp.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, devices=["cpu", "cpu"])
+    pipe = fp.Pipe(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, devices=["cpu", "cpu"]
+    )
     x = torch.randn(4, 4)
     with pytest.raises(Exception, match="export the layers themselves"):
         torch.export.export(pipe, (x,), strict=strict)

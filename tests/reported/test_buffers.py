@@ -26,7 +26,13 @@ class OwnNorm(nn.BatchNorm1d):
     def forward(self, x):
         self.num_batches_tracked.add_(1)
         return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
         )
 
 
@@ -42,7 +48,9 @@ def test_batch_norm_that_runs_twice_in_a_forward_is_updated_twice(how, momentum,
     else:
         split = fp.split(model, 2, example=(a, b))
         stages, params, state = split.stages, split.params, split.state
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 1), loss=F.mse_loss, devices="cpu"
+    )
     result = fp.run(plan, tuple(params), ((a, b), torch.zeros(8, 2)), state=tuple(state))
     model(a, b)
     new = {name: value for tree in result.state for name, value in (tree or {}).items()}
@@ -72,7 +80,8 @@ def test_calls_of_several_microbatches_are_updates_by_all_rows():
         torch.testing.assert_close(new[f"norm.{name}"], buffer)
 
 
-# -- other buffers of a trace -------------------------------------------------------------------------------------------
+# -- other buffers of a trace
+# -------------------------------------------------------------------------------
 
 
 class Counts(nn.Module):
@@ -109,10 +118,13 @@ class Noise(Counts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [(Counts, ["tokens", "used"]), (ByAnotherTensor, ["used"]), (Noise, ["used"])]
+    ("kind", "names"),
+    [(Counts, ["tokens", "used"]), (ByAnotherTensor, ["used"]), (Noise, ["used"])],
 )
 def test_buffers_of_unknown_meaning_are_refused_when_the_model_is_cut(kind, names):
-    with pytest.raises(fp.PlanError, match="what a whole batch leaves there is not known") as caught:
+    with pytest.raises(
+        fp.PlanError, match="what a whole batch leaves there is not known"
+    ) as caught:
         fp.split(kind(), 2, example=torch.randn(8, 4))
     assert [f"  * {name!r}" for name in names] == str(caught.value).splitlines()[1:]
 
@@ -136,13 +148,17 @@ def test_commit_must_fit_its_buffer():
     with pytest.raises(fp.PlanError, match="commit= is for traces"):
         fp.split(nn.Sequential(nn.Linear(4, 4)), 1, commit={"used": fp.models.mean_by_rows})
     commit = {"used": lambda old, written, rows: 1.0, "tokens": fp.models.sum_of_changes}
-    with pytest.raises(fp.PlanError, match=r"\['used'\] gave a float, and the buffer is a tensor of shape \(4,\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"\['used'\] gave a float, and the buffer is a tensor of shape \(4,\)"
+    ):
         fp.split(model, 2, example=x, commit=commit)
 
 
 def test_spectral_norm_is_traced_and_written_once():
     """Every microbatch makes the same step of the power iteration, and the batch makes one."""
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4)
+    )
     x = torch.randn(8, 4)
     split = fp.split(model, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
@@ -157,13 +173,16 @@ def test_spectral_norm_is_traced_and_written_once():
         torch.testing.assert_close(merged[name], buffer)
 
 
-# -- writes that torch does not count ----------------------------------------------------------------------------------
+# -- writes that torch does not count
+# -------------------------------------------------------------------------------
 
 
 WRITES = {
     "permutes": lambda q: q.data.copy_(q.roll(1)),
     "swaps signs": lambda q: q.data.neg_(),
-    "moves a bit": lambda q: q.data.view(torch.int32).add_(torch.tensor([1, -1, 0, 0], dtype=torch.int32)),
+    "moves a bit": lambda q: q.data.view(torch.int32).add_(
+        torch.tensor([1, -1, 0, 0], dtype=torch.int32)
+    ),
 }
 
 
@@ -181,6 +200,8 @@ def test_a_write_into_a_buffer_that_keeps_the_sum_of_its_bits_is_refused(name):
             return y
 
     stage, params, state = fp.from_module(Writes())
-    plan = fp.make_plan([stage], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        [stage], fp.schedules.fill_drain(1, 4, backward=False), devices="cpu", outputs=True
+    )
     with pytest.raises(fp.PlanError, match=r"writes into its buffers \['queue'\]"):
         fp.run(plan, (params,), torch.ones(4, 4), state=(state,))

@@ -1,4 +1,5 @@
-"""Checkpoints remove no files of others, lose and mix up nothing, and a failed save leaves nothing."""
+"""Checkpoints remove no files of others, lose and mix up nothing, and a failed save leaves
+nothing."""
 
 import collections
 import json
@@ -20,7 +21,9 @@ pytest.importorskip("safetensors")
 
 def split_of(*layers, stages=2, **options):
     torch.manual_seed(0)
-    return fp.split(nn.Sequential(*(layers or (nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))), stages, **options)
+    return fp.split(
+        nn.Sequential(*(layers or (nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))), stages, **options
+    )
 
 
 def stepped(make, leaves):
@@ -64,23 +67,35 @@ def dotted(one, two):
 
 @pytest.mark.parametrize(
     "tree",
-    [dotted(2.0, 3.0)[0], {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, {1: torch.ones(1), "1": {}}],
+    [
+        dotted(2.0, 3.0)[0],
+        {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}},
+        {1: torch.ones(1), "1": {}},
+    ],
 )
 def test_two_names_that_join_alike_are_refused(tmp_path, tree):
-    plan = fp.make_plan([fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu"
+    )
     if 1 in tree:
         fp.save(tmp_path, plan, (tree,))
         return
-    with pytest.raises(fp.CheckpointError, match=r"one name(.|\n)*params\[0\] has .* and .*: both would be 'params\.0"):
+    with pytest.raises(
+        fp.CheckpointError,
+        match=r"one name(.|\n)*params\[0\] has .* and .*: both would be 'params\.0",
+    ):
         fp.save(tmp_path / "new", plan, (tree,))
     assert not (tmp_path / "new").exists()
 
 
 def test_state_at_the_path_of_a_tied_parameter_is_its_own(tmp_path):
-    """The tie is of parameters. Tensors of state at the same paths are two tensors, and both are saved."""
+    """The tie is of parameters. Tensors of state at the same paths are two tensors, and both are
+    saved."""
     stages = [fp.stage(lambda p, x, *, state: x * p["w"] + state["w"]) for _ in range(2)]
     schedule = fp.schedules.one_f_one_b(2, 2)
-    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu", ties=[[(0, "w"), (1, ("w",))]])
+    plan = fp.make_plan(
+        stages, schedule, loss=F.mse_loss, devices="cpu", ties=[[(0, "w"), (1, ("w",))]]
+    )
     shared = torch.ones(3)
     state = ({"w": torch.full((3,), 1.0)}, {"w": torch.full((3,), 2.0)})
     fp.save(tmp_path, plan, ({"w": shared}, {"w": shared}), state=state)
@@ -99,10 +114,14 @@ def test_state_at_the_path_of_a_tied_parameter_is_its_own(tmp_path):
     "make",
     [
         lambda leaves: torch.optim.AdamW(leaves, lr=torch.tensor(1e-3)),
-        lambda leaves: torch.optim.AdamW(leaves, lr=1e-3, betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False),
+        lambda leaves: torch.optim.AdamW(
+            leaves, lr=1e-3, betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False
+        ),
         lambda leaves: torch.optim.SGD(leaves, lr=float("inf")),
         lambda leaves: torch.optim.Adafactor(leaves),
-        lambda leaves: torch.optim.NAdam([(f"name {number}", leaf) for number, leaf in enumerate(leaves)]),
+        lambda leaves: torch.optim.NAdam(
+            [(f"name {number}", leaf) for number, leaf in enumerate(leaves)]
+        ),
     ],
 )
 def test_options_of_every_kind_come_back(tmp_path, make):
@@ -130,7 +149,9 @@ def test_lbfgs_goes_on(tmp_path):
 
         def closure():
             result = fp.run(plan, split.params, (x, x[:, :1].sin()), executor="serial")
-            for leaf, gradient in zip(fp.leaves(split.params), fp.leaves(result.grads), strict=True):
+            for leaf, gradient in zip(
+                fp.leaves(split.params), fp.leaves(result.grads), strict=True
+            ):
                 leaf.grad = gradient
             out.append(float(result.loss))
             return result.loss
@@ -209,11 +230,15 @@ def test_a_save_that_is_dropped_leaves_nothing(tmp_path):
     raise AssertionError([*tmp_path.iterdir()])
 
 
-def test_files_and_their_names_are_on_disk_before_the_checkpoint_before_is_removed(tmp_path, monkeypatch):
+def test_files_and_their_names_are_on_disk_before_the_checkpoint_before_is_removed(
+    tmp_path, monkeypatch
+):
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(f"os.{name}", lambda *a, name=name, real=real: (calls.append(name), real(*a))[1])
+        monkeypatch.setattr(
+            f"os.{name}", lambda *a, name=name, real=real: (calls.append(name), real(*a))[1]
+        )
     monkeypatch.setattr("shutil.rmtree", lambda *a, **k: calls.append("rmtree"))
     split = split_of()
     fp.save(tmp_path, split, split.params, step=1)
@@ -221,7 +246,9 @@ def test_files_and_their_names_are_on_disk_before_the_checkpoint_before_is_remov
     fp.save(tmp_path, split, split.params, step=2)
     assert 1 == calls.count("replace") == calls.count("rmtree")
     assert ["replace", "fsync", "rmtree"] == calls[calls.index("replace") :]
-    assert calls[: calls.index("replace")].count("fsync") >= 5  # the file, the index, the manifest, two folders
+    assert (
+        calls[: calls.index("replace")].count("fsync") >= 5
+    )  # the file, the index, the manifest, two folders
 
 
 class Slashes(nn.Module):
@@ -297,7 +324,9 @@ def test_tied_names_are_written_once(tmp_path):
     (file,) = tmp_path.glob("*/model-*.safetensors")
     assert {"0.weight", "0.bias", "1.bias"} == load_file(file).keys()
     apart = fp.split(nn.Sequential(*Tied(tied=False).children()), 2)
-    loaded = fp.load(tmp_path, apart)  # a tied checkpoint into an untied model: both parameters get its numbers
+    loaded = fp.load(
+        tmp_path, apart
+    )  # a tied checkpoint into an untied model: both parameters get its numbers
     assert torch.equal(loaded.params[0]["0.weight"], split.params[0]["0.weight"])
     assert torch.equal(loaded.params[1]["1.weight"], split.params[0]["0.weight"])
 
@@ -307,10 +336,15 @@ def test_an_untied_model_into_a_tied_one(tmp_path):
     fp.save(tmp_path, apart, apart.params)
     tied = fp.split(nn.Sequential(*Tied().children()), 2)
     before = [leaf.detach().clone() for leaf in fp.leaves(tied.params)]
-    with pytest.raises(fp.CheckpointError, match=r"ties parameters(.|\n)*'0.weight' and '1.weight'"):
+    with pytest.raises(
+        fp.CheckpointError, match=r"ties parameters(.|\n)*'0.weight' and '1.weight'"
+    ):
         fp.load(tmp_path, tied)
     assert same(before, [leaf.detach() for leaf in fp.leaves(tied.params)])
-    with pytest.raises(fp.PlanError, match=r"'0.weight' and '1.weight' are tied in the model, and have other numbers"):
+    with pytest.raises(
+        fp.PlanError,
+        match=r"'0.weight' and '1.weight' are tied in the model, and have other numbers",
+    ):
         tied.load_state_dict(apart.state_dict())
     with torch.no_grad():
         apart.params[1]["1.weight"].copy_(apart.params[0]["0.weight"])
@@ -324,7 +358,9 @@ def test_an_untied_model_into_a_tied_one(tmp_path):
 @pytest.mark.parametrize("what", ["cast", "left over"])
 def test_a_warning_that_is_an_error_changes_nothing(tmp_path, what):
     split = split_of()
-    fp.save(tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, fp.leaves(split.params)))
+    fp.save(
+        tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, fp.leaves(split.params))
+    )
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     other = fp.split(model.bfloat16() if what == "cast" else model, 2)
     leaves = fp.leaves(other.params)
@@ -351,7 +387,10 @@ def test_casts_to_a_narrower_type_are_said(tmp_path, dtype, recwarn):
         fp.load(tmp_path, other)
         assert not recwarn.list
         return
-    with pytest.warns(UserWarning, match=r"has torch.float32 and the model torch.b?float16, .*'0.weight', '0.bias'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"has torch.float32 and the model torch.b?float16, .*'0.weight', '0.bias'",
+    ):
         fp.load(tmp_path, other)
 
 
@@ -372,7 +411,9 @@ def test_groups_that_were_apart_are_not_joined_in_silence(tmp_path):
     split = split_of()
     leaves = fp.leaves(split.params)
     groups = [{"params": leaves[:2], "lr": 0.1}, {"params": leaves[2:], "lr": 0.2}]
-    fp.save(tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, groups[0]["params"]))
+    fp.save(
+        tmp_path, split, split.params, optimizer=stepped(torch.optim.AdamW, groups[0]["params"])
+    )
     fp.save(tmp_path, split, split.params, optimizer=torch.optim.AdamW(groups))
     with pytest.raises(fp.CheckpointError, match="group 0 has parameters of several groups there"):
         fp.load(tmp_path, split, optimizer=torch.optim.AdamW(leaves))
@@ -380,7 +421,9 @@ def test_groups_that_were_apart_are_not_joined_in_silence(tmp_path):
 
 def test_trees_of_another_split_are_refused(tmp_path):
     split, other = split_of(), split_of(stages=2, balance=[1, 2])
-    with pytest.raises(fp.CheckpointError, match=r"not the trees of this split(.|\n)*params\[1\] has no tensor"):
+    with pytest.raises(
+        fp.CheckpointError, match=r"not the trees of this split(.|\n)*params\[1\] has no tensor"
+    ):
         fp.save(tmp_path / "new", split, tuple({} for _ in split.params))
     with pytest.raises(fp.CheckpointError, match="not the trees of this split"):
         fp.save(tmp_path / "new", split, tuple(dict.fromkeys(tree) for tree in other.params))
@@ -389,7 +432,8 @@ def test_trees_of_another_split_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_save_and_load_take_time_by_the_parameter(tmp_path):
-    """Four times as many parameters take four times as many function calls. Quadratic time would take sixteen."""
+    """Four times as many parameters take four times as many function calls. Quadratic time would
+    take sixteen."""
 
     def calls(count):
         split = split_of(*[nn.Linear(2, 2) for _ in range(count)])

@@ -47,7 +47,8 @@ def test_search_refuses_before_it_searches(words, says, no_work, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", ["--output missing/x.svg", "--output x.json", "--trace x.svg", "--trace missing/x.json"]
+    "words",
+    ["--output missing/x.svg", "--output x.json", "--trace x.svg", "--trace missing/x.json"],
 )
 def test_draw_refuses_before_it_simulates(words, no_work, capsys):
     with pytest.raises(SystemExit):

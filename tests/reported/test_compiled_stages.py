@@ -1,4 +1,5 @@
-"""Compiled stages are bit-identical to eager ones and read current values; a check of numbers changes no bit."""
+"""Compiled stages are bit-identical to eager ones and read current values; a check of numbers
+changes no bit."""
 
 import argparse
 import random
@@ -43,7 +44,9 @@ class Scaled(nn.Module):
 def test_without_fuse_the_weight_backwards_may_come_in_any_order(order, recompute):
     torch.manual_seed(0)
     split = fp.split(nn.Sequential(Scaled(), Scaled()), balance=[1, 1])
-    params = [{name: leaf.detach().double() for name, leaf in tree.items()} for tree in split.params]
+    params = [
+        {name: leaf.detach().double() for name, leaf in tree.items()} for tree in split.params
+    ]
     x, schedule = torch.randn(9, 16, dtype=torch.float64), fp.Schedule.parse(order)
 
     def gradients(stages):
@@ -63,9 +66,16 @@ def signs(p, x):
 def test_gradients_of_negative_zero_keep_their_sign(compiled, check):
     stage = fp.stage(signs)
     stage = fp.compile_stage(stage, fuse=False) if compiled else stage
-    plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.sum(), devices="cpu")
-    params = {"s": torch.ones(1, 3, dtype=torch.float64), "unused": torch.ones(1, 3, dtype=torch.float64)}
-    x = torch.full((2, 3), -0.0, dtype=torch.float64)  # a row each: a sum over rows would begin at 0
+    plan = fp.make_plan(
+        [stage], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.sum(), devices="cpu"
+    )
+    params = {
+        "s": torch.ones(1, 3, dtype=torch.float64),
+        "unused": torch.ones(1, 3, dtype=torch.float64),
+    }
+    x = torch.full(
+        (2, 3), -0.0, dtype=torch.float64
+    )  # a row each: a sum over rows would begin at 0
     (grads,) = fp.run(plan, (params,), (x, None), check=check).grads
     assert grads["s"].signbit().all()
     assert not grads["unused"].signbit().any()  # zeros where no backward added anything
@@ -76,11 +86,17 @@ def test_a_check_of_numbers_leaves_the_sign_of_a_sum_that_begins_late():
         return x * p["s"] if x[0, 0] < 0 else x * p["t"]
 
     plan = fp.make_plan(
-        [fp.stage(late)], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: (y * t).sum(), devices="cpu"
+        [fp.stage(late)],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=lambda y, t: (y * t).sum(),
+        devices="cpu",
     )
     params = {name: torch.ones(1, 2, dtype=torch.float64) for name in "st"}
     x = torch.tensor([[1.0, 1.0], [-1.0, -0.0]], dtype=torch.float64)
-    found = [fp.run(plan, (params,), (x, torch.ones_like(x)), check=check).grads for check in ((), "finite")]
+    found = [
+        fp.run(plan, (params,), (x, torch.ones_like(x)), check=check).grads
+        for check in ((), "finite")
+    ]
     assert found[0][0]["s"].signbit().all()
     assert_same_bits(*found)
 
@@ -164,8 +180,16 @@ in_a_cell, set_cell = enclosing()
 READS = {
     "an attribute of the loss": (plain, annealed, partial(setattr, annealed, "beta")),
     "a private attribute of the loss": (plain, annealed, partial(setattr, annealed, "_private")),
-    "an attribute of a part of the loss": (plain, annealed, partial(setattr, annealed.part, "gain")),
-    "a class attribute that the loss overrides later": (plain, annealed, partial(setattr, annealed, "floor")),
+    "an attribute of a part of the loss": (
+        plain,
+        annealed,
+        partial(setattr, annealed.part, "gain"),
+    ),
+    "a class attribute that the loss overrides later": (
+        plain,
+        annealed,
+        partial(setattr, annealed, "floor"),
+    ),
     "a global, in a helper": (lambda p, x: helper(x * p), mean, set_global),
     "a global, in a backward": (lambda p, x: Reversed.apply(x * p), mean, set_global),
     "a closure": (in_a_cell, mean, set_cell),
@@ -181,7 +205,11 @@ READS = {
         partial(lambda y, t, by: y.mean() * by["beta"], by=by_name),
         partial(by_name.__setitem__, "beta"),
     ),
-    "a default": (plain, lambda y, t, by=options: y.mean() * by.beta, partial(setattr, options, "beta")),
+    "a default": (
+        plain,
+        lambda y, t, by=options: y.mean() * by.beta,
+        partial(setattr, options, "beta"),
+    ),
     "a tensor of a number": (lambda p, x: x * p * torch.tensor(BETA), mean, set_global),
     "a branch": (lambda p, x: x * p if BETA < 2 else x * p * p * 3, mean, set_global),
 }
@@ -193,7 +221,10 @@ def test_a_compiled_stage_reads_today_s_numbers(name):
     params, x = (torch.full((3,), 2.0),), torch.randn(4, 3)
     stage = fp.stage(fn)
     made = [stage, fp.compile_stage(stage)]
-    plans = [fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu") for one in made]
+    plans = [
+        fp.make_plan([one], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
+        for one in made
+    ]
     for value in (1.0, 4.0, 0.5, 1.0):
         put(value)
         eager, compiled = [fp.run(plan, params, (x, x + 1)) for plan in plans]
@@ -207,7 +238,10 @@ def test_a_step_that_changes_nothing_traces_nothing():
     stage = fp.compile_stage(fp.stage(plain))
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=annealed, devices="cpu")
     for step in range(3):
-        annealed.count, annealed.part.gain = step, float(str(step * 0 + 1))  # an unread attribute, and an equal number
+        annealed.count, annealed.part.gain = (
+            step,
+            float(str(step * 0 + 1)),
+        )  # an unread attribute, and an equal number
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), torch.ones(4, 3)))
     assert 1 == stage.program.made
 
@@ -250,9 +284,13 @@ DRAWS = {
     "random in a branch": lambda p, x: x * p if random.random() < 0.5 else x * p * 2,
     "numpy in a branch": lambda p, x: x * p if np.random.rand() < 0.5 else x * p * 2,
     "a mask of numpy": lambda p, x: x * p * torch.from_numpy(np.random.rand(*x.shape) > 0.5),
-    "a tensor of drawn numbers": lambda p, x: x * p * torch.tensor(random.sample([1.0, 2.0, 3.0], 3)),
+    "a tensor of drawn numbers": lambda p, x: (
+        x * p * torch.tensor(random.sample([1.0, 2.0, 3.0], 3))
+    ),
     "an own generator": lambda p, x: x * p if generator.random() < 0.5 else x * p * 2,
-    "an own generator of numpy": lambda p, x: x * p if numpy_generator.random() < 0.5 else x * p * 2,
+    "an own generator of numpy": lambda p, x: (
+        x * p if numpy_generator.random() < 0.5 else x * p * 2
+    ),
     "a counter": count,
 }
 
@@ -264,7 +302,10 @@ def test_draws_that_are_not_torch_s_are_refused(name, in_loss):
     stage = fp.compile_stage(fp.stage(plain if in_loss else fn, name="drawing"))
     loss = (lambda y, t: fn(1.0, y).mean()) if in_loss else mean
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
-    with pytest.raises(fp.TraceError, match="'drawing' cannot be compiled: it does something else when it is called"):
+    with pytest.raises(
+        fp.TraceError,
+        match="'drawing' cannot be compiled: it does something else when it is called",
+    ):
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), None))
 
 
@@ -272,7 +313,8 @@ def test_draws_of_another_thread_are_no_draws_of_the_stage(monkeypatch):
     """A loader draws in another thread while a stage is traced."""
     states = iter(range(100))
     monkeypatch.setattr(
-        "funcpipe._src.compiled.python_values._global_states", lambda: {"numpy.random": str(next(states))}
+        "funcpipe._src.compiled.python_values._global_states",
+        lambda: {"numpy.random": str(next(states))},
     )
     stage = fp.compile_stage(fp.stage(plain))
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=mean, devices="cpu")

@@ -34,7 +34,8 @@ def halves(cost: fp.Cost, stage: int = 0) -> tuple[float, float, float]:
     ids=str,
 )
 def test_a_backward_and_its_halves(given, want):
-    """Missing times follow from the given ones; also from JSON, on the command line and in groups."""
+    """Missing times follow from the given ones; also from JSON, on the command line and in
+    groups."""
     cost = fp.Cost(**given)
     assert halves(cost) == want
     assert fp.schedules.from_json(fp.schedules.to_json(cost)) == cost
@@ -47,10 +48,13 @@ def test_a_backward_and_its_halves(given, want):
 def test_a_half_that_is_longer_than_the_whole_backward():
     """The error names the missing number."""
     with pytest.raises(
-        fp.ScheduleError, match="backward_input is 3, more than backward, which is 2; give backward_weight"
+        fp.ScheduleError,
+        match="backward_input is 3, more than backward, which is 2; give backward_weight",
     ):
         fp.Cost(backward=2, backward_input=3)
-    with pytest.raises(fp.ScheduleError, match="backward_weight of stage 1 is 5, more than backward, which is 4"):
+    with pytest.raises(
+        fp.ScheduleError, match="backward_weight of stage 1 is 5, more than backward, which is 4"
+    ):
         fp.Cost(backward=[6, 4], backward_weight=5)
 
 
@@ -67,23 +71,29 @@ def test_split_schedules_take_as_long_as_the_backward_says():
     explicit = fp.Cost(1, 1.5, 1.5)
     schedule = fp.schedules.zero_bubble(4, 8)
     assert fp.simulate(schedule, cost).makespan == fp.simulate(schedule, explicit).makespan == 36.5
-    found = fp.search(fp.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]), num_devices=4, num_microbatches=8)
+    found = fp.search(
+        fp.Cost(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]), num_devices=4, num_microbatches=8
+    )
     assert (50, 50) == (found.makespan, found.lower_bound)
     layers = {"num_devices": 2, "num_microbatches": 4, "evaluations": 100}
     chosen = [
-        fp.models.plan_for(one, **layers) for one in (fp.Cost([1.0] * 4, backward=3), fp.Cost([1.0] * 4, 1.5, 1.5))
+        fp.models.plan_for(one, **layers)
+        for one in (fp.Cost([1.0] * 4, backward=3), fp.Cost([1.0] * 4, 1.5, 1.5))
     ]
     assert chosen[0].found.makespan == chosen[1].found.makespan
 
 
 def test_links_hide_a_part_of_a_backward_that_is_given_alone():
     """The part of I that waits for a link is at most I, half of B."""
-    with pytest.raises(fp.ScheduleError, match="backward_link is a part of the time of I, which is 1"):
+    with pytest.raises(
+        fp.ScheduleError, match="backward_link is a part of the time of I, which is 1"
+    ):
         fp.Cost(backward=2, backward_link=1.5)
     assert halves(fp.Cost(backward=3, backward_link=0.5).computing()) == (2.5, 1, 1.5)
 
 
-# -- slices ------------------------------------------------------------------------------------------------------------
+# -- slices
+# -------------------------------------------------------------------------------
 
 
 @fp.stage
@@ -109,7 +119,10 @@ def test_a_plan_is_simulated_with_its_own_slices():
 
 @pytest.mark.parametrize("slices", [(), (1, 1), (3, 1)])
 def test_a_cost_of_other_slices_than_the_plan(slices):
-    with pytest.raises(fp.ScheduleError, match=r"the plan cuts microbatches into slices of the lengths .* leave out"):
+    with pytest.raises(
+        fp.ScheduleError,
+        match=r"the plan cuts microbatches into slices of the lengths .* leave out",
+    ):
         fp.simulate(plan_of(slices), fp.Cost(slices=(1, 3)))
     with pytest.raises(fp.ScheduleError, match="the lengths of 3 slices, and a microbatch has 2"):
         fp.simulate(plan_of(slices), fp.Cost(slices=(1, 1, 1)))

@@ -1,4 +1,5 @@
-"""A forgotten state= raises where the untrained model's statistics would be used; merge returns its trees."""
+"""A forgotten state= raises where the untrained model's statistics would be used; merge returns its
+trees."""
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ class Setting:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
         self.x = 5 + torch.randn(16, 4)
-        self.split = fp.split(self.model, 2, **({"example": self.x} if options.pop("traced", False) else {}), **options)
+        self.split = fp.split(
+            self.model,
+            2,
+            **({"example": self.x} if options.pop("traced", False) else {}),
+            **options,
+        )
         self.plan = fp.make_plan(self.split, SCHEDULE, loss=F.mse_loss, devices="cpu")
         self.params = fp.place(self.plan, self.split.params)
         self.batch = self.x, self.x.sin()
@@ -42,7 +48,9 @@ def test_merging_parameters(setting):
 def test_merging_gradients_needs_no_state(setting):
     grads = setting.split.merge(setting.result.grads)
     assert grads.keys() == {name for name, _ in setting.model.named_parameters()}
-    assert not any(same(grads[name], leaf.detach()) for name, leaf in setting.model.named_parameters())
+    assert not any(
+        same(grads[name], leaf.detach()) for name, leaf in setting.model.named_parameters()
+    )
 
 
 def test_saving_and_loading(setting, tmp_path):
@@ -58,25 +66,38 @@ def test_saving_and_loading(setting, tmp_path):
 
 def test_stages_of_ones_own_are_loaded_with_state(tmp_path):
     pytest.importorskip("safetensors")
-    mean = fp.stage(lambda p, x, *, state: fp.Out(x * p, stats=x.mean()), commit=lambda s, stats: s + sum(stats))
+    mean = fp.stage(
+        lambda p, x, *, state: fp.Out(x * p, stats=x.mean()), commit=lambda s, stats: s + sum(stats)
+    )
     plan = fp.make_plan([mean], fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
     fp.save(tmp_path, plan, (torch.ones(1),), state=(torch.ones(1),))
     with pytest.raises(fp.CheckpointError, match=MISSING):
         fp.load(tmp_path, plan, params=(torch.ones(1),))
-    assert fp.load(tmp_path, plan, params=(torch.ones(1),), state=(torch.zeros(1),)).state[0].item() == 1
+    assert (
+        fp.load(tmp_path, plan, params=(torch.ones(1),), state=(torch.zeros(1),)).state[0].item()
+        == 1
+    )
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "sequential"])
-@pytest.mark.parametrize("schedule", [SCHEDULE.forwards(), SCHEDULE], ids=["forwards", "with backwards"])
+@pytest.mark.parametrize(
+    "schedule", [SCHEDULE.forwards(), SCHEDULE], ids=["forwards", "with backwards"]
+)
 def test_evaluating(setting, executor, schedule):
     test = fp.make_plan(setting.split, schedule, loss=F.mse_loss, devices="cpu", train=False)
-    run = fp.run_sequential if executor == "sequential" else lambda *a, **k: fp.run(*a, executor=executor, **k)
+    run = (
+        fp.run_sequential
+        if executor == "sequential"
+        else lambda *a, **k: fp.run(*a, executor=executor, **k)
+    )
     with pytest.raises(fp.PlanError, match=MISSING):
         run(test, setting.params, setting.batch)
     loss = run(test, setting.params, setting.batch, state=setting.result.state).loss
     setting.model.load_state_dict(setting.split.merge(setting.params, setting.result.state))
     with torch.no_grad():
-        torch.testing.assert_close(loss.detach(), F.mse_loss(setting.model.eval()(setting.x), setting.x.sin()))
+        torch.testing.assert_close(
+            loss.detach(), F.mse_loss(setting.model.eval()(setting.x), setting.x.sin())
+        )
 
 
 def test_state_that_training_does_not_change_need_not_be_given(tmp_path):
@@ -123,7 +144,10 @@ def test_merged_gradients_are_gradients_alone():
     result = fp.run(plan, split.params, (x, x))
     F.mse_loss(model(x), x).backward()
     expected = {name: leaf.grad for name, leaf in model.named_parameters() if leaf.grad is not None}
-    for grads in (split.merge(result.grads), split.merge(tuple(dict(tree) for tree in result.grads))):
+    for grads in (
+        split.merge(result.grads),
+        split.merge(tuple(dict(tree) for tree in result.grads)),
+    ):
         assert expected.keys() == grads.keys()
         for name, gradient in grads.items():
             torch.testing.assert_close(gradient, expected[name])

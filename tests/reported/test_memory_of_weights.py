@@ -1,4 +1,5 @@
-"""`memory`, `profile`, the peak of a schedule and a running stage agree on the memory between I and W."""
+"""`memory`, `profile`, the peak of a schedule and a running stage agree on the memory between I and
+W."""
 
 import pytest
 import torch
@@ -37,22 +38,40 @@ MODELS = {
 
 
 def held(split, stage, x):
-    """Measure the bytes that autograd keeps between I and W of one stage, and the gradients that wait."""
+    """Measure the bytes that autograd keeps between I and W of one stage, and the gradients that
+    wait."""
     params = split.params[stage]
-    options = {"trainable": [True] * len(params), "train": True, "backwards": True, "loss": None, "shares": None}
-    bound = EagerBound(split.stages[stage], stage, params, (), keys=Keys(0, list(split.stages)), **options)
+    options = {
+        "trainable": [True] * len(params),
+        "train": True,
+        "backwards": True,
+        "loss": None,
+        "shares": None,
+    }
+    bound = EagerBound(
+        split.stages[stage], stage, params, (), keys=Keys(0, list(split.stages)), **options
+    )
     out = bound.forward(StageArgs(Border([x], LEAF, [stage > 0]), [], [], None, 0), keep=True)
     _, weights = bound.backward(out.residual, [torch.ones(32, 64)], {}, split=True)
     if weights is None:
         return 0
     parameters = {leaf.data_ptr() for leaf in params.values()}
     edges = [
-        root.node if isinstance(root, GradientEdge) else root.grad_fn for walk in weights.waiting for root in walk.roots
+        root.node if isinstance(root, GradientEdge) else root.grad_fn
+        for walk in weights.waiting
+        for root in walk.roots
     ]
-    kept = [getattr(node, name) for node in nodes_of(edges) for name in dir(node) if name.startswith("_saved_")]
+    kept = [
+        getattr(node, name)
+        for node in nodes_of(edges)
+        for name in dir(node)
+        if name.startswith("_saved_")
+    ]
     kept += [gradient for walk in weights.waiting for gradient in walk.gradients]
     tensors = [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(size for address, size in sizes.items() if address not in parameters)
 
 
@@ -79,7 +98,10 @@ def test_the_peak_of_zero_bubble_has_what_weights_wait_for():
     sizes = fp.models.memory(split, x, optimizer="sgd")
 
     def peak(microbatches):
-        order = [f"0F{m} 0I{m}" for m in range(microbatches)], [f"1F{m} 1I{m}" for m in range(microbatches)]
+        order = (
+            [f"0F{m} 0I{m}" for m in range(microbatches)],
+            [f"1F{m} 1I{m}" for m in range(microbatches)],
+        )
         late = [" ".join(f"{stage}W{m}" for m in range(microbatches)) for stage in range(2)]
         text = "\n".join(" ".join([*row, last]) for row, last in zip(order, late, strict=True))
         return sizes.peak(fp.Schedule.parse(text))[1]

@@ -1,4 +1,5 @@
-"""Models cut between their blocks without a trace: the model's numbers, or an error that names the value."""
+"""Models cut between their blocks without a trace: the model's numbers, or an error that names the
+value."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ class Block(nn.Module):
         h = torch.tanh(self.linear(x))
         if pad is None:
             return x + h
-        mean = h.masked_fill(pad[..., None], 0).sum(1, keepdim=True) / (~pad).sum(1).clamp(min=1)[:, None, None]
+        mean = (
+            h.masked_fill(pad[..., None], 0).sum(1, keepdim=True)
+            / (~pad).sum(1).clamp(min=1)[:, None, None]
+        )
         return x + mean
 
 
@@ -113,7 +117,9 @@ def tokens():
 
 
 def outputs(split, batch):
-    plan = fp.make_plan(split, fp.schedules.fill_drain(len(split), 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        split, fp.schedules.fill_drain(len(split), 2, backward=False), devices="cpu", outputs=True
+    )
     return fp.run(plan, split.params, batch, state=split.state).outputs
 
 
@@ -133,11 +139,15 @@ def test_a_value_of_another_stage_is_refused_in_every_run(kind):
     model, batch = kind(), tokens()
     split = fp.split(model, 2)
     for _ in range(3):
-        with pytest.raises(fp.PlanError, match=r"which another stage has.*trace it instead: fp.split"):
+        with pytest.raises(
+            fp.PlanError, match=r"which another stage has.*trace it instead: fp.split"
+        ):
             outputs(split, batch)
 
 
-@pytest.mark.parametrize("kind", [MaskFromEmbeddings, GateFromEmbeddings, WrittenIntoAMask, RoundedEmbeddings])
+@pytest.mark.parametrize(
+    "kind", [MaskFromEmbeddings, GateFromEmbeddings, WrittenIntoAMask, RoundedEmbeddings]
+)
 def test_an_output_of_an_entry_that_travels_gives_the_models_numbers(kind):
     model, batch = kind(), tokens()
     split = fp.split(model, 4, layers=fp.models.find_layers(model, carry=["embed"]))
@@ -146,7 +156,9 @@ def test_an_output_of_an_entry_that_travels_gives_the_models_numbers(kind):
 
 def test_the_refusal_names_the_value_and_the_call():
     split = fp.split(MaskFromEmbeddings(), 2)
-    with pytest.raises(fp.PlanError, match=r"depends on 'embed'.*find_layers\(model, carry=\['embed'\]\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"depends on 'embed'.*find_layers\(model, carry=\['embed'\]\)"
+    ):
         outputs(split, tokens())
 
 
@@ -172,12 +184,17 @@ def test_shapes_of_an_entry_are_known_in_every_stage(stages):
     torch.testing.assert_close(outputs(fp.split(model, stages), batch), model(batch))
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks
+# -------------------------------------------------------------------------------
 
 
 HOOKS = {
-    "forward": lambda block, calls: block.register_forward_hook(lambda m, a, y: calls.append(1) or y * 3),
-    "pre": lambda block, calls: block.register_forward_pre_hook(lambda m, a: calls.append(1) or (a[0] + 1,)),
+    "forward": lambda block, calls: block.register_forward_hook(
+        lambda m, a, y: calls.append(1) or y * 3
+    ),
+    "pre": lambda block, calls: block.register_forward_pre_hook(
+        lambda m, a: calls.append(1) or (a[0] + 1,)
+    ),
     "backward": lambda block, calls: block.register_full_backward_hook(
         lambda m, given, gradients: calls.append(1) or tuple(one * 2 for one in given)
     ),
@@ -194,7 +211,9 @@ def test_hooks_of_a_block_run_once_wherever_the_cut_is(kind, number):
     split = fp.split(model, 2)
     loss = lambda y, t: F.cross_entropy(y.transpose(1, 2), t)
     result = fp.run(
-        fp.make_plan(split, fp.schedules.one_f_one_b(2, 1), loss=loss, devices="cpu"), split.params, (batch, batch)
+        fp.make_plan(split, fp.schedules.one_f_one_b(2, 1), loss=loss, devices="cpu"),
+        split.params,
+        (batch, batch),
     )
     assert 1 == len(calls)
     for name, gradient in split.merge(result.grads).items():
@@ -212,7 +231,8 @@ def test_hooks_of_all_modules_run_once_in_a_run(place):
     assert 2 == len(calls)
 
 
-# -- what a model collects over its blocks -----------------------------------------------------------------------------
+# -- what a model collects over its blocks
+# -------------------------------------------------------------------------------
 
 
 class Collects(Decoder):
@@ -249,7 +269,9 @@ class KeepsAux(Block):
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("how", ["hook", "attribute"])
-def test_features_collected_over_blocks_are_refused_whether_called_before_or_not(how, called, train):
+def test_features_collected_over_blocks_are_refused_whether_called_before_or_not(
+    how, called, train
+):
     model, batch = Collects(how), tokens()
     if how == "attribute":
         model.layers = nn.ModuleList(KeepsAux() for _ in range(4))
@@ -264,7 +286,9 @@ def test_features_collected_over_blocks_are_refused_whether_called_before_or_not
         devices="cpu",
         **({"loss": lambda y, t: y[0].square().mean()} if train else {}),
     )
-    pattern = r"what blocks hand out beside their output|which another stage has|has no attribute 'aux'"
+    pattern = (
+        r"what blocks hand out beside their output|which another stage has|has no attribute 'aux'"
+    )
     with pytest.raises(Exception, match=pattern) as caught:
         fp.run(plan, split.params, (batch, batch) if train else batch)
     assert isinstance(caught.value, (fp.StageError, fp.PlanError))
@@ -275,7 +299,11 @@ def test_features_collected_over_blocks_are_refused_whether_called_before_or_not
 def test_transformers_that_collect_features_are_refused_alike(stages, called):
     transformers = pytest.importorskip("transformers")
     config = transformers.SegformerConfig(
-        num_labels=4, hidden_sizes=[8] * 4, depths=[1] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8
+        num_labels=4,
+        hidden_sizes=[8] * 4,
+        depths=[1] * 4,
+        num_attention_heads=[1] * 4,
+        decoder_hidden_size=8,
     )
     model = transformers.SegformerForSemanticSegmentation(config).eval()
     batch = {"pixel_values": torch.randn(6, 3, 32, 32), "labels": torch.randint(0, 4, (6, 32, 32))}
@@ -288,7 +316,8 @@ def test_transformers_that_collect_features_are_refused_alike(stages, called):
         fp.run(plan, split.params, (batch, None), state=split.state)
 
 
-# -- where modules run ---------------------------------------------------------------------------------------------------
+# -- where modules run
+# -------------------------------------------------------------------------------
 
 
 class Body(nn.Module):
@@ -305,7 +334,12 @@ class Body(nn.Module):
 class OneExpression(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.body, self.norm, self.head = nn.Linear(4, 4), Body(), nn.LayerNorm(4), nn.Linear(4, 2)
+        self.embed, self.body, self.norm, self.head = (
+            nn.Linear(4, 4),
+            Body(),
+            nn.LayerNorm(4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x):
         return self.head(self.norm(self.body(self.embed(x))))
@@ -332,7 +366,9 @@ def test_modules_called_in_one_expression(kind):
     assert (("embed",), {"norm", "head"}) == (found.entry, set(found.exit))
     split = fp.split(model, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
-    torch.testing.assert_close(fp.run(plan, split.params, (x, y)).loss, F.mse_loss(model(x.clone()), y).detach())
+    torch.testing.assert_close(
+        fp.run(plan, split.params, (x, y)).loss, F.mse_loss(model(x.clone()), y).detach()
+    )
 
 
 def test_a_wrapper_that_forwards_attributes_is_cut():
@@ -354,7 +390,9 @@ def test_a_wrapper_that_forwards_attributes_is_cut():
     torch.testing.assert_close(outputs(fp.split(model, 2), batch), model(batch))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's warning, at the model's call
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # the compiler's warning, at the model's call
 def test_a_sequential_with_a_compiled_block_is_cut():
     compiled = torch.compile(nn.Linear(4, 4), backend="eager")
     model = nn.Sequential(nn.Linear(4, 4), compiled, nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
@@ -362,7 +400,8 @@ def test_a_sequential_with_a_compiled_block_is_cut():
     torch.testing.assert_close(outputs(fp.split(model, 2), x), model(x))
 
 
-# -- compared with the model -------------------------------------------------------------------------------------------
+# -- compared with the model
+# -------------------------------------------------------------------------------
 
 
 class Counts(Decoder):
@@ -387,7 +426,9 @@ class Numbered(Block):
 def test_an_example_compares_the_cut_with_the_model():
     model = Counts()
     model.layers = nn.ModuleList(Numbered() for _ in range(4))
-    with pytest.raises(fp.PlanError, match="the stages do not compute what the model computes, on the example"):
+    with pytest.raises(
+        fp.PlanError, match="the stages do not compute what the model computes, on the example"
+    ):
         fp.split(model, 2, layers="layers", example=tokens())
     plain = fp.split(Decoder(), 2, layers="layers", example=tokens())
     assert ["layers[0:2]", "layers[2:4]"] == [stage.name for stage in plain.stages]

@@ -1,4 +1,5 @@
-"""Stages that change state of the whole process: switches of torch, and the level of forward-mode derivatives."""
+"""Stages that change state of the whole process: switches of torch, and the level of forward-mode
+derivatives."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ X = torch.linspace(-1, 1, 32).reshape(8, 4)
 
 def plan_of(function, *, schedule=None, loss=F.mse_loss):
     stages = [fp.stage(function, name=f"s{number}") for number in range(2)]
-    return fp.make_plan(stages, schedule or fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu")
+    return fp.make_plan(
+        stages, schedule or fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu"
+    )
 
 
 def params():
@@ -31,7 +34,13 @@ def params():
 def settings():
     """Read all of torch's switches that have a getter, and the settings of this thread."""
     found = {(each.name, each.setter): each.read() for each in switches() if each.read is not None}
-    return found, torch.is_grad_enabled(), autocast_now(), autocast_depth(), forward_ad._current_level
+    return (
+        found,
+        torch.is_grad_enabled(),
+        autocast_now(),
+        autocast_depth(),
+        forward_ad._current_level,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +67,26 @@ def by_hessian(p, x):
 
 def by_dual_level(p, x):
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(torch.tanh(forward_ad.make_dual(x, torch.ones_like(x)) @ p["w"])).tangent
+        return forward_ad.unpack_dual(
+            torch.tanh(forward_ad.make_dual(x, torch.ones_like(x)) @ p["w"])
+        ).tangent
 
 
 def by_level_alone(p, x):
     level = forward_ad.enter_dual_level()
     try:
-        return forward_ad.unpack_dual(torch.tanh(forward_ad.make_dual(x, torch.ones_like(x)) @ p["w"])).tangent
+        return forward_ad.unpack_dual(
+            torch.tanh(forward_ad.make_dual(x, torch.ones_like(x)) @ p["w"])
+        ).tangent
     finally:
         forward_ad.exit_dual_level(level=level)
 
 
 def by_old_jvp(p, x):
     function = lambda v: torch.tanh(v @ p["w"].detach()).sum(0)
-    rows = torch.autograd.functional.jacobian(function, x.detach(), strategy="forward-mode", vectorize=True)
+    rows = torch.autograd.functional.jacobian(
+        function, x.detach(), strategy="forward-mode", vectorize=True
+    )
     return x @ p["w"] + rows.sum()
 
 
@@ -89,12 +104,21 @@ def by_backward(p, x):
     return JvpInBackward.apply(x @ p["w"])
 
 
-FORWARD_MODE = [by_jvp, by_jacfwd, by_hessian, by_dual_level, by_level_alone, by_old_jvp, by_backward]
+FORWARD_MODE = [
+    by_jvp,
+    by_jacfwd,
+    by_hessian,
+    by_dual_level,
+    by_level_alone,
+    by_old_jvp,
+    by_backward,
+]
 
 
 @pytest.mark.parametrize("function", FORWARD_MODE, ids=lambda function: function.__name__)
 def test_forward_mode_derivatives_on_several_lanes(function):
-    """On threads every run raises PlanError, and the process is as before; on one thread the numbers are right."""
+    """On threads every run raises PlanError, and the process is as before; on one thread the
+    numbers are right."""
     plan, weights = plan_of(function), params()
     for _ in range(20):
         with pytest.raises(fp.StageError, match=r"forward-mode derivatives .* executor='serial'"):
@@ -180,10 +204,13 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning", "ignore:TF32 acceleration:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Anomaly Detection:UserWarning", "ignore:TF32 acceleration:UserWarning"
+)
 @pytest.mark.parametrize("function", CONTEXTS, ids=lambda function: function.__name__)
 def test_a_switch_changed_inside_of_a_stage(function):
-    """On threads PlanError comes before the change; on one thread the stage may change and restore."""
+    """On threads PlanError comes before the change; on one thread the stage may change and
+    restore."""
     plan, weights = plan_of(function), params()
     for _ in range(10):
         with pytest.raises(fp.StageError, match=rf"{CONTEXTS[function]}.* executor='serial'"):
@@ -217,17 +244,27 @@ def test_a_switch_set_to_what_it_is(threads):
         torch.backends.mkldnn.enabled = True
         return x @ p["w"]
 
-    fp.run(plan_of(again), params(), (X, X), trainable=True, executor="threads" if threads else "serial")
+    fp.run(
+        plan_of(again),
+        params(),
+        (X, X),
+        trainable=True,
+        executor="threads" if threads else "serial",
+    )
 
 
 LEFT = {
     "torch.set_default_dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(
+        True, warn_only=True
+    ),
     "torch.autograd.set_detect_anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "torch.nn.attention.sdpa_kernel": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "torch.backends.mkldnn": lambda: torch.backends.mkldnn.set_flags(False),
     "an attribute of torch.backends": lambda: setattr(torch.backends.mkldnn, "deterministic", True),
-    "torch.backends.mha.set_fastpath_enabled": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "torch.backends.mha.set_fastpath_enabled": lambda: torch.backends.mha.set_fastpath_enabled(
+        False
+    ),
     "torch.set_grad_enabled": lambda: torch.set_grad_enabled(False),
     "autocast": lambda: torch.autocast("cpu").__enter__(),
 }
@@ -249,10 +286,16 @@ def test_a_switch_that_a_stage_leaves_changed(name, run):
         return x @ p["w"]
 
     stages = [fp.stage(first, name="first"), fp.stage(second, name="second")]
-    schedule = fp.schedules.fill_drain(2, 2, num_devices=1) if run == "one lane" else fp.schedules.fill_drain(2, 2)
+    schedule = (
+        fp.schedules.fill_drain(2, 2, num_devices=1)
+        if run == "one lane"
+        else fp.schedules.fill_drain(2, 2)
+    )
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     do = fp.run_sequential if run == "sequential" else fp.run
-    options = {} if run == "sequential" else {"executor": "serial" if run == "serial" else "threads"}
+    options = (
+        {} if run == "sequential" else {"executor": "serial" if run == "serial" else "threads"}
+    )
     with pytest.raises(fp.StageError, match=rf"changes {name} and leaves it so.*[\s\S]*'first'"):
         do(plan, params(), (X, X), trainable=True, **options)
     assert not later
@@ -283,7 +326,9 @@ def test_a_stage_that_fails_inside_of_a_switch():
         fp.run(plan_of(failing), params(), (X, X), trainable=True, executor="serial")
 
 
-@pytest.mark.parametrize("switch", [each for each in switches() if each.read is not None], ids=lambda each: each.setter)
+@pytest.mark.parametrize(
+    "switch", [each for each in switches() if each.read is not None], ids=lambda each: each.setter
+)
 def test_every_switch_is_refused_on_threads_and_put_back(switch):
     """Each switch in the table is found where torch looks it up, read, and written."""
     now = switch.read()
@@ -306,7 +351,9 @@ def test_check_stage_names_the_switch():
 
 def test_attention_kernels_around_the_run():
     """The caller's choice holds in all lanes, and stays."""
-    attention = plan_of(lambda p, x: F.scaled_dot_product_attention(*[(x @ p["w"])[None, None]] * 3)[0, 0])
+    attention = plan_of(
+        lambda p, x: F.scaled_dot_product_attention(*[(x @ p["w"])[None, None]] * 3)[0, 0]
+    )
     with sdpa_kernel(SDPBackend.MATH):
         ran = fp.run(attention, params(), (X, X), trainable=True)
         wanted = fp.run_sequential(attention, params(), (X, X), trainable=True)
@@ -316,7 +363,11 @@ def test_attention_kernels_around_the_run():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_layers_that_are_compiled_inside_of_a_run(executor):
-    """torch.compile sets switches to their present values; afterwards its tables contain torch's functions."""
+    """torch.compile sets switches to their present values; afterwards its tables contain torch's
+    functions."""
     plan = plan_of(lambda p, x: torch.compile(torch.tanh, backend="eager")(x @ p["w"]))
     fp.run(plan, params(), (X, X), trainable=True, executor=executor)
-    assert torch.compile(lambda x: attend({"w": params()[0]["w"]}, x), backend="eager")(X).shape == X.shape
+    assert (
+        torch.compile(lambda x: attend({"w": params()[0]["w"]}, x), backend="eager")(X).shape
+        == X.shape
+    )

@@ -1,4 +1,5 @@
-"""Several processes: different initial numbers, torch's schedules, blame for failures, and hostile bytes of a peer."""
+"""Several processes: different initial numbers, torch's schedules, blame for failures, and hostile
+bytes of a peer."""
 
 import collections
 import gc
@@ -42,7 +43,8 @@ def four():
     pool.end()
 
 
-# -- processes that begin apart ----------------------------------------------------------------------------------------
+# -- processes that begin apart
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,14 @@ def test_a_dimension_of_the_mesh_that_is_not_named_is_warned_of(four):
         assert not none
 
 
-# -- torch's schedules -------------------------------------------------------------------------------------------------
+# -- torch's schedules
+# -------------------------------------------------------------------------------
 
 
 def test_an_in_place_write_into_memory_that_another_process_handed_on_twice_is_refused(two):
-    (plain, same), (first, second) = (two.all("process_tasks.in_place_behind_a_border", way) for way in (False, True))
+    (plain, same), (first, second) = (
+        two.all("process_tasks.in_place_behind_a_border", way) for way in (False, True)
+    )
     assert plain == same
     assert "writes in place into a value whose memory" in first[1] + second[1]
     assert "PeerError" in (first[0], second[0])
@@ -124,12 +129,15 @@ def test_each_replica_gets_the_losses_of_its_own_microbatches(two):
 
 def test_a_schedule_of_slices_has_no_counterpart_in_torch():
     stages = [fp.stage(lambda p, x: x * p)] * 2
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2, num_slices=2), loss=F.mse_loss, devices="cpu"
+    )
     with pytest.raises(fp.PlanError, match="slices"):
         fp.typing.RankSchedule(plan, "serial", (torch.tensor(1.0),) * 2, None, None)
 
 
-# -- whose fault it is -------------------------------------------------------------------------------------------------
+# -- whose fault it is
+# -------------------------------------------------------------------------------
 
 
 def test_errors_name_the_rank_in_the_pipeline_and_the_process_of_the_job(four):
@@ -163,7 +171,8 @@ def test_a_rank_that_gives_no_plan_is_told_of_at_once(two):
 
 
 def test_a_failure_in_step_of_one_rank_is_told_to_all(two):
-    """If a rank catches the error and goes on, its next error says that the loops are in different steps."""
+    """If a rank catches the error and goes on, its next error says that the loops are in different
+    steps."""
     here, there = two.all("process_tasks.step_fails")
     assert there[0][:2] == (1, "ArithmeticError")
     step, kind, rank, text = here[0]
@@ -172,7 +181,8 @@ def test_a_failure_in_step_of_one_rank_is_told_to_all(two):
     assert "rank 1 failed in fp.step: ArithmeticError: planted" in text
 
 
-# -- what a peer's bytes may do ----------------------------------------------------------------------------------------
+# -- what a peer's bytes may do
+# -------------------------------------------------------------------------------
 
 MADE = []
 
@@ -279,7 +289,9 @@ def test_a_stranger_who_holds_a_connection_delays_nobody(kind):
     answering.start()
     store.wait(["at/0"], timedelta(seconds=10))
     host, port, _ = json.loads(store.get("at/0"))
-    strangers = [socket.create_connection((host, port)) for _ in range(100 if kind == "floods" else 5)]
+    strangers = [
+        socket.create_connection((host, port)) for _ in range(100 if kind == "floods" else 5)
+    ]
 
     def drip():
         while not over.wait(0.2):
@@ -310,7 +322,8 @@ def test_a_rendezvous_on_loopback_listens_on_loopback(two):
         assert {*addresses} <= {"127.0.0.1"}
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- what is left behind
+# -------------------------------------------------------------------------------
 
 
 def test_ranks_without_a_timeout_leave_faulthandler_alone(two):
@@ -321,17 +334,24 @@ def test_ranks_without_a_timeout_leave_faulthandler_alone(two):
 
 
 def test_a_run_that_steps_keeps_no_copies_of_the_parameters():
-    """A run copies parameters and the optimizer's state, to undo its steps, and releases the copies."""
+    """A run copies parameters and the optimizer's state, to undo its steps, and releases the
+    copies."""
     params = tuple({"w": torch.randn(200, 200)} for _ in range(2))
     schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
-    plan = fp.make_plan([fp.stage(lambda p, x: x @ p["w"])] * 2, schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x @ p["w"])] * 2, schedule, loss=F.mse_loss, devices="cpu"
+    )
     optimizer = torch.optim.AdamW(fp.leaves(params))
     x = torch.randn(4, 200)
     for _ in range(3):
         fp.run(plan, params, (x, x), optimizer=optimizer)
     gc.collect()
     size = (200, 200)
-    kept = {each.data_ptr() for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) == size}
+    kept = {
+        each.data_ptr()
+        for each in gc.get_objects()
+        if type(each) is torch.Tensor and tuple(each.shape) == size
+    }
     assert len(kept) == 3 * len(params)  # parameters, and two averages of each
 
 
@@ -339,12 +359,18 @@ def test_tied_weights_of_one_process_that_begin_apart_are_refused_too():
     """Each run raises, until they are alike. Tied leaves that are one tensor are never compared."""
     stages = [fp.stage(lambda p, x: x * p["w"])] * 2
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, ties=[((0, "w"), (1, "w"))], devices="cpu"
+        stages,
+        fp.schedules.one_f_one_b(2, 2),
+        loss=F.mse_loss,
+        ties=[((0, "w"), (1, "w"))],
+        devices="cpu",
     )
     params = ({"w": torch.ones(6)}, {"w": torch.full((6,), 2.0)})
     x = torch.randn(4, 6)
     for _ in range(2):
-        with pytest.raises(fp.PlanError, match=r"params\[1\]\['w'\] has other numbers than params\[0\]\['w'\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"params\[1\]\['w'\] has other numbers than params\[0\]\['w'\]"
+        ):
             fp.run(plan, params, (x, x))
     params[1]["w"].fill_(1.0)
     grads = fp.run(plan, params, (x, x)).grads

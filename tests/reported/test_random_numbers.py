@@ -34,7 +34,9 @@ def params():
 
 
 def gradients(plan, run=fp.run, **options):
-    return [tree["w"] for tree in run(plan, params(), (X, X), trainable=True, seed=1, **options).grads]
+    return [
+        tree["w"] for tree in run(plan, params(), (X, X), trainable=True, seed=1, **options).grads
+    ]
 
 
 def same(first, second):
@@ -47,11 +49,15 @@ def numpy_mask(x):
 
 DRAWS = {
     "numpy": numpy_mask,
-    "numpy, as many as its state has": lambda x: torch.from_numpy(np.random.rand(312 * 32)[::312].reshape(8, 4) > 0.5)[
-        : len(x)
-    ],
-    "random": lambda x: torch.tensor([random.random() > 0.5 for _ in range(x.numel())]).reshape(x.shape),
-    "random.shuffle": lambda x: torch.tensor(random.sample(range(x.numel()), x.numel())).reshape(x.shape) % 2,
+    "numpy, as many as its state has": lambda x: torch.from_numpy(
+        np.random.rand(312 * 32)[::312].reshape(8, 4) > 0.5
+    )[: len(x)],
+    "random": lambda x: torch.tensor([random.random() > 0.5 for _ in range(x.numel())]).reshape(
+        x.shape
+    ),
+    "random.shuffle": lambda x: (
+        torch.tensor(random.sample(range(x.numel()), x.numel())).reshape(x.shape) % 2
+    ),
 }
 
 
@@ -64,7 +70,10 @@ def test_numpy_draws_that_a_recomputation_would_draw_anew(draw, executor):
     for _ in range(3):
         np.random.seed(0)
         random.seed(0)
-        with pytest.raises(fp.StageError, match=r"stage \d computes microbatch 0 again .* numpy or of Python's random"):
+        with pytest.raises(
+            fp.StageError,
+            match=r"stage \d computes microbatch 0 again .* numpy or of Python's random",
+        ):
             gradients(plan, executor=executor)
     gradients(kept, executor=executor)
 
@@ -111,7 +120,8 @@ def test_seeded_numpy_draws():
 
 @pytest.mark.parametrize("hidden", [float("nan"), 0.0])
 def test_a_data_loader_that_draws_meanwhile(hidden):
-    """Another thread moves the generators in every forward. Stages that do not draw are right, with NaN too."""
+    """Another thread moves the generators in every forward. Stages that do not draw are right, with
+    NaN too."""
     stop = threading.Event()
 
     def load():
@@ -130,7 +140,10 @@ def test_a_data_loader_that_draws_meanwhile(hidden):
         for executor in ("serial", "threads"):
             again = gradients(plan_of(function, fp.schedules.remat(ONE_F_ONE_B)), executor=executor)
             kept = gradients(plan_of(function), executor=executor)
-            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(again, kept, strict=True))
+            assert all(
+                torch.equal(a.nan_to_num(), b.nan_to_num())
+                for a, b in zip(again, kept, strict=True)
+            )
     finally:
         stop.set()
         thread.join()
@@ -141,7 +154,13 @@ def test_generators_are_seen_to_move():
     np.random.seed(0)
     random.seed(0)
     watched, seen = Recomputations(0), set()
-    for draw in (random.random, np.random.rand, random.random, lambda: np.random.rand(312), lambda: random.seed(1)):
+    for draw in (
+        random.random,
+        np.random.rand,
+        random.random,
+        lambda: np.random.rand(312),
+        lambda: random.seed(1),
+    ):
         assert watched.positions() == watched.positions()
         seen.add(watched.positions())
         draw()
@@ -177,9 +196,12 @@ def by_native_dropout(p, x):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-@pytest.mark.parametrize("function", [by_function, by_hook, by_native_dropout], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [by_function, by_hook, by_native_dropout], ids=lambda f: f.__name__
+)
 def test_draws_in_a_backward(function, schedule):
-    """Every run of every executor raises, with a seed and without; the caller's generator does not move."""
+    """Every run of every executor raises, with a seed and without; the caller's generator does not
+    move."""
     before = torch.get_rng_state()
     plans = [plan_of(function, schedule), plan_of(function, schedule, {"fallback": True})]
     for plan in plans:
@@ -189,7 +211,9 @@ def test_draws_in_a_backward(function, schedule):
             (fp.run_sequential, {}),
         ):
             for seed in (None, 1):
-                with pytest.raises(fp.StageError, match=r"in its backward[\s\S]*of stage 1 \('s1'\)") as caught:
+                with pytest.raises(
+                    fp.StageError, match=r"in its backward[\s\S]*of stage 1 \('s1'\)"
+                ) as caught:
                     run(plan, params(), (X, X), trainable=True, seed=seed, **options)
                 assert isinstance(caught.value, fp.DrawError)
     assert torch.equal(before, torch.get_rng_state())
@@ -234,10 +258,16 @@ def by_name(p, x):
     return torch.native_dropout(x @ p["w"], 0.3, True)[0]
 
 
-@pytest.mark.parametrize("compiled", [None, {"fuse": False}, {}], ids=["eager", "unfused", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [None, {"fuse": False}, {}], ids=["eager", "unfused", "compiled"]
+)
 def test_native_dropout_while_another_thread_draws(compiled):
     """It has its key, and the other thread gets its own numbers."""
-    wanted, draws, stop = gradients(plan_of(by_name, compiled=compiled), fp.run_sequential), [], threading.Event()
+    wanted, draws, stop = (
+        gradients(plan_of(by_name, compiled=compiled), fp.run_sequential),
+        [],
+        threading.Event(),
+    )
 
     def draw():
         while not stop.is_set() and len(draws) < 200_000:
@@ -258,7 +288,8 @@ def test_native_dropout_while_another_thread_draws(compiled):
 
 
 def test_native_dropout_is_torchs():
-    """Mask, scale, gradient and their types equal torch's for the same mask; compiled it is bit-identical."""
+    """Mask, scale, gradient and their types equal torch's for the same mask; compiled it is
+    bit-identical."""
     x = torch.rand(64, 64) + 1
     for p, train in ((0.3, True), (0.0, True), (1.0, True), (0.3, None), (0.3, False)):
 
@@ -269,8 +300,15 @@ def test_native_dropout_is_torchs():
         drawn = fp.apply([fp.stage(function, name="s")], (torch.ones(()),), x, seed=3)
         y, mask = drawn.y["y"], drawn.y["mask"]
         like = torch.native_dropout(x, p, train)
-        assert (y.dtype, mask.dtype, y.shape, mask.shape) == (like[0].dtype, like[1].dtype, x.shape, x.shape)
-        assert torch.equal(y, torch.where(mask, x * (1 / (1 - p) if p < 1 and train is not False else 1.0), 0.0))
+        assert (y.dtype, mask.dtype, y.shape, mask.shape) == (
+            like[0].dtype,
+            like[1].dtype,
+            x.shape,
+            x.shape,
+        )
+        assert torch.equal(
+            y, torch.where(mask, x * (1 / (1 - p) if p < 1 and train is not False else 1.0), 0.0)
+        )
         kept = 1 - p if train is not False else 1.0
         assert abs(float(mask.float().mean()) - kept) < 0.05
     assert same(gradients(plan_of(by_name)), gradients(plan_of(by_name, compiled={"fuse": False})))

@@ -1,4 +1,5 @@
-"""Every run raises the same errors, before any number is used, and changes nothing of the caller's."""
+"""Every run raises the same errors, before any number is used, and changes nothing of the
+caller's."""
 
 from __future__ import annotations
 
@@ -43,12 +44,16 @@ class AsAnAttribute(InAList):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("kind", "name"), [(InAList, "blocks"), (InADict, "table"), (AsAnAttribute, "scale")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(InAList, "blocks"), (InADict, "table"), (AsAnAttribute, "scale")]
+)
 def test_trainable_tensors_that_a_module_hides_are_refused_in_every_run(kind, name, microbatches):
     x = torch.randn(8, 4)
     stage, params, _ = fp.from_module(kind(), name="hidden")
     for _ in range(3):
-        with pytest.raises(fp.PlanError, match=rf"(?s)nobody would train them.*{name}.*: float32 \[4"):
+        with pytest.raises(
+            fp.PlanError, match=rf"(?s)nobody would train them.*{name}.*: float32 \[4"
+        ):
             fp.run(plan_of([stage], microbatches=microbatches), (params,), (x, x))
     split = fp.split(nn.Sequential(kind(), nn.Linear(4, 4)), 2)
     for _ in range(3):
@@ -63,7 +68,9 @@ def test_a_closure_that_is_used_from_a_later_run_on_is_refused_then():
     for runs[0] in (0, 1):
         fp.run(plan_of([stage]), params, (x, x), trainable=True)
     for runs[0] in (2, 3):
-        with pytest.raises(fp.PlanError, match=r"(?s)nobody would train them.*weight: float32 \[4\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"(?s)nobody would train them.*weight: float32 \[4\]"
+        ):
             fp.run(plan_of([stage]), params, (x, x), trainable=True)
 
 
@@ -74,10 +81,16 @@ def test_leaves_that_a_forward_makes_itself_are_fine():
         return inner
 
     for _ in range(2):
-        fp.run(plan_of([fp.stage(slope)], microbatches=3), (torch.eye(4),), (torch.randn(9, 4),) * 2, trainable=True)
+        fp.run(
+            plan_of([fp.stage(slope)], microbatches=3),
+            (torch.eye(4),),
+            (torch.randn(9, 4),) * 2,
+            trainable=True,
+        )
 
 
-# -- parameters of the loss --------------------------------------------------------------------------------------------
+# -- parameters of the loss
+# -------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -105,7 +118,8 @@ def test_a_loss_with_parameters_of_its_own_is_refused_in_every_run(inside, wrapp
     fp.run(plan_of([stage], loss), params, (x, x))
 
 
-# -- writes ------------------------------------------------------------------------------------------------------------
+# -- writes
+# -------------------------------------------------------------------------------
 
 
 WRITES = {
@@ -130,7 +144,9 @@ def test_a_write_into_parameters_is_refused_in_every_run_and_changes_nothing(nam
     for runs[0] in (0, 1):
         fp.run(plan_of([stage], microbatches=1), params, (x, x), trainable=True)
     for runs[0] in (2, 3):
-        with pytest.raises(fp.PlanError, match=r"wrote into its parameters(.|\n)*params\[0\]\['w'\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"wrote into its parameters(.|\n)*params\[0\]\['w'\]"
+        ):
             fp.run(plan_of([stage], microbatches=1), params, (x, x), trainable=True)
         assert torch.equal(params[0]["w"], torch.eye(2))
 
@@ -162,7 +178,9 @@ def test_a_write_into_a_state_is_refused_in_every_run_and_changes_nothing(kind, 
     for runs[0] in (0, 1):
         fp.run(plan_of([stage]), (params,), (x, x), state=(state,), trainable=True)
     for runs[0] in (2, 3):
-        with pytest.raises(fp.PlanError, match=r"writes into its (state|buffers)|wrote into its state(.|\n)*'w'\]"):
+        with pytest.raises(
+            fp.PlanError, match=r"writes into its (state|buffers)|wrote into its state(.|\n)*'w'\]"
+        ):
             fp.run(plan_of([stage]), (params,), (x, x), state=(state,), trainable=True)
         assert torch.equal(state["w"], torch.eye(2))
 
@@ -174,7 +192,11 @@ def test_an_optimizer_steps_the_callers_parameters_after_a_run():
     address = params[0]["w"].data_ptr()
     for _ in range(2):
         fp.step(
-            optimizer, params, fp.run(plan_of([fp.stage(lambda p, x: x @ p["w"])]), params, (x, 2 * x), trainable=True)
+            optimizer,
+            params,
+            fp.run(
+                plan_of([fp.stage(lambda p, x: x @ p["w"])]), params, (x, 2 * x), trainable=True
+            ),
         )
     assert address == params[0]["w"].data_ptr()
     assert not torch.equal(params[0]["w"], torch.eye(2))
@@ -194,7 +216,9 @@ def test_an_input_that_is_kept_for_the_next_microbatch_is_refused():
         plan = fp.make_plan([first, fp.stage(remembers)], schedule, loss=F.mse_loss, devices="cpu")
         params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
         for _ in range(2):
-            with pytest.raises(fp.PlanError, match="an input that it kept from an earlier microbatch"):
+            with pytest.raises(
+                fp.PlanError, match="an input that it kept from an earlier microbatch"
+            ):
                 fp.run(plan, params, (x, x), trainable=True)
 
 
@@ -216,10 +240,15 @@ def test_a_tensor_that_is_rewritten_after_it_was_handed_on_is_refused(family):
 
 def test_a_table_that_is_handed_on_unchanged_is_fine():
     table = torch.ones(3, 4)
-    stages = [fp.stage(lambda p, x: (x @ p, table)), fp.stage(lambda p, pair: (pair[0] * pair[1].mul_(2)) @ p)]
+    stages = [
+        fp.stage(lambda p, x: (x @ p, table)),
+        fp.stage(lambda p, pair: (pair[0] * pair[1].mul_(2)) @ p),
+    ]
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 4), loss=F.mse_loss, devices="cpu")
     params, x = (torch.eye(4), torch.eye(4)), torch.randn(12, 4)
-    torch.testing.assert_close(fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x))
+    torch.testing.assert_close(
+        fp.run(plan, params, (x, x), trainable=True).loss, F.mse_loss(2 * x, x)
+    )
 
 
 class Fork(nn.Module):
@@ -248,7 +277,9 @@ def test_numbers_do_not_depend_on_a_cut_between_two_hands_and_an_in_place_layer(
             model[1].forward = lambda x: (x, x.view(-1, 4))
         for balance in ([3], [1, 2], [2, 1]):
             split = fp.split(model, balance=balance)
-            stages = [fp.compile_stage(stage) for stage in split.stages] if compiled else split.stages
+            stages = (
+                [fp.compile_stage(stage) for stage in split.stages] if compiled else split.stages
+            )
             plan = plan_of(stages)
             if inplace and balance == [2, 1]:
                 with pytest.raises(fp.PlanError, match="writes in place into a value whose memory"):
@@ -309,7 +340,9 @@ def test_a_stage_that_puts_other_values_into_its_params(change, refused_in):
     for number in range(1, refused_in):  # noqa: B007
         fp.run(plan, params, (x, x), trainable=True)
     number = refused_in
-    with pytest.raises(fp.PlanError, match="puts other values into its params|wrote into its parameters"):
+    with pytest.raises(
+        fp.PlanError, match="puts other values into its params|wrote into its parameters"
+    ):
         fp.run(plan, params, (x, x), trainable=True)
     assert sorted(params[0]) == ["b", "w"]
 

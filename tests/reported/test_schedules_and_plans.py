@@ -1,4 +1,5 @@
-"""Edge cases of schedules and plans: numbers that are too large, U, stashes, fingerprints, losses without a hash."""
+"""Edge cases of schedules and plans: numbers that are too large, U, stashes, fingerprints, losses
+without a hash."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def batch(rows):
     return torch.ones(rows, 2), torch.zeros(rows, 2)
 
 
-# -- stashes -----------------------------------------------------------------------------------------------------------
+# -- stashes
+# -------------------------------------------------------------------------------
 
 
 def test_a_stage_writes_into_the_stash_of_what_it_returns():
@@ -45,7 +47,9 @@ def test_a_stage_writes_into_the_stash_of_what_it_returns():
     plan = fp.make_plan(stages, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     assert 4 == fp.run(plan, params(2), batch(4)).loss
     assert {} == fp.Out(1).stash == fp.Out(1, None).stash
-    plain = fp.make_plan([fp.stage(lambda p, x: fp.Out(x * p))], S.one_f_one_b(1, 1), loss=F.mse_loss, devices="cpu")
+    plain = fp.make_plan(
+        [fp.stage(lambda p, x: fp.Out(x * p))], S.one_f_one_b(1, 1), loss=F.mse_loss, devices="cpu"
+    )
     assert 1 == fp.run(plain, params(1), batch(4)).loss
 
 
@@ -59,27 +63,42 @@ def test_an_out_is_still_a_named_tuple():
     assert {} == y.stash
 
 
-# -- numbers that are too large ----------------------------------------------------------------------------------------
+# -- numbers that are too large
+# -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["200000F0", "999999999F0", "999999999F999999999", "0F0.999999999 0F0.0"])
+@pytest.mark.parametrize(
+    "text", ["200000F0", "999999999F0", "999999999F999999999", "0F0.999999999 0F0.0"]
+)
 def test_mistyped_numbers_are_refused_at_once(text):
     """Everywhere; a notebook shows the fault."""
     schedule = fp.Schedule.parse(text)
     began = time.perf_counter()
     plan = lambda one: fp.make_plan([SCALE], one)
-    for look in (S.check, fp.simulate, fp.draw, plan, S.remat, S.delay, S.offload, S.pair, S.to_torch_csv):
+    for look in (
+        S.check,
+        fp.simulate,
+        fp.draw,
+        plan,
+        S.remat,
+        S.delay,
+        S.offload,
+        S.pair,
+        S.to_torch_csv,
+    ):
         with pytest.raises(fp.ScheduleError):
             look(schedule)
     assert "not legal" in schedule._repr_html_()
     assert time.perf_counter() - began < 2
 
 
-# -- U -----------------------------------------------------------------------------------------------------------------
+# -- U
+# -------------------------------------------------------------------------------
 
 
 def test_a_stage_gathers_more_often_than_there_are_microbatches():
-    """The number of a U is no microbatch: the schedule is legal, is simulated, and runs a batch of one microbatch."""
+    """The number of a U is no microbatch: the schedule is legal, is simulated, and runs a batch of
+    one microbatch."""
     schedule = fp.Schedule.parse("0U0 0F0 0U1 0B0")
     S.check(schedule)
     assert 1 == schedule.num_microbatches
@@ -95,7 +114,8 @@ def test_a_stage_gathers_more_often_than_there_are_microbatches():
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_stages_that_take_turns_are_gathered_each_time(family, count, executor):
-    """One whole stage of a device at a time; with fewer microbatches too, and the same gradients."""
+    """One whole stage of a device at a time; with fewer microbatches too, and the same
+    gradients."""
     plain = family(4, 4, num_devices=2)
     schedule = S.gather_params(plain, whole=1)
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"part{number}") for number in range(4)]
@@ -127,7 +147,8 @@ def test_first_takes_a_number_from_1(count):
         S.one_f_one_b(2, 2).first(count)
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
+# -- plans
+# -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -198,7 +219,9 @@ def test_a_stage_of_a_loop_that_was_planned_alone_is_looked_at_in_the_next_plan(
     for factor in (1.0, 2.0):
         stages.append(fp.stage(lambda p, x: x * p * factor, name="part"))
         fp.make_plan(stages[-1:], S.one_f_one_b(1, 1), loss=F.mse_loss)
-    with pytest.raises(fp.PlanError, match="'factor' was 1.0 when the stage was made, and is 2.0 now"):
+    with pytest.raises(
+        fp.PlanError, match="'factor' was 1.0 when the stage was made, and is 2.0 now"
+    ):
         fp.make_plan(stages, S.one_f_one_b(2, 1), loss=F.mse_loss)
 
 
@@ -217,14 +240,17 @@ def test_what_changes_after_a_plan_is_meant():
     assert stages[0].closed  # a frozen stage keeps its values
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs
+# -------------------------------------------------------------------------------
 
 
 def test_lanes_of_many_stages_are_written_in_linear_time():
     """Four times the stages take about four times as long, not sixteen."""
 
     def seconds(count):
-        plan = fp.make_plan([SCALE] * count, S.fill_drain(count, 1, num_devices=1), loss=F.mse_loss, devices="cpu")
+        plan = fp.make_plan(
+            [SCALE] * count, S.fill_drain(count, 1, num_devices=1), loss=F.mse_loss, devices="cpu"
+        )
         began = time.process_time()
         _ = plan.program.lanes
         return time.process_time() - began
@@ -236,18 +262,24 @@ def test_lanes_of_many_stages_are_written_in_linear_time():
 def test_a_program_that_cannot_end_is_not_simulated_in_part():
     plan = fp.make_plan([SCALE] * 2, S.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     first, second = plan.program.lanes
-    for lost, waits in ((Send, r"act\[0,0\], which is not sent"), (Free, r"slot \d of lane 0, which is not freed")):
+    for lost, waits in (
+        (Send, r"act\[0,0\], which is not sent"),
+        (Free, r"slot \d of lane 0, which is not freed"),
+    ):
         spoilt = replace(plan.program)
         kept = [tuple(one for one in part if not isinstance(one, lost)) for part in first.parts]
         ends = tuple(accumulate(map(len, kept)))
         changed = replace(first, instructions=tuple(chain.from_iterable(kept)), ends=ends)
         vars(spoilt)["lanes"] = (changed, second)
-        with pytest.raises(fp.FuncpipeError, match=f"cannot come to its end: lane 1 waits for {waits}"):
+        with pytest.raises(
+            fp.FuncpipeError, match=f"cannot come to its end: lane 1 waits for {waits}"
+        ):
             Play(spoilt, fp.Cost(), bounded=True).run()
 
 
 def test_the_second_of_a_pair_may_begin_first():
-    """On a GPU each runs on its own stream, so the second may begin first: the run is the plan's."""
+    """On a GPU each runs on its own stream, so the second may begin first: the run is the
+    plan's."""
     schedule = S.pair(S.one_f_one_b(2, 4))
     plan = fp.make_plan([SCALE] * 2, schedule, loss=F.mse_loss, devices="cpu")
     result = fp.run(plan, params(2), batch(4), record=True)
@@ -263,7 +295,8 @@ def test_the_second_of_a_pair_may_begin_first():
     assert findings(plan, replace(result, timeline=timeline), None, "").measured is timeline
 
 
-# -- names that went ---------------------------------------------------------------------------------------------------
+# -- names that went
+# -------------------------------------------------------------------------------
 
 
 def test_what_was_deleted_says_so():

@@ -1,4 +1,5 @@
-"""The gradients of nn.Embedding(sparse=True) are sparse, as in torch, for every schedule and executor."""
+"""The gradients of nn.Embedding(sparse=True) are sparse, as in torch, for every schedule and
+executor."""
 
 import copy
 
@@ -22,7 +23,9 @@ class Mean(nn.Module):
 
 def split_of(*, sparse=True):
     torch.manual_seed(0)
-    return fp.split(nn.Sequential(nn.Embedding(50, 4, sparse=sparse), Mean(), nn.Linear(4, 3)).double(), 2)
+    return fp.split(
+        nn.Sequential(nn.Embedding(50, 4, sparse=sparse), Mean(), nn.Linear(4, 3)).double(), 2
+    )
 
 
 def plan_of(split, schedule=None):
@@ -37,7 +40,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"check": ["finite", "used"]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_scale": 8.0}, {"check": ["finite", "used"]}], ids=str
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_sums_are_sparse_and_of_the_same_bits(name, options, executor):
@@ -75,7 +80,9 @@ def test_steps_are_those_of_dense_gradients(name, how, max_norm):
         if how in ("in the run", "batches"):
             plan = plan_of(split, S.step_params(S.one_f_one_b(2, 4)))
             if how == "batches":
-                fp.run_batches(plan, split.params, [BATCH] * 3, optimizer=optimizer, max_norm=max_norm)
+                fp.run_batches(
+                    plan, split.params, [BATCH] * 3, optimizer=optimizer, max_norm=max_norm
+                )
             else:
                 fp.run(plan, split.params, BATCH, optimizer=optimizer, max_norm=max_norm)
         elif how == "scaler":
@@ -108,10 +115,13 @@ def test_sparse_adam_says_which_gradients_are_dense():
     result = fp.run(plan_of(split), split.params, BATCH)
     before = copy.deepcopy(split.params)
     with pytest.raises(
-        fp.PlanError, match=r"SparseAdam takes sparse gradients, and those of leaves of shapes \[\(3,\)"
+        fp.PlanError,
+        match=r"SparseAdam takes sparse gradients, and those of leaves of shapes \[\(3,\)",
     ):
         fp.step(torch.optim.SparseAdam(fp.leaves(split.params)), split.params, result)
-    assert all(torch.equal(a, b) for a, b in zip(fp.leaves(before), fp.leaves(split.params), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fp.leaves(before), fp.leaves(split.params), strict=True)
+    )
     assert all(leaf.grad is None for leaf in fp.leaves(split.params))
 
 
@@ -119,7 +129,9 @@ def test_sums_over_a_window_are_sparse():
     split = split_of()
     plan = plan_of(split)
     window = [BATCH] * 2
-    total = fp.batches.accumulate_grads(lambda batch: (fp.run(plan, split.params, batch).grads, 1.0), window)
+    total = fp.batches.accumulate_grads(
+        lambda batch: (fp.run(plan, split.params, batch).grads, 1.0), window
+    )
     once = fp.run(plan, split.params, BATCH).grads[0]["0.weight"]
     assert total.grads[0]["0.weight"].is_sparse
     torch.testing.assert_close(total.grads[0]["0.weight"].to_dense(), once.to_dense())
@@ -178,7 +190,11 @@ def test_a_table_that_few_microbatches_use(row):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.middle, self.head = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 50)
+        self.table, self.middle, self.head = (
+            nn.Embedding(50, 4, sparse=True),
+            nn.Linear(4, 4),
+            nn.Linear(4, 50),
+        )
         self.head.weight = self.table.weight
 
     def forward(self, x):
@@ -205,14 +221,18 @@ def test_one_table_in_two_stages_has_a_sparse_gradient():
     look = fp.stage(lambda p, x: (x, F.embedding(x, p["t"], sparse=True).mean(1)))
     again = fp.stage(lambda p, x: x[1] * F.embedding(x[0], p["t"], sparse=True).mean(1))
     ties = (((0, "t"), (1, "t")),)
-    plan = fp.make_plan([look, again], S.one_f_one_b(2, 4), loss=F.mse_loss, ties=ties, devices="cpu")
+    plan = fp.make_plan(
+        [look, again], S.one_f_one_b(2, 4), loss=F.mse_loss, ties=ties, devices="cpu"
+    )
     params = ({"t": table}, {"t": table})
     batch = ids, torch.ones(8, 4, dtype=torch.float64)
     found, expected = fp.run(plan, params, batch), fp.run_sequential(plan, params, batch)
     F.mse_loss(F.embedding(ids, table).mean(1).square(), batch[1]).backward()
     for stage in (0, 1):
         assert found.grads[stage]["t"].is_sparse
-        assert torch.equal(found.grads[stage]["t"].to_dense(), expected.grads[stage]["t"].to_dense())
+        assert torch.equal(
+            found.grads[stage]["t"].to_dense(), expected.grads[stage]["t"].to_dense()
+        )
         torch.testing.assert_close(found.grads[stage]["t"].to_dense(), table.grad)
     table.grad = None
     torch.testing.assert_close(fp.global_norm(found), found.grads[0]["t"].to_dense().norm())

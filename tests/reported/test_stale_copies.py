@@ -1,4 +1,5 @@
-"""Stages compute with copies of modules: later changes and patches of the originals are followed, or raise."""
+"""Stages compute with copies of modules: later changes and patches of the originals are followed,
+or raise."""
 
 import copy
 import functools
@@ -22,7 +23,12 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.temperature, self.cfg, self.table, self.bias = 1.0, Settings(), {"p": 1.0}, torch.zeros(4)
+        self.temperature, self.cfg, self.table, self.bias = (
+            1.0,
+            Settings(),
+            {"p": 1.0},
+            torch.zeros(4),
+        )
         self.act = nn.Identity()
         self.shift = functools.partial(torch.add, other=0.0)
 
@@ -60,10 +66,14 @@ CHANGES = {
     "0.default was set": lambda model: setattr(model[0], "default", 3.0),
     "0.bias was written to": tensor_in_place,
     "0.act was a Identity, is a Tanh": other_layer,
-    "0.shift.keywords.other was 0.0, is 1.0": lambda model: model[0].shift.keywords.update(other=1.0),
+    "0.shift.keywords.other was 0.0, is 1.0": lambda model: model[0].shift.keywords.update(
+        other=1.0
+    ),
     "1.p was 0.5, is 0.0": lambda model: setattr(model[1], "p", 0.0),
     "1 was a Dropout, is a ReLU": other_layer_of_the_sequential,
-    "_forward_hooks": lambda model: model[0].linear.register_forward_hook(lambda layer, x, y: y * 2),
+    "_forward_hooks": lambda model: model[0].linear.register_forward_hook(
+        lambda layer, x, y: y * 2
+    ),
 }
 
 
@@ -80,7 +90,9 @@ def stages_of(how, model):
     stages = split.stages
     if how == "composed":
         return [fp.compose(*stages)], (split.params,)
-    return [fp.compile_stage(stage, fallback=True) for stage in stages] if how == "compiled" else stages, split.params
+    return [
+        fp.compile_stage(stage, fallback=True) for stage in stages
+    ] if how == "compiled" else stages, split.params
 
 
 @pytest.mark.parametrize("how", ["from_module", "split", "traced", "composed", "compiled"])
@@ -99,7 +111,9 @@ def test_changes_an_attribute_after_stages_were_made(how, words):
     with pytest.raises(fp.PlanError, match="make the stages again"):
         fp.run_sequential(plan, params, batch, seed=0)
     with pytest.raises(fp.PlanError, match="make the stages again"):
-        fp.vjp(fp.make_plan(stages, schedule, outputs=True, devices="cpu"), params, batch[0], seed=0)
+        fp.vjp(
+            fp.make_plan(stages, schedule, outputs=True, devices="cpu"), params, batch[0], seed=0
+        )
     with pytest.raises(fp.PlanError, match="make the stages again"):
         fp.apply(stages, params, batch[0], seed=0)
     with pytest.raises(fp.PlanError, match="make the stages again"):
@@ -109,7 +123,9 @@ def test_changes_an_attribute_after_stages_were_made(how, words):
 def test_sets_an_attribute_back():
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
+    )
     before = fp.run(plan, params, torch.ones(4, 4)).outputs
     model[0].temperature = 0.1
     model[0].temperature = 1
@@ -120,10 +136,13 @@ def test_sets_an_attribute_back():
 
 
 def test_what_changes_no_stage_is_nobodys_affair():
-    """Modes, numbers in parameters, removed hooks, values left by forwards and hooks, and the model's end."""
+    """Modes, numbers in parameters, removed hooks, values left by forwards and hooks, and the
+    model's end."""
     model = new_model()
     stages, params = stages_of("split", model)
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu", outputs=True
+    )
     x = torch.ones(4, 4)
     before = fp.run(plan, params, x).outputs
     params = [{name: leaf.detach().clone() for name, leaf in tree.items()} for tree in params]
@@ -151,7 +170,9 @@ def test_a_stage_keeps_no_model_alive():
     assert not [module for module in alive if module() is not None]
 
 
-@pytest.mark.parametrize("words", [words for words in CHANGES if not words.startswith("1") and "another" not in words])
+@pytest.mark.parametrize(
+    "words", [words for words in CHANGES if not words.startswith("1") and "another" not in words]
+)
 def test_a_pipe_follows(words):
     model = new_model()
     model[1].p = 0.0
@@ -169,7 +190,8 @@ def test_a_pipe_follows(words):
     assert pipe._known is known  # compared, not made again
 
 
-# -- functions of the module itself, put on it -------------------------------------------------------------------------
+# -- functions of the module itself, put on it
+# -------------------------------------------------------------------------------
 
 
 def compiled(layer):
@@ -206,7 +228,9 @@ def closure_compiled(layer):
 PATCHES = [compiled, closure, nested_closure, of_a_partial, bound_method, closure_compiled]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler warns for a layer that is called alone
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # torch's compiler warns for a layer that is called alone
 @pytest.mark.parametrize("patch", PATCHES)
 @pytest.mark.parametrize("way", ["split", "from_module", "pipe"])
 def test_patches_a_method_of_a_layer(patch, way):
@@ -228,11 +252,15 @@ def test_patches_a_method_of_a_layer(patch, way):
     else:
         stage, _, _ = fp.from_module(model)
         stages, params = [stage], (other,)
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 2).forwards(), devices="cpu", outputs=True
+    )
     outputs = fp.run(plan, params, x).outputs
     model.load_state_dict(other)
     torch.testing.assert_close(outputs, model(x).detach())
-    trains = fp.make_plan(stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu")
+    trains = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu"
+    )
     grads = fp.run(trains, params, (x, x)).grads
     F.mse_loss(model(x), x).backward()
     torch.testing.assert_close(grads[-1]["1.weight"], model[1].weight.grad)
@@ -266,7 +294,8 @@ def test_an_attribute_that_cannot_be_made_of_the_copy_is_refused():
         fp.from_module(model)
 
 
-# -- what a forward keeps in attributes --------------------------------------------------------------------------------
+# -- what a forward keeps in attributes
+# -------------------------------------------------------------------------------
 
 
 class Keeps(nn.Module):
@@ -362,7 +391,10 @@ def trained(kind, runs=3):
     plain = copy.deepcopy(model)
     stage, params, _ = fp.from_module(model)
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=F.mse_loss, devices="cpu")
-    optimizer, reference = torch.optim.SGD(fp.leaves(params), 0.5), torch.optim.SGD(plain.parameters(), 0.5)
+    optimizer, reference = (
+        torch.optim.SGD(fp.leaves(params), 0.5),
+        torch.optim.SGD(plain.parameters(), 0.5),
+    )
     for _ in range(runs):
         x = torch.randn(8, 4)
         result = fp.run(plan, (params,), (x, x))
@@ -379,8 +411,11 @@ def trained(kind, runs=3):
     "kind", [Weights, WeightsInDict, WeightsByHelper, FirstInput, Anneals, Average, AverageInPlace]
 )
 def test_keeps_a_value_that_batches_change(kind):
-    """Plain torch keeps it between steps, and a run begins anew: it raises before numbers differ."""
-    with pytest.raises(fp.PlanError, match="in an attribute from call to call|make the stages again"):
+    """Plain torch keeps it between steps, and a run begins anew: it raises before numbers
+    differ."""
+    with pytest.raises(
+        fp.PlanError, match="in an attribute from call to call|make the stages again"
+    ):
         trained(kind)
 
 

@@ -1,4 +1,5 @@
-"""Steps: hooks of all optimizers, gradients that do not fit, schedulers that end; users' errors without advice."""
+"""Steps: hooks of all optimizers, gradients that do not fit, schedulers that end; users' errors
+without advice."""
 
 import copy
 
@@ -7,7 +8,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import same
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import funcpipe as fp
 
@@ -19,13 +23,16 @@ def setting(*, steps=True):
     torch.manual_seed(0)
     split = fp.split(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), 3)
     schedule = S.one_f_one_b(3, 4)
-    plan = fp.make_plan(split, S.step_params(schedule) if steps else schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        split, S.step_params(schedule) if steps else schedule, loss=F.mse_loss, devices="cpu"
+    )
     return plan, split.params, torch.optim.AdamW(fp.leaves(split.params), lr=0.1)
 
 
 @pytest.fixture(params=["pre", "post", "own pre", "own post"])
 def hooked(request):
-    """Return a function that hooks an optimizer, or all, and returns the parameter counts of the calls."""
+    """Return a function that hooks an optimizer, or all, and returns the parameter counts of the
+    calls."""
     handles = []
 
     def hook(optimizer):
@@ -36,7 +43,11 @@ def hooked(request):
             "own pre": optimizer.register_step_pre_hook,
             "own post": optimizer.register_step_post_hook,
         }[request.param]
-        handles.append(register(lambda each, *_: calls.append(sum(len(g["params"]) for g in each.param_groups))))
+        handles.append(
+            register(
+                lambda each, *_: calls.append(sum(len(g["params"]) for g in each.param_groups))
+            )
+        )
         return calls
 
     yield hook
@@ -51,10 +62,14 @@ def test_hooks_are_called_once_for_each_step(hooked, executor, max_norm):
     calls = hooked(optimizer)
     fp.run(plan, params, (X, X), optimizer=optimizer, executor=executor, max_norm=max_norm)
     assert [6] == calls
-    fp.run_batches(plan, params, [(X, X)] * 3, optimizer=optimizer, executor=executor, max_norm=max_norm)
+    fp.run_batches(
+        plan, params, [(X, X)] * 3, optimizer=optimizer, executor=executor, max_norm=max_norm
+    )
     assert [6] * 4 == calls
     before = copy.deepcopy(params)
-    fp.run(plan, params, (X * float("nan"), X), optimizer=optimizer, executor=executor, loss_scale=2.0)
+    fp.run(
+        plan, params, (X * float("nan"), X), optimizer=optimizer, executor=executor, loss_scale=2.0
+    )
     assert [6] * 4 == calls, "a step that is skipped"
     assert same(before, params)
 
@@ -88,7 +103,9 @@ def test_gradients_that_do_not_fit_are_refused_before_any_is_installed(what, sca
     before = copy.deepcopy(params)
     for leaf in fp.leaves(params):
         leaf.grad = torch.ones_like(leaf)
-    with pytest.raises(fp.PlanError, match=r"do not fit(.|\n)*grads\[1\]\['1.bias'\] is .*params.*float32 \[2\]"):
+    with pytest.raises(
+        fp.PlanError, match=r"do not fit(.|\n)*grads\[1\]\['1.bias'\] is .*params.*float32 \[2\]"
+    ):
         fp.step(optimizer, params, tuple(grads), scaler=scaler)
     assert same(before, params)
     assert not optimizer.state
@@ -101,9 +118,13 @@ def test_a_scheduler_that_ends_too_early_changes_nothing(executor):
     plan, params, optimizer = setting()
     fp.run(plan, params, (X, X), optimizer=optimizer)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
-    before = copy.deepcopy((params, optimizer.state_dict(), scheduler.state_dict(), scheduler.get_last_lr()))
+    before = copy.deepcopy(
+        (params, optimizer.state_dict(), scheduler.state_dict(), scheduler.get_last_lr())
+    )
     with pytest.raises(ValueError, match="Tried to step 3 times"):
-        fp.run_batches(plan, params, [(X, X)] * 3, optimizer=optimizer, scheduler=scheduler, executor=executor)
+        fp.run_batches(
+            plan, params, [(X, X)] * 3, optimizer=optimizer, scheduler=scheduler, executor=executor
+        )
     now = (params, optimizer.state_dict(), scheduler.state_dict(), scheduler.get_last_lr())
     assert same(before[0], now[0])
     assert same(before[1]["state"], now[1]["state"])
@@ -129,14 +150,18 @@ def test_errors_of_users_get_their_coordinates_alone(error, where):
     stage, loss = (fails, F.mse_loss) if where == "stage" else (lambda p, x: x * p["w"], fails)
     plan = fp.make_plan([fp.stage(stage)], S.fill_drain(1, 1), loss=loss, devices="cpu")
     with pytest.raises(type(error)) as caught:
-        fp.run(plan, ({"w": torch.ones(1, requires_grad=True)},), (torch.ones(2, 1), torch.ones(2, 1)))
+        fp.run(
+            plan, ({"w": torch.ones(1, requires_grad=True)},), (torch.ones(2, 1), torch.ones(2, 1))
+        )
     (note,) = caught.value.__notes__
     assert note.startswith("in 0F0 ")
     assert note.endswith(" at microbatch 0 on device 0 (cpu)")
 
 
 def test_errors_of_torch_list_what_the_stage_got():
-    plan = fp.make_plan([fp.stage(lambda p, x: x @ p["w"])], S.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x @ p["w"])], S.fill_drain(1, 1, backward=False), devices="cpu"
+    )
     with pytest.raises(RuntimeError) as caught:
         fp.run(plan, ({"w": torch.ones(3, 2)},), torch.ones(2, 4))
     got, _ = caught.value.__notes__

@@ -1,4 +1,5 @@
-"""The traceback of a failing stage, threads that trace at once, and models with parts that come and go."""
+"""The traceback of a failing stage, threads that trace at once, and models with parts that come and
+go."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("run", [fp.run, fp.run_sequential])
 def test_a_failure_shows_the_users_frames_and_hides_the_librarys(run, executor):
-    stages, params, _ = zip(*(fp.from_module(module) for module in (nn.Linear(4, 4), Fails())), strict=True)
+    stages, params, _ = zip(
+        *(fp.from_module(module) for module in (nn.Linear(4, 4), Fails())), strict=True
+    )
     plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     options = {"executor": executor} if run is fp.run else {}
     x = torch.randn(8, 4)
@@ -60,12 +63,19 @@ def test_a_split_in_one_thread_beside_a_trace_in_another():
     failures: list[BaseException] = []
 
     def split():
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)
+        )
         assert 2 == len(fp.split(model, 2, example=torch.randn(4, 4), check=False))
 
     def compile_one():
-        stage, params, _ = fp.from_module(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)))
-        assert fp.make_programs(fp.compile_stage(stage), params, torch.randn(4, 4)).backward is not None
+        stage, params, _ = fp.from_module(
+            nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+        )
+        assert (
+            fp.make_programs(fp.compile_stage(stage), params, torch.randn(4, 4)).backward
+            is not None
+        )
 
     def repeated(work):
         try:
@@ -82,7 +92,8 @@ def test_a_split_in_one_thread_beside_a_trace_in_another():
     assert not failures
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -129,7 +140,9 @@ def test_a_module_that_runs_twice_beside_a_tie_is_traced():
     F.mse_loss(model(x), y).backward()
     split = fp.split(model, 3, example=x)
     result = fp.run(
-        fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), loss=F.mse_loss, devices="cpu"), split.params, (x, y)
+        fp.make_plan(split, fp.schedules.one_f_one_b(3, 2), loss=F.mse_loss, devices="cpu"),
+        split.params,
+        (x, y),
     )
     torch.testing.assert_close(split.merge(result.grads)["0.gain"], a.gain.grad)
 
@@ -138,9 +151,13 @@ def test_a_module_that_runs_twice_beside_a_tie_is_traced():
 def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_hidden_layers=2, num_local_experts=2)
+    config = transformers.MixtralConfig(
+        **sizes, num_key_value_heads=2, num_hidden_layers=2, num_local_experts=2
+    )
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False
+    )
     model = peft.get_peft_model(transformers.MixtralForCausalLM(config), lora).train()
     tokens = torch.randint(0, 50, (6, 8))
     batch = {"input_ids": tokens, "labels": tokens}
@@ -153,12 +170,15 @@ def test_lora_on_the_weights_of_experts_trains_as_in_one_piece():
         result = fp.run(plan, split.params, (batch, None), state=split.state)
         torch.testing.assert_close(result.loss, loss.detach())
         for name, gradient in split.merge(result.grads).items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_packed_rows_are_those_of_the_call_without_a_cache(traced):
-    """Two texts in a row, told apart by positions. With a cache transformers takes the row for one text."""
+    """Two texts in a row, told apart by positions. With a cache transformers takes the row for one
+    text."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2))

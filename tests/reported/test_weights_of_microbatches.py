@@ -1,4 +1,5 @@
-"""The weights of microbatches: exact where known, otherwise an error that names the call that helps."""
+"""The weights of microbatches: exact where known, otherwise an error that names the call that
+helps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def tokens():
 def run(model, loss, batch, *, microbatches=4, compiled=False, **options):
     split = fp.split(model, 2)
     stages = [fp.compile_stage(stage) for stage in split.stages] if compiled else split.stages
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, microbatches), loss=loss, devices="cpu", **options)
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, microbatches), loss=loss, devices="cpu", **options
+    )
     return fp.run(plan, split.params, batch, state=split.state)
 
 
@@ -42,8 +45,12 @@ PADDED = {
     "log-softmax": lambda y, t: F.nll_loss(y.log_softmax(-1).flatten(0, 1), t.flatten()),
     "smoothed": lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), label_smoothing=0.1),
     "module": Criterion(),
-    "sum of two": lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + 0.1 * y.square().mean(),
-    "masked": lambda y, t: (F.cross_entropy(y.transpose(1, 2), t, reduction="none") * (t >= 0)).sum() / (t >= 0).sum(),
+    "sum of two": lambda y, t: (
+        F.cross_entropy(y.flatten(0, 1), t.flatten()) + 0.1 * y.square().mean()
+    ),
+    "masked": lambda y, t: (
+        (F.cross_entropy(y.transpose(1, 2), t, reduction="none") * (t >= 0)).sum() / (t >= 0).sum()
+    ),
     "selected": lambda y, t: F.cross_entropy(y[t >= 0], t[t >= 0]),
     "selected values": lambda y, t: y.square().sum(-1).masked_select(t >= 0).mean(),
 }
@@ -95,7 +102,10 @@ def test_the_calls_that_help_give_the_models_loss(how):
     if how == "weight":
         options["weight"] = lambda t: (t != -100).sum()
     elif how == "pair":
-        loss = lambda y, t: (F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"), (t != -100).sum())
+        loss = lambda y, t: (
+            F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum"),
+            (t != -100).sum(),
+        )
     else:
         options["microbatches"] = 1
     torch.testing.assert_close(run(model, loss, (x, labels), **options).loss, want)
@@ -119,7 +129,8 @@ def test_means_by_rows_of_ones_own_run_as_before(name, compiled):
     torch.testing.assert_close(result.loss, PLAIN[name](model(x), x).detach())
 
 
-# -- losses that models compute themselves ----------------------------------------------------------------------------
+# -- losses that models compute themselves
+# -------------------------------------------------------------------------------
 
 
 class Tagger(nn.Module):
@@ -134,7 +145,9 @@ class Tagger(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), answers.flatten(), ignore_index=0)}
+        return {
+            "loss": F.cross_entropy(self.head(x).flatten(0, 1), answers.flatten(), ignore_index=0)
+        }
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -143,7 +156,9 @@ def test_a_models_own_loss_over_padded_labels_is_refused(traced):
     padded = x.clone()
     padded[:4, 2:] = 0
     given = {"tokens": x, "answers": padded}
-    split = fp.split(model, 2, **({"example": {"tokens": x[:4], "answers": x[:4]}} if traced else {}))
+    split = fp.split(
+        model, 2, **({"example": {"tokens": x[:4], "answers": x[:4]}} if traced else {})
+    )
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), devices="cpu")
     with pytest.raises(fp.BatchError, match="leaves out targets of 0"):
         fp.run(plan, split.params, (given, None))
@@ -154,7 +169,9 @@ def test_a_models_own_loss_over_padded_labels_is_refused(traced):
 def test_question_answering_with_positions_outside_is_refused():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes, intermediate_size=32)).eval()
+    model = transformers.BertForQuestionAnswering(
+        transformers.BertConfig(**sizes, intermediate_size=32)
+    ).eval()
     batch = {
         "input_ids": torch.randint(3, 50, (6, 8)),
         "start_positions": torch.tensor([1, 8, 8, 3, 0, 4]),
@@ -170,7 +187,8 @@ def test_question_answering_with_positions_outside_is_refused():
     torch.testing.assert_close(result.loss, model(**inside).loss.detach())
 
 
-# -- microbatches that are cut already --------------------------------------------------------------------------------
+# -- microbatches that are cut already
+# -------------------------------------------------------------------------------
 
 
 class Graph(nn.Module):
@@ -206,7 +224,12 @@ def test_leaves_that_differ_in_rows_are_refused_where_rows_would_count(key):
     model = nn.Sequential(Graph(key), nn.Tanh())
     with pytest.raises(fp.BatchError, match="differ in how many rows they have"):
         run(model, lambda y, t: y.square().mean(), (fp.Microbatches(parts), None), microbatches=3)
-    pair = run(model, lambda y, t: (y.square().sum(), len(y)), (fp.Microbatches(parts), None), microbatches=3)
+    pair = run(
+        model,
+        lambda y, t: (y.square().sum(), len(y)),
+        (fp.Microbatches(parts), None),
+        microbatches=3,
+    )
     want = torch.cat([model(part) for part in parts]).square().mean()
     torch.testing.assert_close(pair.loss, want.detach())
 

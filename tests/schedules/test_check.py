@@ -1,4 +1,5 @@
-"""check names every fault of a schedule at once; a deadlock comes with the picture of who waits for what."""
+"""check names every fault of a schedule at once; a deadlock comes with the picture of who waits for
+what."""
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +56,10 @@ ONE_FAULT = {
     ),
     "F twice": ("0F0 0F0\n1F0", ["0F0 on device 0 stands twice"]),
     "B twice": ("0F0 0B0 0B0", ["0B0 on device 0 stands twice"]),
-    "W twice": ("0F0\n1F0 1I0 1W0 1W0", ["1W0 on device 1 stands twice", "0B0 is missing (or 0I0 and 0W0)"]),
+    "W twice": (
+        "0F0\n1F0 1I0 1W0 1W0",
+        ["1W0 on device 1 stands twice", "0B0 is missing (or 0I0 and 0W0)"],
+    ),
     "R twice": ("0F0 0R0 0R0 0B0", ["0R0 on device 0 stands twice"]),
     "R without a backward": ("0F0 0R0", ["0B0 is missing (or 0I0 and 0W0)"]),
     "B before F": ("0B0 0F0", ["0B0 on device 0 stands too early: F comes first"]),
@@ -64,7 +68,10 @@ ONE_FAULT = {
     "R before F": ("0R0 0F0 0B0", ["0R0 on device 0 stands too early: F comes first"]),
     "L before O": ("0F0 0L0 0O0 0B0", ["0L0 on device 0 stands too early: L comes after O"]),
     "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too late: R comes before the backward"]),
-    "R after I": ("0F0 0I0 0R0 0W0", ["0R0 on device 0 stands too late: R comes before the backward"]),
+    "R after I": (
+        "0F0 0I0 0R0 0W0",
+        ["0R0 on device 0 stands too late: R comes before the backward"],
+    ),
     "W without I": (
         "0F0 0W0",
         [
@@ -84,7 +91,10 @@ ONE_FAULT = {
         "0F0 0F2",
         ["microbatch 1 is missing, but microbatch 2 stands; number them from 0, without gaps"],
     ),
-    "stage gap": ("0F0\n2F0", ["stage 1 is missing, but stage 2 stands; number them from 0, without gaps"]),
+    "stage gap": (
+        "0F0\n2F0",
+        ["stage 1 is missing, but stage 2 stands; number them from 0, without gaps"],
+    ),
     "counted from 1": (
         "1F1 1B1 1F2 1B2\n2F1 2B1 2F2 2B2",
         [
@@ -128,7 +138,10 @@ def test_a_very_wrong_schedule_shows_twenty_faults_and_counts_the_rest() -> None
 
 def test_what_is_no_schedule_is_refused() -> None:
     """Text, rows of another library: check says what it takes, and who reads text."""
-    with pytest.raises(ScheduleError, match=r"^check takes a schedule; got a str; Schedule.parse\(text\) reads one$"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"^check takes a schedule; got a str; Schedule.parse\(text\) reads one$",
+    ):
         check("0F0 0B0")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ScheduleError, match=r"^check takes a schedule; got a list$"):
         check([["0F0"]])  # pyright: ignore[reportArgumentType]
@@ -165,7 +178,8 @@ class _Rude:
     ],
 )
 def test_entries_that_are_no_actions_are_shown(entry: object, shown: str) -> None:
-    """None (another library's bubble), text, plain tuples, other numbers; check may not fail on any."""
+    """None (another library's bubble), text, plain tuples, other numbers; check may not fail on
+    any."""
     schedule = Schedule(((Action(Kind.F, 0, 0),), (entry,)))  # pyright: ignore[reportArgumentType]
     rest = "on device 1 is no action: write Action(Kind.F, stage, microbatch) with numbers from 0"
     if isinstance(entry, str):
@@ -178,30 +192,43 @@ def test_an_entry_that_cannot_be_shown_does_not_hide_the_fault() -> None:
     odd = Action("F", 0, 0)  # pyright: ignore[reportArgumentType]
     lines = faults_of(Schedule(((_Rude(), odd),)))  # pyright: ignore[reportArgumentType]
     assert ["_Rude object at", "Action(kind='F', stage=0,"] == [
-        word for word, line in zip(("_Rude object at", "Action(kind='F', stage=0,"), lines, strict=True) if word in line
+        word
+        for word, line in zip(("_Rude object at", "Action(kind='F', stage=0,"), lines, strict=True)
+        if word in line
     ]
 
 
 def test_all_malformed_entries_and_empty_devices_come_at_once() -> None:
     """Words first: one message for all of them."""
     schedule = Schedule(((None, Action(Kind.B, -1, 0)), (), ("x",)))  # pyright: ignore[reportArgumentType]
-    expected = ["None on device 0", "-1B0 on device 0", "device 1 runs nothing; leave it out", "'x' on device 2"]
+    expected = [
+        "None on device 0",
+        "-1B0 on device 0",
+        "device 1 runs nothing; leave it out",
+        "'x' on device 2",
+    ]
     assert expected == [line.partition(" is no action")[0] for line in faults_of(schedule)]
 
 
 def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
     """A typo of a microbatch by twenty zeros is named at once."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 0, 10**20)),), "mine")
-    assert [f"microbatch 1 is missing, but microbatch {10**20} stands; number them from 0, without gaps"] == faults_of(
-        schedule
-    )
+    assert [
+        f"microbatch 1 is missing, but microbatch {10**20} stands; number them from 0, without gaps"
+    ] == faults_of(schedule)
 
 
 def test_devices_that_wait_for_each_other_are_drawn() -> None:
     """Who waits before what, for what, where that stands, and behind what."""
     assert [
-        "device 0 waits before 0B0 for 1B0, which is on device 1, 1 action behind 1F1, at which that device waits",
-        "device 1 waits before 1F1 for 0F1, which is on device 0, 1 action behind 0B0, at which that device waits",
+        (
+            "device 0 waits before 0B0 for 1B0, which is on device 1, 1 action behind 1F1, at "
+            "which that device waits"
+        ),
+        (
+            "device 1 waits before 1F1 for 0F1, which is on device 0, 1 action behind 0B0, at "
+            "which that device waits"
+        ),
     ] == faults_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
 
 
@@ -209,7 +236,10 @@ def test_the_picture_shows_devices_that_are_done_and_waits_for_i() -> None:
     """Three devices: one at its end, two in a knot; split backwards are named as they stand."""
     assert [
         "device 0 waits before 0I0 for 1I0, which is on device 1, at which that device waits",
-        "device 1 waits before 1I0 for 2I0, which is on device 1, 2 actions behind 1I0, at which that device waits",
+        (
+            "device 1 waits before 1I0 for 2I0, which is on device 1, 2 actions behind 1I0, at "
+            "which that device waits"
+        ),
     ] == faults_of("0F0 0I0 0W0\n1F0 2F0 1I0 1W0 2I0 2W0")
     assert "device 2 is done" == faults_of("0F0 1F0 0B0 1B0\n2F0 2B0\n3F0 3B0")[-1]
 
@@ -217,7 +247,10 @@ def test_the_picture_shows_devices_that_are_done_and_waits_for_i() -> None:
 def test_a_device_may_wait_for_itself() -> None:
     """Two stages on one device in an order that cannot be."""
     assert [
-        "device 0 waits before 1F0 for 0F0, which is on device 0, 1 action behind 1F0, at which that device waits"
+        (
+            "device 0 waits before 1F0 for 0F0, which is on device 0, 1 action behind 1F0, at "
+            "which that device waits"
+        )
     ] == (faults_of("1F0 0F0"))
 
 
@@ -264,7 +297,9 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
     for devices, count in ((4, 16), (16, 64)):
         Counted.looks = 0
         lanes = tuple(map(Counted, coded(one_f_one_b(devices, count).orders)))
-        stuck = clock(lanes, range(devices), count, [[1.0] * devices] * len(Kind), chain(devices)).stuck
+        stuck = clock(
+            lanes, range(devices), count, [[1.0] * devices] * len(Kind), chain(devices)
+        ).stuck
         assert [] == stuck
         assert Counted.looks <= 2 * sum(map(len, lanes))
 
@@ -272,7 +307,9 @@ def test_the_clock_looks_at_each_action_a_bounded_number_of_times() -> None:
 def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
     """Named before anything is allocated by the largest index."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
-    assert [f"stage 1 is missing, but stage {10**30} stands; number them from 0, without gaps"] == faults_of(schedule)
+    assert [
+        f"stage 1 is missing, but stage {10**30} stands; number them from 0, without gaps"
+    ] == faults_of(schedule)
 
 
 FAMILIES = [one_f_one_b, interleaved, zero_bubble, zbv, dualpipe_v]
@@ -281,11 +318,15 @@ FAMILIES = [one_f_one_b, interleaved, zero_bubble, zbv, dualpipe_v]
 @settings(max_examples=200)
 @given(st.data())
 def test_the_quick_look_overlooks_nothing(data):
-    """Where it sees no fault the slow one sees none; whole families pass it. Actions are dropped, doubled, moved, split."""
+    """Where it sees no fault the slow one sees none; whole families pass it. Actions are dropped,
+    doubled, moved, split."""
     family = data.draw(st.sampled_from(FAMILIES))
     slices = {} if family in (zbv, dualpipe_v) else {"num_slices": data.draw(st.integers(1, 3))}
     schedule = family(4, data.draw(st.integers(4, 6)), num_devices=2, **slices)
-    lanes, counts = coded(schedule.orders, schedule.num_slices), (4, schedule.num_pieces, schedule.num_slices)
+    lanes, counts = (
+        coded(schedule.orders, schedule.num_slices),
+        (4, schedule.num_pieces, schedule.num_slices),
+    )
     assert _plain(tuple(lanes), *counts)
     for _ in range(data.draw(st.integers(1, 3))):
         device = data.draw(st.integers(0, 1))

@@ -1,4 +1,5 @@
-"""check against an independent judge: schedules broken at random are refused exactly where they cannot run."""
+"""check against an independent judge: schedules broken at random are refused exactly where they
+cannot run."""
 
 from collections import Counter
 
@@ -8,7 +9,13 @@ from hypothesis import strategies as st
 
 from funcpipe._src.core.errors import ScheduleError
 from funcpipe._src.data.schedule import Action, Kind, Schedule
-from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.families import (
+    fill_drain,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zero_bubble,
+)
 from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.transforms import gather_params, reduce_grads, remat, step_params
 
@@ -56,14 +63,21 @@ def is_ready(action: Action, done: set[Action], everything: Counter[Action]) -> 
         adding = (Kind.B, Kind.I, Kind.W)
         if kind is Kind.G and stepped in done:
             return False
-        return all(other in done for other in everything if other.stage == stage and other.kind in adding)
-    later = stage + 1 > max(action.stage for action in everything) or has(Kind.B, stage + 1) or has(Kind.I, stage + 1)
+        return all(
+            other in done for other in everything if other.stage == stage and other.kind in adding
+        )
+    later = (
+        stage + 1 > max(action.stage for action in everything)
+        or has(Kind.B, stage + 1)
+        or has(Kind.I, stage + 1)
+    )
     again = Action(Kind.R, stage, microbatch)
     return has(Kind.F, stage) and later and (again not in everything or again in done)
 
 
 def is_complete(orders: Orders) -> bool:
-    """Does every (stage, microbatch) have its one F and its one backward, on one device, without gaps."""
+    """Does every (stage, microbatch) have its one F and its one backward, on one device, without
+    gaps."""
     counts = Counter(action for order in orders for action in order)
     stages = {action.stage for action in counts}
     microbatches = {action.microbatch for action in counts if action.kind is not Kind.U}
@@ -76,9 +90,16 @@ def is_complete(orders: Orders) -> bool:
         and microbatches == set(range(len(microbatches)))
         and len(homes) == len(stages)
         and {action.stage for action in counts if action.kind is Kind.U} in (set(), stages)
-        and all(serves(order, at) for order in orders for at, action in enumerate(order) if action.kind is Kind.U)
         and all(
-            is_whole({k for k in Kind if Action(k, s, m) in counts}, backward, m) for s in stages for m in microbatches
+            serves(order, at)
+            for order in orders
+            for at, action in enumerate(order)
+            if action.kind is Kind.U
+        )
+        and all(
+            is_whole({k for k in Kind if Action(k, s, m) in counts}, backward, m)
+            for s in stages
+            for m in microbatches
         )
     )
 
@@ -86,17 +107,24 @@ def is_complete(orders: Orders) -> bool:
 def serves(order: list[Action], at: int) -> bool:
     """Does the stage of a U compute after it, before its next."""
     once = (Kind.G, Kind.S)
-    after = [action.kind for action in order[at + 1 :] if action.stage == order[at].stage and action.kind not in once]
+    after = [
+        action.kind
+        for action in order[at + 1 :]
+        if action.stage == order[at].stage and action.kind not in once
+    ]
     return bool(after) and after[0] is not Kind.U
 
 
 def is_whole(kinds: set[Kind], backward: bool, microbatch: int) -> bool:
-    """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for all, with or without G and S."""
+    """F alone, or F with B or I W, with or without R; of the first microbatch, which stands for
+    all, with or without G and S."""
     kinds = kinds - {Kind.U}  # its number is no microbatch's
     if backward and not microbatch:
         kinds = kinds - {Kind.G, Kind.S}
     rest = kinds - {Kind.F, Kind.R}
-    return Kind.F in kinds and (rest in ({Kind.B}, {Kind.I, Kind.W}) if backward else kinds == {Kind.F})
+    return Kind.F in kinds and (
+        rest in ({Kind.B}, {Kind.I, Kind.W}) if backward else kinds == {Kind.F}
+    )
 
 
 def accepts(orders: Orders) -> bool:
@@ -113,7 +141,9 @@ def legal(draw: st.DrawFn) -> Orders:
     """A family at a small size, perhaps with remat of some."""
     family = draw(st.sampled_from([fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble]))
     devices = draw(st.integers(1, 4))
-    schedule = family(devices * draw(st.integers(1, 2)), draw(st.integers(1, 4)), num_devices=devices)
+    schedule = family(
+        devices * draw(st.integers(1, 2)), draw(st.integers(1, 4)), num_devices=devices
+    )
     if draw(st.booleans()):
         kept = draw(st.sets(st.integers(0, 3)))
         schedule = remat(schedule, keep=lambda action: action.microbatch in kept)
@@ -173,7 +203,13 @@ def test_check_accepts_exactly_what_is_complete_and_runs_to_the_end(orders: Orde
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0F0 0B0", True), ("0B0 0F0", False), ("1F0 0F0", False), ("0F0 0W0", False), ("0F0 0F1", True)],
+    [
+        ("0F0 0B0", True),
+        ("0B0 0F0", False),
+        ("1F0 0F0", False),
+        ("0F0 0W0", False),
+        ("0F0 0F1", True),
+    ],
 )
 def test_the_judge_itself_can_say_no(text: str, expected: bool) -> None:
     """A judge that accepts everything would prove nothing."""

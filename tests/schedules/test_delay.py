@@ -16,15 +16,23 @@ def test_every_backward_is_split_and_legal(schedule, group):
     delayed = fp.schedules.delay(schedule, group=group)
     fp.schedules.check(delayed)
     for before, after in zip(schedule.orders, delayed.orders, strict=True):
-        chain = [(a.kind is Kind.F, a.stage, a.microbatch) for a in before if a.kind in (Kind.F, Kind.B, Kind.I)]
-        assert chain == [(a.kind is Kind.F, a.stage, a.microbatch) for a in after if a.kind in (Kind.F, Kind.I)]
+        chain = [
+            (a.kind is Kind.F, a.stage, a.microbatch)
+            for a in before
+            if a.kind in (Kind.F, Kind.B, Kind.I)
+        ]
+        assert chain == [
+            (a.kind is Kind.F, a.stage, a.microbatch) for a in after if a.kind in (Kind.F, Kind.I)
+        ]
         assert not any(action.kind is Kind.B for action in after)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4))
 def test_groups_stand_together(stages, microbatches, group):
     """So many W of a stage in a row, but for the last."""
-    for order in fp.schedules.delay(fp.schedules.one_f_one_b(stages, microbatches), group=group).orders:
+    for order in fp.schedules.delay(
+        fp.schedules.one_f_one_b(stages, microbatches), group=group
+    ).orders:
         runs, length = [], 0
         for action in (*order, None):
             if action is not None and action.kind is Kind.W:

@@ -1,4 +1,5 @@
-"""Every family: legal for all counts, ascending, as it is published, and clear about counts that make no schedule."""
+"""Every family: legal for all counts, ascending, as it is published, and clear about counts that
+make no schedule."""
 
 import itertools
 from collections import Counter
@@ -53,19 +54,25 @@ def test_a_family_is_legal_for_all_small_counts(family: Family, devices: int) ->
 def test_blocks_take_any_number_of_devices_up_to_the_stages(
     family: Family, stages: int, microbatches: int, data: st.DataObject
 ) -> None:
-    """Uneven blocks are legal and ascending; block sizes differ by one at most, larger ones first."""
+    """Uneven blocks are legal and ascending; block sizes differ by one at most, larger ones
+    first."""
     devices = data.draw(st.integers(1, stages))
     schedule = family(stages, microbatches, num_devices=devices)
     check(schedule)
     sizes = list(Counter(schedule.device_of).values())
     assert schedule.is_ascending
-    assert (sorted(schedule.device_of), sorted(sizes, reverse=True)) == (list(schedule.device_of), sizes)
+    assert (sorted(schedule.device_of), sorted(sizes, reverse=True)) == (
+        list(schedule.device_of),
+        sizes,
+    )
     assert max(sizes) - min(sizes) <= 1
 
 
 @random_sizes
 @given(st.sampled_from(LOOPS), st.integers(1, 12), st.integers(1, 5), st.integers(1, 60))
-def test_loops_put_stage_s_on_device_s_mod_d(family: Family, devices: int, chunks: int, microbatches: int) -> None:
+def test_loops_put_stage_s_on_device_s_mod_d(
+    family: Family, devices: int, chunks: int, microbatches: int
+) -> None:
     """Any number of microbatches, dividing or not."""
     schedule = family(devices * chunks, microbatches, num_devices=devices)
     check(schedule)
@@ -74,7 +81,9 @@ def test_loops_put_stage_s_on_device_s_mod_d(family: Family, devices: int, chunk
 
 @random_sizes
 @given(st.sampled_from(FAMILIES), st.integers(1, 12), st.integers(1, 12))
-def test_every_stage_runs_every_microbatch_with_one_kind_of_backward(family: Family, stages: int, count: int) -> None:
+def test_every_stage_runs_every_microbatch_with_one_kind_of_backward(
+    family: Family, stages: int, count: int
+) -> None:
     """Zero-bubble splits every backward, the others none."""
     found = Counter(action.kind for order in family(stages, count).orders for action in order)
     kinds = [Kind.F, Kind.I, Kind.W] if family in SPLIT else [Kind.F, Kind.B]
@@ -83,7 +92,9 @@ def test_every_stage_runs_every_microbatch_with_one_kind_of_backward(family: Fam
 
 @random_sizes
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_forward_only_is_fill_drain_without_its_backwards(stages: int, count: int, data: st.DataObject) -> None:
+def test_forward_only_is_fill_drain_without_its_backwards(
+    stages: int, count: int, data: st.DataObject
+) -> None:
     """Evaluation runs the same forwards in the same order."""
     devices = data.draw(st.integers(1, stages))
     whole = fill_drain(stages, count, num_devices=devices)
@@ -117,10 +128,25 @@ def test_other_families_have_one_stage_a_device_by_default(family: Family) -> No
 
 def test_families_are_named_for_pictures() -> None:
     """The published names, by family and by what was asked for."""
-    made = [fill_drain(2, 2), fill_drain(2, 2, backward=False), one_f_one_b(2, 2), looped_bfs(4, 2), interleaved(4, 2)]
+    made = [
+        fill_drain(2, 2),
+        fill_drain(2, 2, backward=False),
+        one_f_one_b(2, 2),
+        looped_bfs(4, 2),
+        interleaved(4, 2),
+    ]
     made += [zero_bubble(2, 2), zero_bubble(4, 2, num_devices=2), remat(one_f_one_b(2, 2))]
     made += [eager_one_f_one_b(2, 2), zb_h2(2, 2)]
-    names = ["fill-drain", "forward-only", "1F1B", "looped-BFS", "interleaved", "ZB-H1", "interleaved-ZB", "1F1B+remat"]
+    names = [
+        "fill-drain",
+        "forward-only",
+        "1F1B",
+        "looped-BFS",
+        "interleaved",
+        "ZB-H1",
+        "interleaved-ZB",
+        "1F1B+remat",
+    ]
     names += ["eager-1F1B", "ZB-H2"]
     assert names == [schedule.name for schedule in made]
 
@@ -165,25 +191,35 @@ def test_more_devices_than_stages_are_refused(family: Family) -> None:
     """The message has both counts."""
     with pytest.raises(ScheduleError) as error:
         family(2, 4, num_devices=3)
-    assert "no such schedule:\n  * num_devices is at most num_stages; got 3 devices for 2 stages" == str(error.value)
+    assert (
+        "no such schedule:\n  * num_devices is at most num_stages; got 3 devices for 2 stages"
+        == str(error.value)
+    )
 
 
 @pytest.mark.parametrize("family", LOOPS)
-def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(family: Family) -> None:
+def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(
+    family: Family,
+) -> None:
     """Looped stages are spread evenly; the message says what to take."""
     with pytest.raises(ScheduleError) as error:
         family(6, 4, num_devices=4)
     assert (
-        "no such schedule:\n  * looped stages are spread evenly, so num_devices divides num_stages; got 6 stages on "
+        "no such schedule:\n  * looped stages are spread evenly, so num_devices divides "
+        "num_stages; got 6 stages on "
         "4 devices; take num_devices from [1, 2, 3, 6]" == str(error.value)
     )
 
 
-@pytest.mark.parametrize(("warmup", "expected"), [(0, "FBFBFB"), (1, "FFBFBB"), (2, "FFFBBB"), (9, "FFFBBB")])
+@pytest.mark.parametrize(
+    ("warmup", "expected"), [(0, "FBFBFB"), (1, "FFBFBB"), (2, "FFFBBB"), (9, "FFFBBB")]
+)
 def test_weave_runs_warmup_then_pairs_then_the_rest(warmup: int, expected: str) -> None:
     """The one formula behind all families."""
     forwards, backwards = ([Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.B))
-    assert expected == "".join(action.kind.name for action in weave(forwards, backwards, warmup=warmup))
+    assert expected == "".join(
+        action.kind.name for action in weave(forwards, backwards, warmup=warmup)
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +227,9 @@ def test_weave_runs_warmup_then_pairs_then_the_rest(warmup: int, expected: str) 
 )
 def test_weave_holds_weights_back_by_the_delay(delay: int, expected: str) -> None:
     """W trails its I by so many steps, and none is lost."""
-    forwards, inputs, weights = ([Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.I, Kind.W))
+    forwards, inputs, weights = (
+        [Action(kind, 0, m) for m in range(3)] for kind in (Kind.F, Kind.I, Kind.W)
+    )
     order = weave(forwards, inputs, warmup=0, weights=weights, delay=delay)
     assert expected == "".join(action.kind.name for action in order)
 
@@ -202,16 +240,23 @@ def test_weave_holds_weights_back_by_the_delay(delay: int, expected: str) -> Non
 def test_remat_puts_r_just_before_the_first_backward_of_what_is_not_kept(
     family: Family, stages: int, count: int, kept: set[int]
 ) -> None:
-    """Legal, nothing else moves, and exactly the microbatches that were not kept are computed again."""
+    """Legal, nothing else moves, and exactly the microbatches that were not kept are computed
+    again."""
     plain = family(stages, count)
     again = remat(plain, keep=lambda action: action.microbatch in kept)
     check(again)
     for before, after in zip(plain.orders, again.orders, strict=True):
         assert list(before) == [action for action in after if action.kind is not Kind.R]
-        followers = {(a.stage, a.microbatch, b.kind) for a, b in itertools.pairwise(after) if a.kind is Kind.R}
+        followers = {
+            (a.stage, a.microbatch, b.kind)
+            for a, b in itertools.pairwise(after)
+            if a.kind is Kind.R
+        }
         first = Kind.I if family in SPLIT else Kind.B
         stages_here = {action.stage for action in before}
-        assert {(s, m, first) for s in stages_here for m in range(count) if m not in kept} == followers
+        assert {
+            (s, m, first) for s in stages_here for m in range(count) if m not in kept
+        } == followers
 
 
 def test_remat_asks_about_the_forward_of_every_stage_and_microbatch() -> None:
@@ -223,13 +268,17 @@ def test_remat_asks_about_the_forward_of_every_stage_and_microbatch() -> None:
 
 def test_remat_of_a_schedule_without_backwards_is_refused() -> None:
     """There is nothing to compute again."""
-    with pytest.raises(ScheduleError, match="'forward-only' has no backwards, so there is nothing to compute again"):
+    with pytest.raises(
+        ScheduleError, match="'forward-only' has no backwards, so there is nothing to compute again"
+    ):
         remat(fill_drain(2, 2, backward=False))
 
 
 def test_remat_twice_is_refused() -> None:
     """Two passes would leave two R; the message says how to choose in one."""
-    with pytest.raises(ScheduleError, match=r"'1F1B\+remat' has R already; apply remat once, with keep="):
+    with pytest.raises(
+        ScheduleError, match=r"'1F1B\+remat' has R already; apply remat once, with keep="
+    ):
         remat(remat(one_f_one_b(2, 2)))
 
 
@@ -238,9 +287,10 @@ def test_every_fault_of_the_counts_is_named(family: Family) -> None:
     """Also those of num_devices, where the other counts are wrong; nothing that was not given."""
     with pytest.raises(ScheduleError) as error:
         family(2, 0, num_devices=3)
-    assert ["num_microbatches is positive; got 0", "num_devices is at most num_stages; got 3 devices for 2 stages"] == [
-        line.removeprefix("  * ") for line in str(error.value).splitlines()[1:]
-    ]
+    assert [
+        "num_microbatches is positive; got 0",
+        "num_devices is at most num_stages; got 3 devices for 2 stages",
+    ] == [line.removeprefix("  * ") for line in str(error.value).splitlines()[1:]]
     with pytest.raises(ScheduleError, match="num_devices is positive; got 0"):
         family(2, 3, num_devices=0)
     with pytest.raises(ScheduleError) as error:
@@ -250,7 +300,9 @@ def test_every_fault_of_the_counts_is_named(family: Family) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 20), st.data())
-def test_interleaved_in_groups_is_legal_and_keeps_its_memory(devices: int, share: int, count: int, data: Any) -> None:
+def test_interleaved_in_groups_is_legal_and_keeps_its_memory(
+    devices: int, share: int, count: int, data: Any
+) -> None:
     """GIS: for any counts, any group from half of the devices to all."""
     group = data.draw(st.integers((devices + 1) // 2, devices))
     schedule = interleaved(share * devices, count, num_devices=devices, group=group)
@@ -262,14 +314,20 @@ def test_interleaved_in_groups_is_legal_and_keeps_its_memory(devices: int, share
 
 
 @pytest.mark.parametrize(("devices", "share"), [(4, 2), (8, 2), (8, 4), (3, 3)])
-def test_groups_of_all_devices_have_the_bubble_of_interleaved_and_less_memory(devices: int, share: int) -> None:
+def test_groups_of_all_devices_have_the_bubble_of_interleaved_and_less_memory(
+    devices: int, share: int
+) -> None:
     """16 instead of 23 residuals for 8 devices with two stages each."""
     count = 4 * devices
     usual, grouped = (
-        simulate(interleaved(share * devices, count, num_devices=devices, group=g)) for g in (None, devices)
+        simulate(interleaved(share * devices, count, num_devices=devices, group=g))
+        for g in (None, devices)
     )
     assert usual.makespan == grouped.makespan
-    assert (2 * (devices - 1) + (share - 1) * devices + 1, share * devices) == (usual.peak[0], grouped.peak[0])
+    assert (2 * (devices - 1) + (share - 1) * devices + 1, share * devices) == (
+        usual.peak[0],
+        grouped.peak[0],
+    )
 
 
 @pytest.mark.parametrize("group", [1, 5, 2.0, "2"])

@@ -1,4 +1,5 @@
-"""Files: what is written is read back equal; what comes from anywhere is refused with its place, quickly."""
+"""Files: what is written is read back equal; what comes from anywhere is refused with its place,
+quickly."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_a_cost_comes_back(cost):
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["funcpipe", "version", "orders", "name", "forward", "comm", "residual", "x"]),
+                st.sampled_from(
+                    ["funcpipe", "version", "orders", "name", "forward", "comm", "residual", "x"]
+                ),
                 inner,
                 max_size=4,
             )
@@ -75,7 +78,10 @@ def test_a_cost_comes_back(cost):
 @settings(max_examples=150, deadline=None)
 def test_any_json_is_read_or_refused(data, kind):
     """Nothing but a ScheduleError comes out, and what is read can be written."""
-    for one in (data, {**data, "funcpipe": kind, "version": 1} if isinstance(data, dict) else [data]):
+    for one in (
+        data,
+        {**data, "funcpipe": kind, "version": 1} if isinstance(data, dict) else [data],
+    ):
         try:
             found = fp.schedules.from_json(json.dumps(one))
         except fp.ScheduleError:
@@ -102,15 +108,24 @@ def test_devices_stand_on_lines():
         ('{"a":' * 200_000, "too deep"),
         ("NaN", "NaN is no number"),
         ('{"funcpipe": "cost", "version": 1, "comm": -Infinity}', "-Infinity is no number"),
-        ('{"funcpipe": "cost", "version": 1, "comm": 1e999}', "comm: a number from 0, or a list of them; got inf"),
+        (
+            '{"funcpipe": "cost", "version": 1, "comm": 1e999}',
+            "comm: a number from 0, or a list of them; got inf",
+        ),
         ('{"funcpipe": "cost", "version": 1, "comm": ' + "9" * 100_000 + "}", "100000 digits"),
-        ('{"funcpipe": "schedule", "version": 1, "orders": [], "orders": []}', "'orders' stands twice"),
+        (
+            '{"funcpipe": "schedule", "version": 1, "orders": [], "orders": []}',
+            "'orders' stands twice",
+        ),
         ("[]", "no object"),
         ('"schedule"', "no object"),
         ("{}", "got None"),
         ('{"funcpipe": ["schedule"], "version": 1}', "says what this is"),
         ('{"funcpipe": "__import__", "version": 1}', "one of schedule, cost; got '__import__'"),
-        ('{"funcpipe": "timeline", "version": 1, "spans": []}', "one of schedule, cost; got 'timeline'"),
+        (
+            '{"funcpipe": "timeline", "version": 1, "spans": []}',
+            "one of schedule, cost; got 'timeline'",
+        ),
         ('{"funcpipe": "schedule", "version": 2, "orders": []}', '"version" is 1'),
         ('{"funcpipe": "schedule", "version": true, "orders": []}', "got True"),
         ('{"funcpipe": "schedule", "version": 1.0, "orders": []}', "got 1.0"),
@@ -181,8 +196,11 @@ def test_all_faults_at_once_but_not_a_book():
 
 
 def test_illegal_schedules_are_read_and_refused_where_they_would_run():
-    """As with the text form: `check` is what knows, with every fault and the picture of who waits."""
-    found = fp.schedules.from_json(json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]}))
+    """As with the text form: `check` is what knows, with every fault and the picture of who
+    waits."""
+    found = fp.schedules.from_json(
+        json.dumps({**HEAD, "orders": ["0B0 0F0", "1F0 1F0 1B0", "7F3"]})
+    )
     with pytest.raises(fp.ScheduleError, match="stage 2 is missing"):
         fp.simulate(found)
     ahead = fp.schedules.from_json(json.dumps({**HEAD, "orders": ["0F999999", "999999F0"]}))
@@ -205,7 +223,11 @@ def test_what_cannot_be_written(thing):
 
 
 def test_a_plan_is_refused_with_its_schedule():
-    plan = fp.make_plan([fp.stage(lambda params, x: x)], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda params, x: x)],
+        fp.schedules.fill_drain(1, 1, backward=False),
+        devices="cpu",
+    )
     with pytest.raises(fp.ScheduleError, match=r"fp\.schedules\.to_json\(plan\.schedule\)"):
         fp.schedules.to_json(plan)
 
@@ -227,7 +249,12 @@ class FakeStage:
     """What torch's schedule classes ask of a stage when they are made; no process group."""
 
     def __init__(self, index: int, stages: int, devices: int, rank: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, devices, rank
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+            index,
+            stages,
+            devices,
+            rank,
+        )
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.has_backward, self.submod = True, None
         self.stage_index_to_group_rank: dict[int, int] = {}
@@ -246,7 +273,11 @@ CASES = [
     for family in FAMILIES
     for stages, microbatches, devices in [(2, 3, 2), (4, 5, 2), (6, 6, 3), (4, 8, 4)]
 ] + [(fp.schedules.one_f_one_b, 3, 4, 2)]
-CASES += [(family, 2 * devices, count, devices) for family in V_SHAPES for devices, count in [(2, 5), (4, 8)]]
+CASES += [
+    (family, 2 * devices, count, devices)
+    for family in V_SHAPES
+    for devices, count in [(2, 5), (4, 8)]
+]
 
 
 @pytest.mark.parametrize(("family", "stages", "microbatches", "devices"), CASES)
@@ -291,10 +322,14 @@ def test_torchs_own_schedules_are_read_and_legal(name, chunks, devices, tmp_path
     schedule = fp.schedules.from_torch_csv(text, name=name)
     fp.schedules.check(schedule)
     assert ("OVERLAP_F_B" in text) == bool(schedule.pairs)
-    assert [cell for cell in re.split("[,\n]", text) if cell] == re.split("[,\n]", fp.schedules.to_torch_csv(schedule))[
-        :-1
-    ]
-    assert (chunks * devices, count, devices) == (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
+    assert [cell for cell in re.split("[,\n]", text) if cell] == re.split(
+        "[,\n]", fp.schedules.to_torch_csv(schedule)
+    )[:-1]
+    assert (chunks * devices, count, devices) == (
+        schedule.num_stages,
+        schedule.num_microbatches,
+        schedule.num_devices,
+    )
     assert ("OVERLAP_F_B" in text) == (name == "ScheduleDualPipeV")
     file.write_text(fp.schedules.to_torch_csv(schedule))
     runtime = torch_made(theirs._PipelineScheduleRuntime, schedule)
@@ -334,7 +369,10 @@ def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
         ("(" * 100_000, "row 1"),
         ("0F0,__import__('os')", "row 1"),
         ("0F1000000", "below 1000000"),
-        ("0F0,0B0,0ALL_GATHER1", "row 1: '0ALL_GATHER1': funcpipe does not know this action of torch"),
+        (
+            "0F0,0B0,0ALL_GATHER1",
+            "row 1: '0ALL_GATHER1': funcpipe does not know this action of torch",
+        ),
         (
             "0F0,0SEND_F0\n1RECV_F0,1F0",
             "row 2: '1RECV_F0': funcpipe does not know this action of torch; let torch write",
@@ -356,7 +394,8 @@ def test_actions_of_torch_that_compute_nothing_are_refused_by_name():
     assert "0SEND_F0" in words
     for word in words:
         with pytest.raises(
-            fp.ScheduleError, match=f"'{word}': .*let torch write the schedule with format=\"compute_only\""
+            fp.ScheduleError,
+            match=f"'{word}': .*let torch write the schedule with format=\"compute_only\"",
         ):
             fp.schedules.from_torch_csv(f"0F0,{word},0B0")
     for name in computing - {"OVERLAP_F_B"}:

@@ -1,4 +1,5 @@
-"""`gather_params`: U in time for what a stage computes; what it costs, how many stages are whole, what may not stand."""
+"""`gather_params`: U in time for what a stage computes; what it costs, how many stages are whole,
+what may not stand."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ import torch.nn.functional as F
 import funcpipe as fp
 from funcpipe._src.data.kinds import MOVES, Kind
 
-FAMILIES = [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv, fp.schedules.looped_bfs]
+FAMILIES = [
+    fp.schedules.one_f_one_b,
+    fp.schedules.interleaved,
+    fp.schedules.zbv,
+    fp.schedules.looped_bfs,
+]
 
 
 def whole_stages(order: tuple[fp.Action, ...]) -> list[set[int]]:
-    """Of each computing action, the stages that are whole meanwhile: from their U to their last use before the next."""
+    """Of each computing action, the stages that are whole meanwhile: from their U to their last use
+    before the next."""
     uses: dict[tuple[int, int], list[int]] = {}
     time: dict[int, int] = {}
     for at, (kind, stage, number, _) in enumerate(order):
@@ -38,16 +45,30 @@ def test_no_more_are_whole_than_are_allowed(family, whole, ahead):
     plain = family(4, 8, num_devices=2)
     schedule = fp.schedules.gather_params(plain, whole=whole, ahead=ahead)
     fp.schedules.check(schedule)
-    assert plain.orders == tuple(tuple(a for a in order if a.kind is not Kind.U) for order in schedule.orders)
-    assert (plain.num_stages, plain.num_microbatches) == (schedule.num_stages, schedule.num_microbatches)
+    assert plain.orders == tuple(
+        tuple(a for a in order if a.kind is not Kind.U) for order in schedule.orders
+    )
+    assert (plain.num_stages, plain.num_microbatches) == (
+        schedule.num_stages,
+        schedule.num_microbatches,
+    )
     for order in schedule.orders:
         stages = {action.stage for action in order}
-        assert all(action.stage in held for action, held in zip(compute(order), whole_stages(order), strict=True))
+        assert all(
+            action.stage in held
+            for action, held in zip(compute(order), whole_stages(order), strict=True)
+        )
         if ahead == 0:
             assert max(map(len, whole_stages(order))) <= (whole or len(stages))
         if whole is None:
-            assert sorted(stages) == sorted(action.stage for action in order if action.kind is Kind.U)
-    assert schedule == fp.Schedule.parse(str(schedule)) == fp.schedules.from_json(fp.schedules.to_json(schedule))
+            assert sorted(stages) == sorted(
+                action.stage for action in order if action.kind is Kind.U
+            )
+    assert (
+        schedule
+        == fp.Schedule.parse(str(schedule))
+        == fp.schedules.from_json(fp.schedules.to_json(schedule))
+    )
 
 
 def compute(order):
@@ -55,7 +76,8 @@ def compute(order):
 
 
 def test_breadth_first_gathers_each_stage_twice():
-    """Once for its forwards and once for its backwards (arXiv 2211.05953); the last stage of a device only once."""
+    """Once for its forwards and once for its backwards (arXiv 2211.05953); the last stage of a
+    device only once."""
     schedule = fp.schedules.gather_params(fp.schedules.looped_bfs(8, 4, num_devices=2), whole=1)
     times = [sum(action.kind is Kind.U for action in order) for order in schedule.orders]
     assert [7, 7] == times
@@ -67,13 +89,19 @@ def test_breadth_first_gathers_each_stage_twice():
         ("0F0 0U0 0B0", "0U0 on device 0 stands after 0F0, which needs what it gathers"),
         ("0U1 0F0 0B0 0F1 0B1", "0U1 on device 0 is the U number 0 of its stage: write 0U0"),
         ("0U0 0F0 0U0 0B0", "0U0 on device 0 is the U number 1 of its stage: write 0U1"),
-        ("0U0 0F0 0B0 0G 0U1", "0U1 on device 0 stands after 0G, after which its stage computes nothing"),
+        (
+            "0U0 0F0 0B0 0G 0U1",
+            "0U1 on device 0 stands after 0G, after which its stage computes nothing",
+        ),
         ("0U0", "0U0 on device 0 is for nothing: stage 0 does not compute after it; leave it out"),
         (
             "0U0 0U1 0F0 0B0 0F1 0B1",
             "0U0 on device 0 is for nothing: stage 0 does not compute before 0U1; leave it out",
         ),
-        ("0U0 0F0 0F1 0U1", "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out"),
+        (
+            "0U0 0F0 0F1 0U1",
+            "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out",
+        ),
         (
             "0U0 0F0 0F1 0B0 0B1 0U1 0G",
             "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out",
@@ -106,8 +134,12 @@ def test_fewer_microbatches_keep_what_serves_them(text, count, fewer):
 def test_fewer_microbatches_are_legal(family, whole):
     made = []
     for ahead in (0, 1, 5):
-        with contextlib.suppress(fp.ScheduleError):  # gathered more often than there are microbatches
-            made.append(fp.schedules.gather_params(family(4, 8, num_devices=2), whole=whole, ahead=ahead))
+        with contextlib.suppress(
+            fp.ScheduleError
+        ):  # gathered more often than there are microbatches
+            made.append(
+                fp.schedules.gather_params(family(4, 8, num_devices=2), whole=whole, ahead=ahead)
+            )
     assert made or whole == 1
     for schedule in made:
         for count in range(1, 8):
@@ -151,7 +183,10 @@ def test_the_stage_waits_and_the_device_goes_on():
 
 def test_gathering_and_reducing_share_the_link():
     schedule = fp.Schedule.parse("0U0 0F0 0F1 1U0 1F0 1F1 1B0 1B1 1G 0U1 0B0 0B1 0G")
-    spans = {str(span.action): span for span in fp.simulate(schedule, fp.Cost(gather=2.0, reduce=5.0)).spans}
+    spans = {
+        str(span.action): span
+        for span in fp.simulate(schedule, fp.Cost(gather=2.0, reduce=5.0)).spans
+    }
     assert spans["0U1"].start == spans["1G"].end
     assert spans["0B0"].start == spans["0U1"].end
 
@@ -184,13 +219,17 @@ def test_passes_keep_it_before_what_it_is_for():
 
 def test_torch_adds_its_own():
     plain = fp.schedules.zero_bubble(2, 2)
-    assert fp.schedules.to_torch_csv(fp.schedules.gather_params(plain)) == fp.schedules.to_torch_csv(plain)
+    assert fp.schedules.to_torch_csv(
+        fp.schedules.gather_params(plain)
+    ) == fp.schedules.to_torch_csv(plain)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_whole_parameters_are_not_gathered(executor):
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 4
-    params = tuple(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    params = tuple(
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
+    )
     batch = torch.ones(6, 4), torch.zeros(6, 4)
     plain = fp.schedules.looped_bfs(4, 3, num_devices=2)
     plans = [

@@ -1,7 +1,8 @@
 """The families as text: tests/golden has one file per case, to be read by people.
 
-To write them anew, after a deliberate change: ``FUNCPIPE_GOLDEN=write python -m pytest tests/schedules``, then look at
-the diff. The variable is the only way; nothing is ever written without it.
+To write them anew, after a deliberate change: ``FUNCPIPE_GOLDEN=write python -m pytest
+tests/schedules``, then look at the diff. The variable is the only way; nothing is ever written
+without it.
 """
 
 import os
@@ -37,24 +38,32 @@ WRITE = os.environ.get("FUNCPIPE_GOLDEN") == "write"
 Sizes = tuple[int, ...]
 
 
-def forward_only(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def forward_only(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None
+) -> Schedule:
     """Fill-drain for evaluation."""
     return fill_drain(num_stages, num_microbatches, num_devices=num_devices, backward=False)
 
 
-def fill_drain_remat_except_last(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def fill_drain_remat_except_last(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None
+) -> Schedule:
     """GPipe with checkpoints as torchgpipe has them."""
     last = num_microbatches - 1
     schedule = fill_drain(num_stages, num_microbatches, num_devices=num_devices)
     return remat(schedule, keep=lambda action: action.microbatch == last)
 
 
-def one_f_one_b_remat(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def one_f_one_b_remat(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None
+) -> Schedule:
     """1F1B that keeps nothing."""
     return remat(one_f_one_b(num_stages, num_microbatches, num_devices=num_devices))
 
 
-def zero_bubble_remat(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def zero_bubble_remat(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None
+) -> Schedule:
     """ZB-H1 that computes the residuals of every stage but the first again."""
     schedule = zero_bubble(num_stages, num_microbatches, num_devices=num_devices)
     return remat(schedule, keep=lambda action: action.stage == 0)
@@ -62,10 +71,14 @@ def zero_bubble_remat(num_stages: int, num_microbatches: int, *, num_devices: in
 
 def interleaved_in_groups(num_stages: int, num_microbatches: int, *, num_devices: int) -> Schedule:
     """Rounds of half the devices."""
-    return interleaved(num_stages, num_microbatches, num_devices=num_devices, group=(num_devices + 1) // 2)
+    return interleaved(
+        num_stages, num_microbatches, num_devices=num_devices, group=(num_devices + 1) // 2
+    )
 
 
-def v_adaptive_middle(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
+def v_adaptive_middle(
+    num_stages: int, num_microbatches: int, *, num_devices: int | None = None
+) -> Schedule:
     """Halfway between V-Min and ZB-V."""
     residuals = num_stages // 2 + (num_stages // 2 + 4) // 3
     return v_adaptive(num_stages, num_microbatches, num_devices=num_devices, residuals=residuals)
@@ -94,12 +107,15 @@ ALL = [(family, sizes) for family in CASES for sizes in CASES[family]]
 
 
 def file_of(family: Callable[..., Schedule], sizes: Sizes) -> Path:
-    """``one_f_one_b_5x6x2.txt``: stages, microbatches, and devices where they are not the stages."""
+    """``one_f_one_b_5x6x2.txt``: stages, microbatches, and devices where they are not the
+    stages."""
     return FOLDER / f"{family.__name__}_{'x'.join(map(str, sizes))}.txt"
 
 
 @pytest.mark.parametrize(("family", "sizes"), ALL, ids=[file_of(*case).stem for case in ALL])
-def test_the_family_is_word_for_word_the_golden_text(family: Callable[..., Schedule], sizes: Sizes) -> None:
+def test_the_family_is_word_for_word_the_golden_text(
+    family: Callable[..., Schedule], sizes: Sizes
+) -> None:
     """What is printed runs, so a change in any order must show up as a change in a file."""
     file = file_of(family, sizes)
     schedule = family(sizes[0], sizes[1], num_devices=sizes[2] if len(sizes) > 2 else None)
@@ -122,21 +138,38 @@ def is_family(function: object) -> bool:
         return False
     parameters = list(signature(function).parameters.values())
     names = [parameter.name for parameter in parameters[:2]]
-    return names == ["num_stages", "num_microbatches"] and all(one.default is not one.empty for one in parameters[2:])
+    return names == ["num_stages", "num_microbatches"] and all(
+        one.default is not one.empty for one in parameters[2:]
+    )
 
 
 def test_a_family_stands_in_every_list() -> None:
-    """In those of people (command line, search) and of tests; CONTRIBUTING.md has what each is for."""
-    families = {function for name, function in vars(fp.schedules).items() if name.islower() and is_family(function)}
+    """In those of people (command line, search) and of tests; CONTRIBUTING.md has what each is
+    for."""
+    families = {
+        function
+        for name, function in vars(fp.schedules).items()
+        if name.islower() and is_family(function)
+    }
     assert interleaved in families
     lists = {
         "FAMILIES in funcpipe/cli_words.py": FAMILIES.values(),
         "PUBLISHED in funcpipe/_src/search/starting_points.py": PUBLISHED,
         "CASES in tests/schedules/test_golden_families.py": CASES,
-        "docs/zoo.md": [getattr(fp.schedules, name) for name in re.findall(r"^show\(fp\.schedules\.(\w+)", ZOO, re.M)],
-        "ON_BLOCKS_OR_LOOPS, ON_A_LINE or ON_A_V in tests/common.py": [*ON_BLOCKS_OR_LOOPS, *ON_A_LINE, *ON_A_V],
+        "docs/zoo.md": [
+            getattr(fp.schedules, name)
+            for name in re.findall(r"^show\(fp\.schedules\.(\w+)", ZOO, re.M)
+        ],
+        "ON_BLOCKS_OR_LOOPS, ON_A_LINE or ON_A_V in tests/common.py": [
+            *ON_BLOCKS_OR_LOOPS,
+            *ON_A_LINE,
+            *ON_A_V,
+        ],
     }
     missing = [
-        f"{family.__name__}: {place}" for family in families for place, row in lists.items() if family not in row
+        f"{family.__name__}: {place}"
+        for family in families
+        for place, row in lists.items()
+        if family not in row
     ]
     assert not missing

@@ -1,4 +1,5 @@
-"""Actions that overlap: how they are written, which may, what every transformation makes of them, what they cost."""
+"""Actions that overlap: how they are written, which may, what every transformation makes of them,
+what they cost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def refused(text: str) -> str:
 @given(schedules())
 def test_every_form_gives_the_pairs_back(schedule: fp.Schedule) -> None:
     """Text, JSON, a copy; and where torch can have it, its CSV."""
-    assert schedule == fp.Schedule.parse(str(schedule)) == fp.schedules.from_json(fp.schedules.to_json(schedule))
+    assert (
+        schedule
+        == fp.Schedule.parse(str(schedule))
+        == fp.schedules.from_json(fp.schedules.to_json(schedule))
+    )
     assert schedule.first(1).pairs <= schedule.pairs
     bare = fp.schedules.unpair(schedule)
     assert (bare.orders, bare.pairs) == (schedule.orders, frozenset())
@@ -40,24 +45,42 @@ def test_every_form_gives_the_pairs_back(schedule: fp.Schedule) -> None:
 
 
 def test_pairs_as_words() -> None:
-    """Blanks within the parentheses are nothing; half a pair, three, or one that touches its neighbour are no words."""
+    """Blanks within the parentheses are nothing; half a pair, three, or one that touches its
+    neighbour are no words."""
     assert [("0F0",), ("0F1", "0B0"), ("0B1",)] == [*words_of("0F0 ( 0F1   0B0 ) 0B1")]
-    for text in ("(0F0 0B0", "0F0 0B0)", "(0F0)", "(0F0 0F1 0B0)", "((0F0 0B0))", "()", "(0F0 0B0)0F1", "0F1(0F0 0B0)"):
+    for text in (
+        "(0F0 0B0",
+        "0F0 0B0)",
+        "(0F0)",
+        "(0F0 0F1 0B0)",
+        "((0F0 0B0))",
+        "()",
+        "(0F0 0B0)0F1",
+        "0F1(0F0 0B0)",
+    ):
         with pytest.raises(fp.ScheduleError, match="is no pair: in parentheses stand two actions"):
             fp.Schedule.parse(text)
         with pytest.raises(fp.ScheduleError, match="is no pair: in parentheses stand two actions"):
-            fp.schedules.from_json(f'{{"funcpipe": "schedule", "version": 1, "orders": ["{text}"]}}')
+            fp.schedules.from_json(
+                f'{{"funcpipe": "schedule", "version": 1, "orders": ["{text}"]}}'
+            )
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("(0F0 0B0)", "(0F0 0B0) on device 0 depends on itself: 0B0 needs what 0F0 makes; write 0F0 0B0"),
+        (
+            "(0F0 0B0)",
+            "(0F0 0B0) on device 0 depends on itself: 0B0 needs what 0F0 makes; write 0F0 0B0",
+        ),
         ("0F0 (0R0 0B0)", "(0R0 0B0) on device 0 depends on itself"),
         ("0F0 (0I0 0W0)", "(0I0 0W0) on device 0 depends on itself"),
         ("(0F0 1F0) 1B0 0B0", "(0F0 1F0) on device 0 depends on itself"),
         ("(0F0.0 0F0.1) 0B0.1 0B0.0", "(0F0.0 0F0.1) on device 0 depends on itself"),
-        ("0F0 0F1 (0O0 0L0) 0B0 0B1", "the device goes on while 0O0 is on its way, in a pair or not; write 0O0 0L0"),
+        (
+            "0F0 0F1 (0O0 0L0) 0B0 0B1",
+            "the device goes on while 0O0 is on its way, in a pair or not; write 0O0 0L0",
+        ),
     ],
 )
 def test_what_can_be_no_pair(text: str, says: str) -> None:
@@ -71,10 +94,16 @@ def test_three_do_not_overlap_and_neighbours_must_be() -> None:
     orders = ((a, b, c),)
     for pairs, says in [
         ({(a, b), (b, c)}, "begins with what another pair ends with"),
-        ({(a, c)}, r"\(0F0 0F2\) is no pair: these two do not stand one after the other on any device"),
+        (
+            {(a, c)},
+            r"\(0F0 0F2\) is no pair: these two do not stand one after the other on any device",
+        ),
         ({(b, a)}, r"\(0F1 0F0\) is no pair"),
         ({"0F0"}, "'0F0' is no pair of actions"),
-        ({("0F0", "0F1")}, r"\('0F0', '0F1'\) is no pair of actions: write pairs=\{\(first, second\)\}"),
+        (
+            {("0F0", "0F1")},
+            r"\('0F0', '0F1'\) is no pair of actions: write pairs=\{\(first, second\)\}",
+        ),
         ((a, b), "is no pair of actions"),
     ]:
         with pytest.raises(fp.ScheduleError, match=says):
@@ -82,10 +111,15 @@ def test_three_do_not_overlap_and_neighbours_must_be() -> None:
 
 
 def test_pairs_may_be_lists_and_must_be_something() -> None:
-    """As whoever reads them from a file has them; what is no collection of pairs is told with an example."""
+    """As whoever reads them from a file has them; what is no collection of pairs is told with an
+    example."""
     a, b = fp.Action(fp.Kind.F, 0, 1), fp.Action(fp.Kind.B, 0, 0)
     schedule = fp.Schedule.parse("0F0 (0F1 0B0) 0B1")
-    assert schedule == fp.Schedule(schedule.orders, pairs=[[a, b]]) == fp.Schedule(schedule.orders, pairs={(a, b)})  # pyright: ignore
+    assert (
+        schedule
+        == fp.Schedule(schedule.orders, pairs=[[a, b]])
+        == fp.Schedule(schedule.orders, pairs={(a, b)})
+    )  # pyright: ignore
     for wrong in (None, 5, [[[a], b]]):
         with pytest.raises(fp.ScheduleError, match="pairs is a set of pairs of actions, as pairs="):
             fp.Schedule(schedule.orders, pairs=wrong)  # pyright: ignore
@@ -96,11 +130,20 @@ def test_pairs_may_be_lists_and_must_be_something() -> None:
 def test_pairs_that_wait_for_each_other_are_refused_with_the_picture() -> None:
     """Each needs the second of the other, or what runs in between on another device."""
     assert refused("0F0 (0F1 0B0) 0B1\n1F0 (1B0 1F1) 1B1").splitlines()[1:] == [
-        "  * device 0 waits before (0F1 0B0) for 1B0, which is on device 1, at which that device waits",
-        "  * device 1 waits before (1B0 1F1) for 0F1, which is on device 0, at which that device waits",
+        (
+            "  * device 0 waits before (0F1 0B0) for 1B0, which is on device 1, at which that "
+            "device waits"
+        ),
+        (
+            "  * device 1 waits before (1B0 1F1) for 0F1, which is on device 0, at which that "
+            "device waits"
+        ),
     ]
     assert refused("(0F0 2F0) 2B0 0B0\n1F0 1B0").splitlines()[1:] == [
-        "  * device 0 waits before (0F0 2F0) for 1F0, which is on device 1, at which that device waits",
+        (
+            "  * device 0 waits before (0F0 2F0) for 1F0, which is on device 1, at which that "
+            "device waits"
+        ),
         "  * device 1 waits before 1F0 for 0F0, which is on device 0, at which that device waits",
     ]
 
@@ -108,7 +151,8 @@ def test_pairs_that_wait_for_each_other_are_refused_with_the_picture() -> None:
 @settings(deadline=None)
 @given(schedules(), st.randoms(use_true_random=False))
 def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: object) -> None:
-    """What it took apart cannot be joined beside what it left; it changes no order, and doing it again changes nothing."""
+    """What it took apart cannot be joined beside what it left; it changes no order, and doing it
+    again changes nothing."""
     if not schedule.has_backward:
         with pytest.raises(fp.ScheduleError, match="nothing for forwards to overlap with"):
             fp.schedules.pair(schedule)
@@ -129,7 +173,9 @@ def test_pair_joins_what_can_be_and_is_legal(schedule: fp.Schedule, chance: obje
 def test_what_pair_refuses() -> None:
     with pytest.raises(fp.ScheduleError, match=r"pair takes a schedule; got a str"):
         fp.schedules.pair("0F0 0B0")  # pyright: ignore
-    with pytest.raises(fp.ScheduleError, match=r"join is a function \(action, action\) -> bool, or None; got True"):
+    with pytest.raises(
+        fp.ScheduleError, match=r"join is a function \(action, action\) -> bool, or None; got True"
+    ):
         fp.schedules.pair(PAIRED, join=True)  # pyright: ignore
     with pytest.raises(fp.ScheduleError, match="1F0 is missing"):
         fp.schedules.pair(fp.Schedule.parse("0F0 0B0\n1B0"))
@@ -146,8 +192,13 @@ def test_what_is_inserted_stands_outside_of_pairs() -> None:
     assert str(S.offload(longer)) == "0F0 0O0 0F1 0O1 0L0 (0F2 0B0) 0L1 (0F3 0B1) 0B2 0B3"
     first = fp.Schedule.parse("(0F0 0F1) 0B0 0F2 0B1 0B2")
     assert str(S.offload(first)) == "(0F0 0F1) 0O1 0B0 0L1 0F2 0B1 0B2"
-    assert str(S.reduce_grads(fp.Schedule.parse("0F0 1F0 1B0 0F1 1F1 (0B0 1B1) 0B1"))).endswith("(0B0 1B1) 1G 0B1 0G")
-    assert str(S.gather_params(fp.Schedule.parse("0F0 (1F0 0F1) 1F1"), ahead=0)) == "0U0 0F0 1U0 (1F0 0F1) 1F1"
+    assert str(S.reduce_grads(fp.Schedule.parse("0F0 1F0 1B0 0F1 1F1 (0B0 1B1) 0B1"))).endswith(
+        "(0B0 1B1) 1G 0B1 0G"
+    )
+    assert (
+        str(S.gather_params(fp.Schedule.parse("0F0 (1F0 0F1) 1F1"), ahead=0))
+        == "0U0 0F0 1U0 (1F0 0F1) 1F1"
+    )
     assert str(S.delay(PAIRED, group=2)).split("\n")[0] == "0F0 0F1 (0F2 0I0) 0I1 0W0 0W1 0I2 0W2"
     for change in (S.remat, S.offload, S.reduce_grads, S.gather_params, S.delay):
         S.check(change(S.dualpipe_v(6, 9)))
@@ -159,16 +210,24 @@ def test_torch_has_pairs_of_a_forward_and_a_backward_alone() -> None:
     schedule = fp.schedules.from_torch_csv(text)
     assert str(schedule) == "0F0 0F1 (0F2 0B0) (0B1 0F3) 0B2 0B3"
     assert text == fp.schedules.to_torch_csv(schedule)
-    with pytest.raises(fp.ScheduleError, match=r"\(1F1 1F2\) overlaps: .* fp.schedules.unpair\(schedule\)"):
+    with pytest.raises(
+        fp.ScheduleError, match=r"\(1F1 1F2\) overlaps: .* fp.schedules.unpair\(schedule\)"
+    ):
         fp.schedules.to_torch_csv(PAIRED)
 
 
-@given(st.lists(st.floats(0, 8), min_size=4, max_size=4), st.lists(st.floats(0, 1), min_size=2, max_size=2))
+@given(
+    st.lists(st.floats(0, 8), min_size=4, max_size=4),
+    st.lists(st.floats(0, 1), min_size=2, max_size=2),
+)
 def test_the_time_of_two_at_once(times: list[float], parts: list[float]) -> None:
-    """Never less than either, than their computing, than their links; never more than one after the other."""
+    """Never less than either, than their computing, than their links; never more than one after the
+    other."""
     forward, inward, weight, backward = times
     waits = forward * parts[0], min(inward, backward) * parts[1]
-    cost = fp.Cost(forward, inward, weight, backward=backward, forward_link=waits[0], backward_link=waits[1])
+    cost = fp.Cost(
+        forward, inward, weight, backward=backward, forward_link=waits[0], backward_link=waits[1]
+    )
     both = cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
     computing = forward + backward - sum(waits)
     assert both == pytest.approx(max(forward, backward, computing, sum(waits)))
@@ -179,10 +238,14 @@ def test_the_time_of_two_at_once(times: list[float], parts: list[float]) -> None
     )
 
 
-@pytest.mark.parametrize("odd", [("F", 0, 1.0), fp.Kind.F, fp.Action(fp.Kind.F, 0, 0), (fp.Kind.F, 2, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "odd", [("F", 0, 1.0), fp.Kind.F, fp.Action(fp.Kind.F, 0, 0), (fp.Kind.F, 2, 1.0)], ids=str
+)
 def test_the_time_of_what_is_no_action_is_refused(odd: object) -> None:
     """A letter, a kind alone, an action, a stage that the cost does not have."""
-    with pytest.raises(fp.ScheduleError, match=r"both takes \(kind, stage, share\) twice, such as .* got .* and "):
+    with pytest.raises(
+        fp.ScheduleError, match=r"both takes \(kind, stage, share\) twice, such as .* got .* and "
+    ):
         fp.Cost([1, 2]).both((fp.Kind.B, 1, 1.0), odd)  # pyright: ignore[reportArgumentType]
 
 
@@ -205,7 +268,9 @@ def test_a_device_works_once_where_two_overlap() -> None:
     cost = fp.Cost(2, 2, 2, forward_link=1, backward_link=1)
     timeline = fp.simulate(PAIRED, cost)
     (first, second) = (
-        span for span in timeline.spans if span.action in {a for pair in PAIRED.pairs for a in pair if a.stage == 0}
+        span
+        for span in timeline.spans
+        if span.action in {a for pair in PAIRED.pairs for a in pair if a.stage == 0}
     )
     assert (first.start, first.end) == (second.start, second.end)
     assert second.end - second.start == 4  # 6 one after the other
@@ -216,11 +281,14 @@ def test_a_device_works_once_where_two_overlap() -> None:
     drawing = fp.draw(timeline)
     assert "+ beside the above" in str(drawing)
     assert sum(line.lstrip().startswith("+ │") for line in str(drawing).splitlines()) == 2
-    assert drawing.svg().count("<title>0F2 forward") == drawing.svg().count("<title>0B0 backward") == 1
+    assert (
+        drawing.svg().count("<title>0F2 forward") == drawing.svg().count("<title>0B0 backward") == 1
+    )
 
 
 def test_a_plan_shows_what_overlaps() -> None:
-    """In the words of its program; values that both read are received before, and freed after, both."""
+    """In the words of its program; values that both read are received before, and freed after,
+    both."""
     plan = fp.make_plan([fp.stage(lambda p, x: x)] * 2, PAIRED, loss=F.mse_loss)
     lines = str(plan.program.lane(0)).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("0F2 beside 0B0"))
@@ -232,20 +300,30 @@ def test_a_plan_shows_what_overlaps() -> None:
         "0B0",
     ]
     assert lines[at + 4].startswith("free input[0,2]")
-    assert fp.make_plan(plan.stages, fp.schedules.unpair(PAIRED), loss=F.mse_loss).program != plan.program
+    assert (
+        fp.make_plan(plan.stages, fp.schedules.unpair(PAIRED), loss=F.mse_loss).program
+        != plan.program
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
-    """On every executor, with remat, split backwards, slices; and gradients are plain autograd's."""
+    """On every executor, with remat, split backwards, slices; and gradients are plain
+    autograd's."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(4)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(4))
+    )
     stages, params, _ = zip(*(fp.from_module(part) for part in model), strict=True)
     stages = [fp.compile_stage(stage) if compiled else stage for stage in stages]
     x, target = torch.randn(16, 6), torch.randn(16, 6)
     S = fp.schedules
     F.mse_loss(model(x), target).backward()
-    for schedule in (S.dualpipe_v(4, 8), S.pair(S.remat(S.interleaved(4, 8, num_devices=2))), S.pair(S.zb_h2(4, 8))):
+    for schedule in (
+        S.dualpipe_v(4, 8),
+        S.pair(S.remat(S.interleaved(4, 8, num_devices=2))),
+        S.pair(S.zb_h2(4, 8)),
+    ):
         assert schedule.pairs
         result = assert_matches_sequential(
             fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"), params, (x, target)
@@ -260,11 +338,15 @@ def test_bits_are_those_of_one_after_the_other(compiled: bool) -> None:
 def test_a_batch_of_fewer_microbatches_keeps_the_pairs_that_are_left() -> None:
     """Its program is that of fewer, and pairs with one action only are none."""
     schedule = fp.schedules.dualpipe_v(4, 8)
-    plan = fp.make_plan([fp.stage(lambda p, x: x * p)] * 4, schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p)] * 4, schedule, loss=F.mse_loss, devices="cpu"
+    )
     for count in (1, 3, 5):
         lowered = plan.program.first(count)
         found = {
-            (lane.action(lane.runs[at]), lane.action(lane.runs[at + 1])) for lane in lowered.lanes for at in lane.pairs
+            (lane.action(lane.runs[at]), lane.action(lane.runs[at + 1]))
+            for lane in lowered.lanes
+            for at in lane.pairs
         }
         assert found == schedule.first(count).pairs
         orders = schedule.first(count).orders

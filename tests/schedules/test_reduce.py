@@ -1,4 +1,5 @@
-"""`reduce_grads`: one G a stage, straight after its last backward; what it costs, and what may not stand around it."""
+"""`reduce_grads`: one G a stage, straight after its last backward; what it costs, and what may not
+stand around it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import funcpipe as fp
 from funcpipe._src.data.kinds import ADDS, Kind
 
 
-@pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv])
+@pytest.mark.parametrize(
+    "family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zbv]
+)
 def test_it_stands_straight_after_the_last_that_adds(family):
     schedule = fp.schedules.reduce_grads(family(4, 5, num_devices=2))
     fp.schedules.check(schedule)
@@ -19,8 +22,14 @@ def test_it_stands_straight_after_the_last_that_adds(family):
         at = order.index(fp.Action(Kind.G, stage))
         assert order[at - 1].stage == stage
         assert order[at - 1].kind in ADDS
-        assert not [action for action in order[at:] if action.stage == stage and action.kind in ADDS]
-    assert schedule == fp.Schedule.parse(str(schedule)) == fp.schedules.from_json(fp.schedules.to_json(schedule))
+        assert not [
+            action for action in order[at:] if action.stage == stage and action.kind in ADDS
+        ]
+    assert (
+        schedule
+        == fp.Schedule.parse(str(schedule))
+        == fp.schedules.from_json(fp.schedules.to_json(schedule))
+    )
     assert schedule.num_microbatches == 5
 
 
@@ -41,7 +50,9 @@ def test_what_adds_after_it_is_refused(text, message):
 
 def test_it_has_no_microbatch():
     orders = ((*fp.Schedule.parse("0F0 0F1 0B0 0B1").orders[0], fp.Action(Kind.G, 0, 1)),)
-    with pytest.raises(fp.ScheduleError, match=r"0G on device 0 has a microbatch \(1\); it stands once a batch"):
+    with pytest.raises(
+        fp.ScheduleError, match=r"0G on device 0 has a microbatch \(1\); it stands once a batch"
+    ):
         fp.schedules.check(fp.Schedule(orders))
 
 
@@ -49,20 +60,25 @@ def test_wrong_uses_are_refused():
     schedule = fp.schedules.one_f_one_b(2, 2)
     with pytest.raises(fp.ScheduleError, match="has G already"):
         fp.schedules.reduce_grads(fp.schedules.reduce_grads(schedule))
-    with pytest.raises(fp.ScheduleError, match="has no backwards, so there are no gradients to reduce"):
+    with pytest.raises(
+        fp.ScheduleError, match="has no backwards, so there are no gradients to reduce"
+    ):
         fp.schedules.reduce_grads(schedule.forwards())
     with pytest.raises(fp.ScheduleError, match=r"fp.schedules.reduce_grads\(plan.schedule\)"):
         fp.schedules.reduce_grads("0F0")
 
 
 def test_the_device_goes_on_while_it_runs():
-    """Two stages of one device: the first G is hidden behind the backwards of the other stage, the last one is not."""
+    """Two stages of one device: the first G is hidden behind the backwards of the other stage, the
+    last one is not."""
     plain = fp.schedules.interleaved(4, 4, num_devices=2)
     schedule, cost = fp.schedules.reduce_grads(plain), fp.Cost(reduce=1.0)
     timeline = fp.simulate(schedule, cost)
     assert timeline.makespan == fp.simulate(plain).makespan + 1
     assert timeline.busy == fp.simulate(plain).busy
-    assert fp.simulate(schedule).makespan == fp.simulate(plain).makespan  # by default it takes no time
+    assert (
+        fp.simulate(schedule).makespan == fp.simulate(plain).makespan
+    )  # by default it takes no time
     assert [span.action.kind for span in timeline.spans].count(Kind.G) == 4
     assert timeline.cost().reduce == (1.0,) * 4
 
@@ -75,14 +91,18 @@ def test_one_link_reduces_one_stage_after_the_other():
 
 
 def test_pictures_and_traces_show_it():
-    timeline = fp.simulate(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)), fp.Cost(reduce=2.0))
+    timeline = fp.simulate(
+        fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)), fp.Cost(reduce=2.0)
+    )
     drawing = fp.draw(timeline)
     assert "G reduce" in str(drawing)
     assert "0G reduce, stage 0: " in drawing.svg()
     events = timeline.chrome_trace()["traceEvents"]
     (event,) = [event for event in events if event["name"] == "0G"]
     assert event["args"] == {"stage": 0, "kind": "G"}
-    assert "device 0 network" in [event["args"].get("name") for event in events if event["ph"] == "M"]
+    assert "device 0 network" in [
+        event["args"].get("name") for event in events if event["ph"] == "M"
+    ]
 
 
 def test_passes_keep_it_last():
@@ -99,7 +119,9 @@ def test_passes_keep_it_last():
 
 def test_torch_adds_its_own():
     plain = fp.schedules.zero_bubble(2, 2)
-    assert fp.schedules.to_torch_csv(fp.schedules.reduce_grads(plain)) == fp.schedules.to_torch_csv(plain)
+    assert fp.schedules.to_torch_csv(fp.schedules.reduce_grads(plain)) == fp.schedules.to_torch_csv(
+        plain
+    )
     with pytest.raises(fp.ScheduleError, match="it has O and L"):
         fp.schedules.to_torch_csv(fp.schedules.offload(fp.schedules.fill_drain(2, 4)))
 
@@ -107,7 +129,9 @@ def test_torch_adds_its_own():
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_over_one_replica_it_changes_nothing(executor):
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p))] * 3
-    params = tuple(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    params = tuple(
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    )
     batch = torch.ones(6, 4), torch.zeros(6, 4)
     plain = fp.schedules.zero_bubble(3, 3)
     runs = [

@@ -1,4 +1,5 @@
-"""Schedules whose microbatches are cut into slices: their orders, what their papers say of them, what is refused."""
+"""Schedules whose microbatches are cut into slices: their orders, what their papers say of them,
+what is refused."""
 
 import json
 
@@ -28,7 +29,12 @@ def test_every_count_is_legal(family):
                 for slices in range(1, 5):
                     schedule = family(stages, microbatches, num_devices=devices, num_slices=slices)
                     S.check(schedule)
-                    counts = schedule.num_stages, schedule.num_microbatches, schedule.num_slices, schedule.num_devices
+                    counts = (
+                        schedule.num_stages,
+                        schedule.num_microbatches,
+                        schedule.num_slices,
+                        schedule.num_devices,
+                    )
                     assert counts == (stages, microbatches, slices, devices)
                     assert schedule.num_pieces == microbatches * slices
                     assert schedule.is_ascending
@@ -37,7 +43,8 @@ def test_every_count_is_legal(family):
 
 
 def test_the_order_of_each_device():
-    """Read by people: all slices of the first microbatch go forward before the last of them goes back."""
+    """Read by people: all slices of the first microbatch go forward before the last of them goes
+    back."""
     assert str(S.one_f_one_b(2, 2, num_slices=2)).splitlines() == [
         "0F0.0 0F0.1 0F1.0 0B0.1 0F1.1 0B0.0 0B1.1 0B1.0",
         "1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0",
@@ -56,7 +63,8 @@ def test_the_order_of_each_device():
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("slices", [1, 2, 4, 16])
 def test_seq_1f1b_in_closed_form(devices, slices):
-    """Seq1F1B (arXiv 2406.03488): warmup min(p - d - 2 + k, m k) as in its code; memory and bubble follow from that."""
+    """Seq1F1B (arXiv 2406.03488): warmup min(p - d - 2 + k, m k) as in its code; memory and bubble
+    follow from that."""
     microbatches = devices + 2
     schedule = S.one_f_one_b(devices, microbatches, num_slices=slices)
     timeline = fp.simulate(schedule, fp.Cost(forward=1, backward=2))
@@ -73,7 +81,8 @@ def test_seq_1f1b_in_closed_form(devices, slices):
 @pytest.mark.parametrize("share", [1, 2, 3])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_slimpipe_holds_hardly_more_than_one_microbatch(devices, share, rounds):
-    """SlimPipe's order (arXiv 2504.14519): it holds (1 + 2 (p - 1) / (n v)) / p of a microbatch, and waits (p - 1) / (n v)."""
+    """SlimPipe's order (arXiv 2504.14519): it holds (1 + 2 (p - 1) / (n v)) / p of a microbatch,
+    and waits (p - 1) / (n v)."""
     slices, stages = rounds * devices, devices * share
     schedule = S.interleaved(stages, 4, num_devices=devices, num_slices=slices)
     cost = fp.Cost(forward=1 / share, backward=2 / share, residual=1 / stages)
@@ -106,15 +115,34 @@ def test_balanced_slices_take_equally_long(attention, count):
 
 
 def test_a_slice_has_its_share_of_every_cost():
-    """Times by lengths and attention, memory by lengths; copies of residuals too; the links between devices."""
-    cost = fp.Cost(forward=8, backward=16, offload=4, output=2, bandwidth=0.5, residual=6, slices=[3, 1], attention=0.5)
+    """Times by lengths and attention, memory by lengths; copies of residuals too; the links between
+    devices."""
+    cost = fp.Cost(
+        forward=8,
+        backward=16,
+        offload=4,
+        output=2,
+        bandwidth=0.5,
+        residual=6,
+        slices=[3, 1],
+        attention=0.5,
+    )
     schedule = fp.Schedule.parse("0F0.0 0O0.0 0F0.1 0L0.0 0B0.1 0B0.0\n1F0.0 1F0.1 1B0.1 1B0.0")
     spans = {str(span.action): span.end - span.start for span in fp.simulate(schedule, cost).spans}
-    expected = {"0F0.0": 5.25, "0F0.1": 2.75, "0O0.0": 3.0, "0L0.0": 3.0, "0B0.1": 5.5, "0B0.0": 10.5}
+    expected = {
+        "0F0.0": 5.25,
+        "0F0.1": 2.75,
+        "0O0.0": 3.0,
+        "0L0.0": 3.0,
+        "0B0.1": 5.5,
+        "0B0.0": 10.5,
+    }
     assert {name: spans[name] for name in expected} == pytest.approx(expected)
     timeline = fp.simulate(schedule, cost)
     starts = {str(span.action): span.start for span in timeline.spans}
-    assert starts["1F0.0"] == pytest.approx(5.25 + 3.0)  # three quarters of 2 over a bandwidth of a half
+    assert starts["1F0.0"] == pytest.approx(
+        5.25 + 3.0
+    )  # three quarters of 2 over a bandwidth of a half
     assert max(timeline.peak[:1]) >= 4.5
 
 
@@ -136,19 +164,28 @@ def faults(text):
 
 
 def test_what_is_not_legal():
-    """Carries that are read before they are written, slices that are missing, some that are cut and some that are not."""
-    assert faults("0F0.1 0F0.0 0B0.1 0B0.0") == ["0F0.1 on device 0 stands before 0F0.0, from which it gets its carry"]
+    """Carries that are read before they are written, slices that are missing, some that are cut and
+    some that are not."""
+    assert faults("0F0.1 0F0.0 0B0.1 0B0.0") == [
+        "0F0.1 on device 0 stands before 0F0.0, from which it gets its carry"
+    ]
     assert faults("0F0.0 0F0.1 0I0.0 0I0.1 0W0.0 0W0.1") == [
         "0I0.0 on device 0 stands before 0I0.1, from which it gets the gradient of its carry"
     ]
     assert faults("0F0.0 0F0.1 0F1.0") == ["0F1.1 is missing"]
-    assert faults("0F0.0 0F0.2") == ["slice 1 is missing, but slice 2 stands; number them from 0, without gaps"]
+    assert faults("0F0.0 0F0.2") == [
+        "slice 1 is missing, but slice 2 stands; number them from 0, without gaps"
+    ]
     assert faults("0F0.0 0F0.1 0F0.2 0F1.0 0F1.2") == [
         "0F1.2 on device 0 stands before 0F1.1, from which it gets its carry",
         "0F1.1 is missing",
     ]
-    assert faults("0F0 0F1.0") == ["0F0 is of a whole microbatch, and 0F1.0 of a slice: cut all microbatches, or none"]
-    assert faults("0F0.0") == ["0F0.0 is the only slice of its microbatch, so that is whole: write 0F0"]
+    assert faults("0F0 0F1.0") == [
+        "0F0 is of a whole microbatch, and 0F1.0 of a slice: cut all microbatches, or none"
+    ]
+    assert faults("0F0.0") == [
+        "0F0.0 is the only slice of its microbatch, so that is whole: write 0F0"
+    ]
     assert faults("0U0.0 0F0.0 0F0.1")[0].startswith("0U0.0 on device 0 is no action: ")
     assert faults("0F0.0 0F0.999999") == [
         "slice 1 is missing, but slice 999999 stands; number them from 0, without gaps"
@@ -164,7 +201,9 @@ def test_devices_that_wait_for_each_other_are_told_with_their_slices():
     with pytest.raises(fp.ScheduleError) as error:
         S.check(stuck)
     text = str(error.value)
-    assert "device 0 waits before 0B0.1 for 1B0.1, which is on device 1, 1 action behind 1F1.0" in text
+    assert (
+        "device 0 waits before 0B0.1 for 1B0.1, which is on device 1, 1 action behind 1F1.0" in text
+    )
     assert "device 1 waits before 1F1.0 for 0F1.0" in text
 
 
@@ -182,7 +221,8 @@ def test_rounds_of_a_group_are_of_whole_microbatches():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slices": [1, 0]}, {"slices": "12"}, {"slices": 3}, {"attention": 1.5}, {"attention": "a"}]
+    "wrong",
+    [{"slices": [1, 0]}, {"slices": "12"}, {"slices": 3}, {"attention": 1.5}, {"attention": "a"}],
 )
 def test_costs_that_are_none(wrong):
     """Lengths are above 0, attention is a share."""
@@ -197,7 +237,8 @@ def test_a_cost_of_other_slices():
 
 
 @pytest.mark.parametrize(
-    ("length", "count", "attention"), [(3, 4, 0.5), (0, 1, 0.5), (4, 2, 2.0), (4, 2, "a"), (4.5, 2, 0.5), (4, 0, 0.5)]
+    ("length", "count", "attention"),
+    [(3, 4, 0.5), (0, 1, 0.5), (4, 2, 2.0), (4, 2, "a"), (4.5, 2, 0.5), (4, 0, 0.5)],
 )
 def test_slices_that_cannot_be_balanced(length, count, attention):
     """Every argument."""
@@ -213,20 +254,28 @@ def test_files_and_pictures_have_slices():
     cost = fp.Cost(slices=[2, 1], attention=0.25)
     assert S.from_json(S.to_json(cost)) == cost
     timeline = fp.simulate(schedule, cost)
-    events = [event for event in json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event
+        for event in json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"]
+        if event["ph"] == "X"
+    ]
     assert {event["args"]["slice"] for event in events} == {0, 1}
     picture = fp.draw(timeline)
     assert "2 slices" in picture.svg()
     assert "slice 1" in picture.svg()
     with pytest.raises(fp.ScheduleError, match="its microbatches are in slices"):
         to_torch_csv(S.one_f_one_b(2, 2, num_slices=2))
-    assert repr(schedule).startswith("<Schedule 1F1B, 2 slices+remat: 2 stages, 2 microbatches of 2 slices, 2 devices>")
+    assert repr(schedule).startswith(
+        "<Schedule 1F1B, 2 slices+remat: 2 stages, 2 microbatches of 2 slices, 2 devices>"
+    )
 
 
 def test_the_first_microbatches_keep_their_slices():
     """As a batch with fewer rows runs it."""
     schedule = S.one_f_one_b(2, 3, num_slices=2)
-    assert schedule.first(1) == fp.Schedule.parse("0F0.0 0F0.1 0B0.1 0B0.0\n1F0.0 1F0.1 1B0.1 1B0.0")
+    assert schedule.first(1) == fp.Schedule.parse(
+        "0F0.0 0F0.1 0B0.1 0B0.0\n1F0.0 1F0.1 1B0.1 1B0.0"
+    )
     assert schedule.forwards() == S.fill_drain(2, 3, num_slices=2, backward=False)
 
 
@@ -253,7 +302,9 @@ def test_measured_memory_is_of_whole_microbatches():
     """It says so."""
     import torch
 
-    made = fp.models.memory(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.zeros(4, 2))
+    made = fp.models.memory(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.zeros(4, 2)
+    )
     with pytest.raises(fp.PlanError, match="cuts them into slices"):
         made.peak(S.one_f_one_b(2, 2, num_slices=2))
 

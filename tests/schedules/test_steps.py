@@ -17,12 +17,17 @@ def test_it_comes_after_all_that_adds_and_after_the_sum_over_replicas():
 def test_sums_over_replicas_are_under_way_while_a_device_computes():
     """Behind its G an S would wait for the sums, and with it the backwards of other stages."""
     schedule = fp.schedules.reduce_grads(fp.schedules.interleaved(4, 2, num_devices=2))
-    assert [line.partition("B1 ")[2] for line in str(fp.schedules.step_params(schedule)).splitlines()] == [
+    assert [
+        line.partition("B1 ")[2] for line in str(fp.schedules.step_params(schedule)).splitlines()
+    ] == [
         "2G 0B0 0B1 0G 2S 0S",
         "3G 1B0 1B1 1G 3S 1S",
     ]
     cost = fp.Cost(1.0, backward=2.0, reduce=3.0, step=0.5)
-    assert fp.simulate(fp.schedules.step_params(schedule), cost).makespan == fp.simulate(schedule, cost).makespan + 0.5
+    assert (
+        fp.simulate(fp.schedules.step_params(schedule), cost).makespan
+        == fp.simulate(schedule, cost).makespan + 0.5
+    )
     half = fp.Schedule.parse("0F0 1F0 1B0 1G 0B0")  # only one stage is summed
     assert str(fp.schedules.step_params(half)) == "0F0 1F0 1B0 1G 0B0 0S 1S"
 
@@ -55,7 +60,10 @@ def test_orders_that_are_none(text, message):
 def test_it_takes_time_of_its_device_and_waits_for_the_sums():
     cost = fp.Cost(1.0, backward=2.0, reduce=5.0, step=3.0)
     plain = fp.simulate(fp.schedules.one_f_one_b(1, 2), cost).makespan
-    assert fp.simulate(fp.schedules.step_params(fp.schedules.one_f_one_b(1, 2)), cost).makespan == plain + 3
+    assert (
+        fp.simulate(fp.schedules.step_params(fp.schedules.one_f_one_b(1, 2)), cost).makespan
+        == plain + 3
+    )
     reduced = fp.schedules.step_params(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(1, 2)))
     timeline = fp.simulate(reduced, cost)
     assert timeline.makespan == plain + 5 + 3
@@ -66,7 +74,10 @@ def test_steps_beside_backwards_of_others_cost_nothing():
     """Of four stages all but the first step while the others' backwards still run."""
     cost = fp.Cost(1.0, backward=2.0, step=2.0)
     schedule = fp.schedules.one_f_one_b(4, 8)
-    assert fp.simulate(fp.schedules.step_params(schedule), cost).makespan == fp.simulate(schedule, cost).makespan + 2
+    assert (
+        fp.simulate(fp.schedules.step_params(schedule), cost).makespan
+        == fp.simulate(schedule, cost).makespan + 2
+    )
 
 
 def test_refusals():
@@ -78,4 +89,6 @@ def test_refusals():
 
 def test_torch_has_no_such_action():
     schedule = fp.schedules.one_f_one_b(2, 2)
-    assert fp.schedules.to_torch_csv(fp.schedules.step_params(schedule)) == fp.schedules.to_torch_csv(schedule)
+    assert fp.schedules.to_torch_csv(
+        fp.schedules.step_params(schedule)
+    ) == fp.schedules.to_torch_csv(schedule)

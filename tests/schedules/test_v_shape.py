@@ -1,4 +1,5 @@
-"""Schedules on a V, eager 1F1B and ZB-H2: legal for all counts, the published bubbles and memory, the laws."""
+"""Schedules on a V, eager 1F1B and ZB-H2: legal for all counts, the published bubbles and memory,
+the laws."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -40,14 +41,20 @@ def most_residuals(family: Family, devices: int) -> int:
 
 @random_sizes
 @given(st.sampled_from(V_SHAPED), st.integers(1, 10), st.integers(1, 30))
-def test_every_count_is_legal_complete_and_within_its_memory(family: Family, devices: int, count: int) -> None:
+def test_every_count_is_legal_complete_and_within_its_memory(
+    family: Family, devices: int, count: int
+) -> None:
     """Ascending, on a V, on as many devices as was asked for; remat of it is legal too."""
     count += 2 * devices if family is fp.schedules.dualpipe_v else 0
     schedule = family(2 * devices, count)
     check(schedule)
     check(fp.schedules.remat(schedule))
     assert schedule.is_ascending
-    assert (2 * devices, count, devices) == (schedule.num_stages, schedule.num_microbatches, schedule.num_devices)
+    assert (2 * devices, count, devices) == (
+        schedule.num_stages,
+        schedule.num_microbatches,
+        schedule.num_devices,
+    )
     assert (*range(devices), *reversed(range(devices))) == schedule.device_of
     assert max(fp.simulate(schedule, WHOLE).peak) <= most_residuals(family, devices)
     assert family(2 * devices, count, num_devices=devices) == schedule
@@ -56,7 +63,8 @@ def test_every_count_is_legal_complete_and_within_its_memory(family: Family, dev
 @random_sizes
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(0, 12))
 def test_any_memory_between_v_min_and_zb_v(devices: int, count: int, more: int) -> None:
-    """Legal, ascending, on a V, never more than it may; with more memory than ZB-V needs it is none the worse."""
+    """Legal, ascending, on a V, never more than it may; with more memory than ZB-V needs it is none
+    the worse."""
     residuals = 2 * ((devices + 4) // 3) + more
     schedule = fp.schedules.v_adaptive(2 * devices, count, residuals=residuals)
     check(schedule)
@@ -70,10 +78,13 @@ def test_any_memory_between_v_min_and_zb_v(devices: int, count: int, more: int) 
 
 @pytest.mark.parametrize("devices", [3, 4, 5, 6, 8])
 def test_the_adaptive_frontier(devices: int) -> None:
-    """The published bubbles at even memory, at most three more at odd; there half of a residual that I gives back helps them."""
+    """The published bubbles at even memory, at most three more at odd; there half of a residual
+    that I gives back helps them."""
     count = 2 * devices + 3
     for residuals in range(2 * ((devices + 4) // 3), 2 * devices + 1):
-        timeline = fp.simulate(fp.schedules.v_adaptive(2 * devices, count, residuals=residuals), WHOLE)
+        timeline = fp.simulate(
+            fp.schedules.v_adaptive(2 * devices, count, residuals=residuals), WHOLE
+        )
         rising = devices - 1 + 2 * (1 + (residuals + 1) // 2)
         published = 3 * devices - 1 - 3 * residuals + max(3 * devices, rising)
         allowed = 0 if residuals % 2 == 0 and residuals != 10 else 2
@@ -83,7 +94,9 @@ def test_the_adaptive_frontier(devices: int) -> None:
 @pytest.mark.parametrize("residuals", [3, 4.0, None])
 def test_too_little_memory_for_a_v(residuals: Any) -> None:
     """V-Min holds the least."""
-    with pytest.raises(fp.ScheduleError, match="residuals is a whole number from 4, what V-Min holds on 3 devices"):
+    with pytest.raises(
+        fp.ScheduleError, match="residuals is a whole number from 4, what V-Min holds on 3 devices"
+    ):
         fp.schedules.v_adaptive(6, 9, residuals=residuals)
 
 
@@ -93,7 +106,9 @@ def torchs(cls: type, devices: int, microbatches: int) -> str:
     made.pp_group_size, made.num_stages, made._n_microbatches = devices, 2 * devices, microbatches
     rows: list[str] = []
     for rank in range(devices):
-        found = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
+        found = [
+            action for action in made._calculate_single_rank_operations(rank) if action is not None
+        ]
         rows.append(" ".join(map(words, found)))
     return "\n".join(rows)
 
@@ -105,16 +120,22 @@ def words(action: Any) -> str:
 
 @pytest.mark.parametrize("devices", range(1, 6))
 def test_zbv_and_dualpipe_v_equal_torchs(devices: int) -> None:
-    """Word for word, also with fewer microbatches than fill the V (DualPipeV refuses those, as torch does)."""
+    """Word for word, also with fewer microbatches than fill the V (DualPipeV refuses those, as
+    torch does)."""
     for count in range(1, 14):
-        assert torchs(theirs.ScheduleZBVZeroBubble, devices, count) == str(fp.schedules.zbv(2 * devices, count))
+        assert torchs(theirs.ScheduleZBVZeroBubble, devices, count) == str(
+            fp.schedules.zbv(2 * devices, count)
+        )
         if count >= 2 * devices:
-            assert torchs(theirs.ScheduleDualPipeV, devices, count) == str(fp.schedules.dualpipe_v(2 * devices, count))
+            assert torchs(theirs.ScheduleDualPipeV, devices, count) == str(
+                fp.schedules.dualpipe_v(2 * devices, count)
+            )
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
 def test_zbv_has_no_bubble_where_all_kinds_take_the_same_time(devices: int) -> None:
-    """Span is the work; a single batch waits for the first forward to come down. All devices hold the same."""
+    """Span is the work; a single batch waits for the first forward to come down. All devices hold
+    the same."""
     for count in (2 * devices - 1, 2 * devices + 3):
         timeline = fp.simulate(fp.schedules.zbv(2 * devices, count), WHOLE)
         assert (6 * count, 6 * count + devices - 1) == (timeline.span, timeline.makespan)
@@ -124,12 +145,16 @@ def test_zbv_has_no_bubble_where_all_kinds_take_the_same_time(devices: int) -> N
 @pytest.mark.parametrize(("devices", "bubble"), [(4, 24), (8, 56)])
 def test_zbv_bubbles_where_kinds_differ(devices: int, bubble: float) -> None:
     """F, I, W of 10, 12, 8: what the authors' own generator gives."""
-    assert 24 * 60 + bubble == fp.simulate(fp.schedules.zbv(2 * devices, 24), fp.Cost(10, 12, 8)).span
+    assert (
+        24 * 60 + bubble == fp.simulate(fp.schedules.zbv(2 * devices, 24), fp.Cost(10, 12, 8)).span
+    )
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 7, 8, 9, 16])
 @pytest.mark.parametrize("times", [1, 3])
-def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(devices: int, times: int) -> None:
+def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(
+    devices: int, times: int
+) -> None:
     """Exactly, or less; the bubble does not grow with the microbatches."""
     half = max(1, 3 * devices - (4 if devices % 2 else 7))
     least = 4 * devices - (5 if devices % 3 else 7)
@@ -139,14 +164,18 @@ def test_v_half_and_v_min_reach_the_published_bubbles_at_the_published_memory(de
     assert 6 * count + half == lean.makespan
     assert 6 * count + least - 2 <= leaner.makespan <= 6 * count + least
     if times > 1:
-        assert (most_residuals(fp.schedules.v_half, devices), most_residuals(fp.schedules.v_min, devices)) == (
+        assert (
+            most_residuals(fp.schedules.v_half, devices),
+            most_residuals(fp.schedules.v_min, devices),
+        ) == (
             max(lean.peak),
             max(leaner.peak),
         )
 
 
 @pytest.mark.parametrize(
-    ("devices", "count", "makespan"), [(2, 4, 26), (4, 10, 66), (4, 16, 102), (8, 20, 134), (8, 32, 206)]
+    ("devices", "count", "makespan"),
+    [(2, 4, 26), (4, 10, 66), (4, 16, 102), (8, 20, 134), (8, 32, 206)],
 )
 def test_dualpipe_v_takes_the_published_time(devices: int, count: int, makespan: int) -> None:
     """With F and B joined as DeepSeek runs them, and, action by action, half the bubble of that."""
@@ -158,10 +187,15 @@ def test_dualpipe_v_takes_the_published_time(devices: int, count: int, makespan:
 
 
 @pytest.mark.parametrize(
-    ("both", "bubbles"), [(3.0, (2, 6, 14)), (2.5, (1.5, 4.5, 10.5)), (2.0, (1, 3, 7))], ids=["3", "2.5", "2"]
+    ("both", "bubbles"),
+    [(3.0, (2, 6, 14)), (2.5, (1.5, 4.5, 10.5)), (2.0, (1, 3, 7))],
+    ids=["3", "2.5", "2"],
 )
-def test_what_overlapping_hides_as_deepseek_counts_it(both: float, bubbles: tuple[float, ...]) -> None:
-    """Table 2 of arXiv 2412.19437 for 2 D stages: a bubble of (D - 1)(F&B + B - 3 W), here with F = I = W = 1."""
+def test_what_overlapping_hides_as_deepseek_counts_it(
+    both: float, bubbles: tuple[float, ...]
+) -> None:
+    """Table 2 of arXiv 2412.19437 for 2 D stages: a bubble of (D - 1)(F&B + B - 3 W), here with F =
+    I = W = 1."""
     link = (3 - both) / 2
     cost = fp.Cost(forward_link=link, backward_link=link)
     for devices, bubble in zip((2, 4, 8), bubbles, strict=True):
@@ -173,7 +207,10 @@ def test_what_overlapping_hides_as_deepseek_counts_it(both: float, bubbles: tupl
 
 def idle(timeline: fp.Timeline) -> list[float]:
     """For how long each device does nothing before its own last action ends."""
-    ends = [max(span.end for span in timeline.spans if span.device == d) for d in range(timeline.num_devices)]
+    ends = [
+        max(span.end for span in timeline.spans if span.device == d)
+        for d in range(timeline.num_devices)
+    ]
     return [end - busy for end, busy in zip(ends, timeline.busy, strict=True)]
 
 
@@ -199,9 +236,9 @@ def test_zb_h2_has_the_bubbles_of_the_paper(
     p: int, m: int, f: float, i: float, w: float, c: float, bubble: float
 ) -> None:
     """Tables 5 and 8 of arXiv 2401.10241, to four digits."""
-    assert fp.simulate(fp.schedules.zb_h2(p, m), fp.Cost(f, i, w, comm=c)).span_bubble == pytest.approx(
-        bubble, abs=5e-5
-    )
+    assert fp.simulate(
+        fp.schedules.zb_h2(p, m), fp.Cost(f, i, w, comm=c)
+    ).span_bubble == pytest.approx(bubble, abs=5e-5)
 
 
 @random_sizes
@@ -247,11 +284,16 @@ def test_counts_that_make_no_v_are_refused_all_at_once(family: Family) -> None:
     assert [
         "no such schedule:",
         "  * num_microbatches is positive; got 0",
-        "  * a V has two stages a device, so num_stages is twice num_devices; got 6 stages on 2 devices; take num_devices=3",
+        (
+            "  * a V has two stages a device, so num_stages is twice num_devices; got 6 stages on "
+            "2 devices; take num_devices=3"
+        ),
     ] == str(error.value).splitlines()
     with pytest.raises(fp.ScheduleError, match="got 5 stages on 5 devices; take num_stages=6"):
         family(5, 20)
-    with pytest.raises(fp.ScheduleError, match="num_devices is at most num_stages; got 3 devices for 2 stages"):
+    with pytest.raises(
+        fp.ScheduleError, match="num_devices is at most num_stages; got 3 devices for 2 stages"
+    ):
         family(2, 20, num_devices=3)
     with pytest.raises(fp.ScheduleError, match=r"num_stages is a whole number; got 4\.0"):
         family(4.0, 20)
@@ -262,8 +304,8 @@ def test_dualpipe_v_refuses_too_few_microbatches() -> None:
     with pytest.raises(fp.ScheduleError) as error:
         fp.schedules.dualpipe_v(6, 5)
     assert (
-        "no such schedule: DualPipeV fills the V with 6 microbatches, one for each stage; got 5; take more "
-        "microbatches, or fp.schedules.zbv, which takes any number" == str(error.value)
+        "no such schedule: DualPipeV fills the V with 6 microbatches, one for each stage; got 5; "
+        "take more microbatches, or fp.schedules.zbv, which takes any number" == str(error.value)
     )
 
 
@@ -274,7 +316,9 @@ def test_v_shaped_families_are_named_for_pictures() -> None:
 
 def lawful() -> list[fp.Schedule]:
     """Small ones of every new family, and two with remat."""
-    made = [family(4, 4) for family in [*V_SHAPED, fp.schedules.zb_h2, fp.schedules.eager_one_f_one_b]]
+    made = [
+        family(4, 4) for family in [*V_SHAPED, fp.schedules.zb_h2, fp.schedules.eager_one_f_one_b]
+    ]
     made += [family(4, 1) for family in ANY_COUNT]
     return [
         *made,
@@ -309,7 +353,12 @@ def test_they_obey_the_laws(schedule: fp.Schedule) -> None:
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
     expected = fp.run_sequential(plan, params, batch, threads_per_lane=1)
     like = fp.schedules.one_f_one_b(4, schedule.num_microbatches)
-    plain = fp.run(fp.make_plan(stages, like, loss=F.mse_loss, devices="cpu"), params, batch, threads_per_lane=1)
+    plain = fp.run(
+        fp.make_plan(stages, like, loss=F.mse_loss, devices="cpu"),
+        params,
+        batch,
+        threads_per_lane=1,
+    )
     assert_same_result(plain, expected)
     for executor in EXECUTORS:
         result = fp.run(plan, params, batch, executor=executor, threads_per_lane=1)
@@ -335,9 +384,13 @@ def test_a_run_holds_what_the_simulation_says(schedule: fp.Schedule, executor: s
 
         return fp.stage(fn)
 
-    plan = fp.make_plan([part(stage) for stage in range(4)], schedule, loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [part(stage) for stage in range(4)], schedule, loss=F.mse_loss, devices="cpu"
+    )
     x = torch.randn(2 * schedule.num_microbatches, 3)
-    fp.run(plan, tuple(torch.full((3,), 1.0 + stage) for stage in range(4)), (x, x), executor=executor)
+    fp.run(
+        plan, tuple(torch.full((3,), 1.0 + stage) for stage in range(4)), (x, x), executor=executor
+    )
     assert list(fp.simulate(schedule, fp.Cost(weight_residual=0)).peak) == most
 
 
@@ -347,13 +400,21 @@ def test_halves_of_backwards_come_in_the_order_of_the_microbatches(family: Famil
     for order in family(8, 11).orders:
         for halves in ((fp.Kind.F,), (fp.Kind.B, fp.Kind.I), (fp.Kind.B, fp.Kind.W)):
             for stage in {action.stage for action in order}:
-                visits = [action.microbatch for action in order if action.stage == stage and action.kind in halves]
+                visits = [
+                    action.microbatch
+                    for action in order
+                    if action.stage == stage and action.kind in halves
+                ]
                 assert all(b - a == 1 for a, b in pairwise(visits))
 
 
 @pytest.mark.parametrize("block", [v_shape._half_block, v_shape._min_block])
 @pytest.mark.parametrize("devices", [*range(1, 14), pytest.param(64, marks=pytest.mark.slow)])
-def test_what_repeats_is_worked_out_once_and_nothing_differs(block: Callable[..., Any], devices: int) -> None:
+def test_what_repeats_is_worked_out_once_and_nothing_differs(
+    block: Callable[..., Any], devices: int
+) -> None:
     for microbatches in (1, 2 * devices + 4, 2 * devices + 5, 3 * devices + 9):
         lanes = repeated(microbatches, [block(device, devices) for device in range(devices)])
-        assert steady(block, devices, microbatches) == squeezed(lanes, most_held(lanes)), microbatches
+        assert steady(block, devices, microbatches) == squeezed(lanes, most_held(lanes)), (
+            microbatches
+        )

@@ -1,4 +1,5 @@
-"""Proofs by OR-Tools: the published optima, remat and offload, and what the solver is not asked for."""
+"""Proofs by OR-Tools: the published optima, remat and offload, and what the solver is not asked
+for."""
 
 import random
 import subprocess
@@ -33,7 +34,12 @@ def test_a_proof_closes_the_gap(case, cap, objective, value):
     """What the bounds leave open, the solver closes, with fractions too."""
     devices, microbatches, forward, inward, weight, hop = case
     cost = fp.Cost(forward, inward, weight, comm=hop)
-    options = {"num_devices": devices, "num_microbatches": microbatches, "memory_limit": cap, "objective": objective}
+    options = {
+        "num_devices": devices,
+        "num_microbatches": microbatches,
+        "memory_limit": cap,
+        "objective": objective,
+    }
     found = fp.search(cost, evaluations=300, exact=True, seconds=100, **options)
     assert (0.0, "bound") == (found.gap, found.ended)
     if value is not None:
@@ -41,10 +47,17 @@ def test_a_proof_closes_the_gap(case, cap, objective, value):
 
 
 def test_what_the_solver_finds_is_a_schedule():
-    """From a bad start (no search before it) it comes to the optimum, legal and within the limit."""
+    """From a bad start (no search before it) it comes to the optimum, legal and within the
+    limit."""
     cost = fp.Cost()
     found = fp.search(
-        cost, num_devices=3, num_microbatches=6, memory_limit=[2, 2, 2], evaluations=1, exact=True, seconds=60
+        cost,
+        num_devices=3,
+        num_microbatches=6,
+        memory_limit=[2, 2, 2],
+        evaluations=1,
+        exact=True,
+        seconds=60,
     )
     assert ("exact", "bound", 25) == (found.source, found.ended, found.makespan)
     timeline = fp.simulate(found.schedule, cost)
@@ -113,7 +126,12 @@ def test_a_proof_where_residuals_need_not_stay(allowed, seeds):
             seconds=60,
         )
         makespan, proven = reference(one, found.schedule, seconds=60)
-        assert (makespan, proven, 0.0, "bound") == (found.makespan, found.makespan, found.gap, found.ended), one
+        assert (makespan, proven, 0.0, "bound") == (
+            found.makespan,
+            found.makespan,
+            found.gap,
+            found.ended,
+        ), one
         assert max(found.peak) <= one.limit
 
 
@@ -125,21 +143,34 @@ def test_a_proof_where_backwards_take_less_as_a_whole(seeds):
     kinds = set()
     for seed in seeds:
         one = small(seed)
-        halves = [one.cost.of(fp.Kind.I, stage) + one.cost.of(fp.Kind.W, stage) for stage in range(len(one.placement))]
+        halves = [
+            one.cost.of(fp.Kind.I, stage) + one.cost.of(fp.Kind.W, stage)
+            for stage in range(len(one.placement))
+        ]
         rng = random.Random(seed)
         cost = replace(one.cost, backward=[rng.randint(time // 2, time) for time in halves])
-        options = {"num_devices": one.devices, "num_microbatches": one.microbatches, "placement": one.placement}
+        options = {
+            "num_devices": one.devices,
+            "num_microbatches": one.microbatches,
+            "placement": one.placement,
+        }
         options |= {"memory_limit": one.limit, "seconds": 60}
         found = fp.search(cost, evaluations=3_000, **options)
         proven = fp.search(cost, evaluations=200, exact=True, **options)
         assert (0.0, "bound") == (proven.gap, proven.ended), one
-        assert found.lower_bound <= found.makespan == proven.makespan == fp.simulate(proven.schedule, cost).makespan
+        assert (
+            found.lower_bound
+            <= found.makespan
+            == proven.makespan
+            == fp.simulate(proven.schedule, cost).makespan
+        )
         kinds |= {action.kind for order in found.schedule.orders for action in order}
     assert {fp.Kind.B, fp.Kind.I, fp.Kind.W} <= kinds
 
 
 def test_microbatches_overtake_where_moves_are_slow():
-    """Found where the other moves of a search find 199: number 36 of the benchmark. The proof, of 189, is a matter of luck."""
+    """Found where the other moves of a search find 199: number 36 of the benchmark. The proof, of
+    189, is a matter of luck."""
     from search_reference import instance
 
     one = instance(36)
@@ -160,7 +191,8 @@ def test_microbatches_overtake_where_moves_are_slow():
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_every_schedule_is_a_solution_of_the_model(seed):
-    """So its bound is none too high: orders at random, with R, O and L, as the clock times them, in the memory that they take.
+    """So its bound is none too high: orders at random, with R, O and L, as the clock times them, in
+    the memory that they take.
 
     Some stages' backwards take less time, or memory, whole than in halves.
     """
@@ -172,13 +204,20 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
     cost, saves = one.cost, set()
     if rng.random() < 0.6:
         both = [cost.of(fp.Kind.I, stage) + cost.of(fp.Kind.W, stage) for stage in range(stages)]
-        whole, rest = [rng.randint(time // 2, time) for time in both], [rng.randint(0, 4) for _ in both]
+        whole, rest = (
+            [rng.randint(time // 2, time) for time in both],
+            [rng.randint(0, 4) for _ in both],
+        )
         cost = replace(cost, backward=whole, weight_residual=rest)
         saves = {s for s in range(stages) if whole[s] < both[s] or rest[s] > cost.residual[s]}
     extra = [(), *[(fp.Kind.R,)] * again, *[(fp.Kind.O, fp.Kind.L)] * moved]
     backwards = [(fp.Kind.I, fp.Kind.W), (fp.Kind.B,)]
     chains = {
-        (stage, microbatch): [fp.Kind.F, *rng.choice(extra), *rng.choice(backwards[: 1 + (stage in saves)])]
+        (stage, microbatch): [
+            fp.Kind.F,
+            *rng.choice(extra),
+            *rng.choice(backwards[: 1 + (stage in saves)]),
+        ]
         for stage in range(stages)
         for microbatch in range(one.microbatches)
     }
@@ -196,7 +235,9 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
     timeline = fp.simulate(fp.Schedule(tuple(map(tuple, orders))), cost)
     limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
     for objective in ("makespan", "span"):
-        problem = Problem(cost, one.placement, one.microbatches, limits, objective, remat=again, offload=moved)
+        problem = Problem(
+            cost, one.placement, one.microbatches, limits, objective, remat=again, offload=moved
+        )
         unit, exact = unit_of(problem)
         model = ConstraintProgram(problem, cp_model, {}, unit, exact=exact, ordered=False)
         assert model.complete
@@ -211,14 +252,17 @@ def test_every_schedule_is_a_solution_of_the_model(seed):
                 model.cp.Add(model.starts[whole._replace(kind=fp.Kind.I)] == starts[whole])
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
-        solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end Python without a word
+        solver.parameters.catch_sigint_signal = (
+            False  # afterwards Ctrl-C would end Python without a word
+        )
         assert solver.Solve(model.cp) == cp_model.OPTIMAL
         assert solver.ObjectiveValue() * unit == problem.value(timeline)
         assert starts == model.solution(solver)
 
 
 def _before(kind, stage, microbatch, stages):
-    """What of other stages and microbatches runs before; stage 0 begins microbatches in the order of their numbers."""
+    """What of other stages and microbatches runs before; stage 0 begins microbatches in the order
+    of their numbers."""
     if kind is fp.Kind.F:
         if stage:
             yield fp.Action(kind, stage - 1, microbatch)
@@ -234,7 +278,8 @@ def _before(kind, stage, microbatch, stages):
     ids=lambda more: next(iter(more)),
 )
 def test_what_the_model_leaves_out_or_nobody_asks_for_leaves_its_bound(more):
-    """Outputs, skips and links let more schedules in, none out; a time of R is nothing where there is none."""
+    """Outputs, skips and links let more schedules in, none out; a time of R is nothing where there
+    is none."""
     found = fp.search(
         fp.Cost(1, 1, 1, **more),
         num_devices=3,
@@ -248,9 +293,12 @@ def test_what_the_model_leaves_out_or_nobody_asks_for_leaves_its_bound(more):
 
 
 def test_a_shorter_span_may_take_longer():
-    """No schedule as short as the shortest, of 47, has a span of 46: what begins a proof must not end it there."""
+    """No schedule as short as the shortest, of 47, has a span of 46: what begins a proof must not
+    end it there."""
     cost = fp.Cost((6, 5, 2), (1, 4, 4), (3, 6, 3), comm=(4, 2))
-    short, narrow = (Problem(cost, (1, 0, 1), 2, (3.0, 3.0), objective) for objective in ("makespan", "span"))
+    short, narrow = (
+        Problem(cost, (1, 0, 1), 2, (3.0, 3.0), objective) for objective in ("makespan", "span")
+    )
     (shortest,) = solve(short, None, seconds=60, seed=0)
     hint = fp.simulate(fp.Schedule(shortest.orders), cost)
     assert (47, 47) == (shortest.bound, hint.makespan)
@@ -277,29 +325,52 @@ def test_no_time_is_left_for_the_solver():
 
 def test_loose_flags_are_refused():
     with pytest.raises(fp.ScheduleError, match="remat is True or False; got 'no'"):
-        fp.search(fp.Cost(), num_devices=3, num_microbatches=6, memory_limit=2, exact=True, remat="no")
+        fp.search(
+            fp.Cost(), num_devices=3, num_microbatches=6, memory_limit=2, exact=True, remat="no"
+        )
 
 
 def test_too_large_a_problem_is_left_to_the_search():
     """It would take hours."""
     found = fp.search(
-        fp.Cost(5, 6, 4, comm=1), num_devices=16, num_microbatches=100, evaluations=60, exact=True, seconds=60
+        fp.Cost(5, 6, 4, comm=1),
+        num_devices=16,
+        num_microbatches=100,
+        evaluations=60,
+        exact=True,
+        seconds=60,
     )
     assert "exact" != found.source
 
 
 def test_costs_that_are_no_whole_numbers_of_anything():
-    """Their times are rounded for the solver; what it finds is timed by the true ones, and it proves nothing."""
+    """Their times are rounded for the solver; what it finds is timed by the true ones, and it
+    proves nothing."""
     cost = fp.Cost(3**0.5, 2**0.5, 5**0.5 / 2, comm=0.1 * 7**0.5)
-    found = fp.search(cost, num_devices=3, num_microbatches=5, memory_limit=2, evaluations=50, exact=True, seconds=20)
+    found = fp.search(
+        cost,
+        num_devices=3,
+        num_microbatches=5,
+        memory_limit=2,
+        evaluations=50,
+        exact=True,
+        seconds=20,
+    )
     assert found.makespan == fp.simulate(found.schedule, cost).makespan
     assert found.lower_bound <= found.makespan
 
 
 @pytest.mark.parametrize("size", [0.7234567891, 1e-7, 123456789.123, 3.0])
 def test_memory_of_any_size_is_rounded_towards_what_fits(size):
-    """No bound above what was found, and no number that the solver cannot take: the sizes of real residuals."""
-    options = {"num_devices": 2, "num_microbatches": 4, "evaluations": 40, "exact": True, "seconds": 60}
+    """No bound above what was found, and no number that the solver cannot take: the sizes of real
+    residuals."""
+    options = {
+        "num_devices": 2,
+        "num_microbatches": 4,
+        "evaluations": 40,
+        "exact": True,
+        "seconds": 60,
+    }
     cost = fp.Cost(2, 3, 2, residual=size, weight_residual=size * 0.9)
     whole = fp.Cost(2, 3, 2, residual=1, weight_residual=0.9)
     found, like = (
@@ -308,9 +379,17 @@ def test_memory_of_any_size_is_rounded_towards_what_fits(size):
     )
     assert found.lower_bound <= found.makespan
     assert (like.makespan, like.ended) == (found.makespan, found.ended)
-    several = fp.Cost(1, 1, 1, residual=[size, size * 1.37, size / 3, size], weight_residual=[size / 7] * 4)
+    several = fp.Cost(
+        1, 1, 1, residual=[size, size * 1.37, size / 3, size], weight_residual=[size / 7] * 4
+    )
     fp.search(
-        several, num_devices=4, num_microbatches=3, memory_limit=size * 2.345678, evaluations=20, exact=True, seconds=20
+        several,
+        num_devices=4,
+        num_microbatches=3,
+        memory_limit=size * 2.345678,
+        evaluations=20,
+        exact=True,
+        seconds=20,
     )
 
 
@@ -325,7 +404,9 @@ try:
 except KeyboardInterrupt:
     print("caught")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ("caught\n", 0) == (done.stdout, done.returncode)
 
 
@@ -334,5 +415,10 @@ def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     with pytest.raises(fp.ScheduleError, match=r"pip install 'torch-funcpipe\[solve\]'"):
         fp.search(
-            fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=5, memory_limit=2, evaluations=50, exact=True
+            fp.Cost(5, 6, 4, comm=1),
+            num_devices=3,
+            num_microbatches=5,
+            memory_limit=2,
+            evaluations=50,
+            exact=True,
         )

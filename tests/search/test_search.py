@@ -1,4 +1,5 @@
-"""The search: what it finds is legal, within its limits, repeatable, and no better than its bounds allow."""
+"""The search: what it finds is legal, within its limits, repeatable, and no better than its bounds
+allow."""
 
 import itertools
 import random
@@ -23,7 +24,11 @@ TIMES = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0])
 def costs(draw, stages):
     """Costs with numbers per stage, hops, links, skips."""
     row = st.lists(TIMES, min_size=stages, max_size=stages)
-    fields = {"comm": draw(st.one_of(st.just(0.0), st.lists(TIMES, min_size=stages - 1, max_size=stages - 1)))}
+    fields = {
+        "comm": draw(
+            st.one_of(st.just(0.0), st.lists(TIMES, min_size=stages - 1, max_size=stages - 1))
+        )
+    }
     if draw(st.booleans()):
         fields |= {"bandwidth": draw(TIMES), "output": draw(row)}
     if stages > 2 and draw(st.booleans()):
@@ -38,9 +43,15 @@ def costs(draw, stages):
 @st.composite
 def searches(draw):
     """What to search for: counts, costs, a limit that some schedule keeps, options."""
-    devices, share, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 6))
+    devices, share, microbatches = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 6)),
+    )
     cost = draw(costs(devices * share))
-    simplest = fp.simulate(fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost)
+    simplest = fp.simulate(
+        fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost
+    )
     limit = draw(st.sampled_from([None, *(factor * max(simplest.peak) for factor in (1.0, 1.5))]))
     return {
         "cost": cost,
@@ -61,7 +72,11 @@ def test_what_is_found_is_legal_fits_and_says_the_truth(options):
     """By the simulator, which knows nothing of the search."""
     found = fp.search(**options)
     timeline = fp.simulate(found.schedule, options["cost"])
-    assert (timeline.makespan, timeline.span, timeline.peak) == (found.makespan, found.span, found.peak)
+    assert (timeline.makespan, timeline.span, timeline.peak) == (
+        found.makespan,
+        found.span,
+        found.peak,
+    )
     if options["memory_limit"] is not None:
         assert max(timeline.peak) <= options["memory_limit"] * (1 + 1e-9)
     value = timeline.makespan if options["objective"] == "makespan" else timeline.span
@@ -79,7 +94,8 @@ def test_what_is_found_is_legal_fits_and_says_the_truth(options):
 @settings(max_examples=60)
 @given(st.data())
 def test_no_schedule_beats_the_bounds(data):
-    """Every family and orders at random, under random costs and the memory that they need, for both objectives."""
+    """Every family and orders at random, under random costs and the memory that they need, for both
+    objectives."""
     devices, share, microbatches = (
         data.draw(st.integers(1, 4)),
         data.draw(st.integers(1, 2)),
@@ -121,7 +137,9 @@ def test_rules_say_what_the_simulator_says(data):
     stages = devices * share
     cost = data.draw(costs(stages).filter(lambda cost: not cost.skips and cost.bandwidth is None))
     shape = data.draw(st.sampled_from(["line", "loop", *(["v"] if share == 2 else [])]))
-    limit = data.draw(st.sampled_from([float("inf"), 4 * max(cost.residual), 8 * max(cost.residual)]))
+    limit = data.draw(
+        st.sampled_from([float("inf"), 4 * max(cost.residual), 8 * max(cost.residual)])
+    )
     problem = Problem(
         cost,
         placed(shape, stages, devices),
@@ -130,7 +148,11 @@ def test_rules_say_what_the_simulator_says(data):
         data.draw(st.sampled_from(["makespan", "span"])),
         remat=data.draw(st.booleans()),
     )
-    tried = [listed for rules in itertools.islice(seeds(problem), 0, None, 7) if (listed := run(problem, rules))]
+    tried = [
+        listed
+        for rules in itertools.islice(seeds(problem), 0, None, 7)
+        if (listed := run(problem, rules))
+    ]
     for listed in tried:
         timeline = fp.simulate(as_schedule(listed.lanes, "listed"), cost)
         assert problem.value(timeline) <= listed.score.value * (1 + 1e-9)
@@ -147,15 +169,20 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
         data.draw(st.integers(0, 99)),
     )
     cost = data.draw(costs(devices).filter(lambda cost: not cost.skips and cost.bandwidth is None))
-    schedule = data.draw(st.sampled_from([fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2]))(
-        devices, microbatches
-    )
+    schedule = data.draw(
+        st.sampled_from([fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2])
+    )(devices, microbatches)
     before = fp.simulate(schedule, cost)
-    problem = Problem(cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak))
+    problem = Problem(
+        cost, schedule.device_of, microbatches, tuple(max(peak, 1.0) for peak in before.peak)
+    )
     lanes = [OrderedLane(actions, frozenset()) for actions in coded(schedule.orders)]
     value = before.makespan
     for better in polish(Bench(problem), lanes, random.Random(seed), Budget(150, 60), good=0.0):
-        orders = tuple(tuple(fp.Action(CODED[code], *place) for code, *place in lane.actions) for lane in better)
+        orders = tuple(
+            tuple(fp.Action(CODED[code], *place) for code, *place in lane.actions)
+            for lane in better
+        )
         after = fp.simulate(fp.Schedule(orders), cost)
         assert after.makespan < value
         assert problem.fits(after.peak)
@@ -164,7 +191,8 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
 
 @pytest.mark.parametrize("allowed", ["remat", "offload"])
 def test_a_move_makes_room_for_itself(allowed):
-    """By R, or O and L: each shorter schedule takes the time that was said, and holds no more at any time than it may."""
+    """By R, or O and L: each shorter schedule takes the time that was said, and holds no more at
+    any time than it may."""
     cost = fp.Cost([2, 1, 2], [2, 2, 1], [1, 2, 2], offload=[1, 2, 1], comm=1, weight_residual=1.0)
     kinds = set()
     for seed in range(6):
@@ -173,7 +201,12 @@ def test_a_move_makes_room_for_itself(allowed):
         bench = Bench(problem)
         lanes = [
             OrderedLane(
-                [(CODE[kind], stage, m) for m in range(5) for kind in (fp.Kind.F, fp.Kind.I, fp.Kind.W)], frozenset()
+                [
+                    (CODE[kind], stage, m)
+                    for m in range(5)
+                    for kind in (fp.Kind.F, fp.Kind.I, fp.Kind.W)
+                ],
+                frozenset(),
             )
             for stage in range(3)
         ]
@@ -189,7 +222,8 @@ def test_a_move_makes_room_for_itself(allowed):
 
 @pytest.mark.parametrize("start", [fp.schedules.one_f_one_b, fp.schedules.zero_bubble])
 def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(start):
-    """From wholes as from halves; gradients of weights are still added up in the order of the microbatches."""
+    """From wholes as from halves; gradients of weights are still added up in the order of the
+    microbatches."""
     cost = fp.Cost([2, 3, 2], [2, 2, 3], [3, 2, 2], backward=[4, 3, 4], comm=1)
     for seed in range(4):
         schedule = start(3, 5)
@@ -197,20 +231,33 @@ def test_a_backward_is_parted_or_its_halves_are_joined_where_that_is_shorter(sta
         lanes = [OrderedLane(actions, frozenset()) for actions in coded(schedule.orders)]
         kinds = {action.kind for order in schedule.orders for action in order}
         value = fp.simulate(schedule, cost).makespan
-        for better in polish(Bench(problem), lanes, random.Random(seed), Budget(2_000, 60), good=0.0):
+        for better in polish(
+            Bench(problem), lanes, random.Random(seed), Budget(2_000, 60), good=0.0
+        ):
             found = as_schedule([lane.actions for lane in better], "moved")
             timeline = fp.simulate(found, cost)
             assert timeline.makespan < value
             assert problem.fits(timeline.peak)
             assert found.is_ascending
-            value, kinds = timeline.makespan, kinds | {action.kind for order in found.orders for action in order}
+            value, kinds = (
+                timeline.makespan,
+                kinds | {action.kind for order in found.orders for action in order},
+            )
         assert {fp.Kind.B, fp.Kind.I, fp.Kind.W} <= kinds
 
 
 def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
     """Moves find where it pays; no rule and no family does."""
-    options = {"num_devices": 4, "num_microbatches": 8, "memory_limit": 2, "evaluations": 5_000, "seconds": 300}
-    found, plain = (fp.search(fp.Cost(offload=0.5), offload=offload, **options) for offload in (True, False))
+    options = {
+        "num_devices": 4,
+        "num_microbatches": 8,
+        "memory_limit": 2,
+        "evaluations": 5_000,
+        "seconds": 300,
+    }
+    found, plain = (
+        fp.search(fp.Cost(offload=0.5), offload=offload, **options) for offload in (True, False)
+    )
     assert found.makespan <= 34 < 41 == plain.makespan
     assert max(found.peak) <= 2
 
@@ -218,7 +265,9 @@ def test_the_host_takes_what_two_residuals_do_not_leave_room_for():
 def test_an_action_moves_past_those_of_others_only():
     """Not past its own stage's of the same microbatch, nor past the same kind of its stage."""
     lane = [(CODE[a.kind], a.stage, a.microbatch) for a in fp.schedules.zb_h2(2, 3).orders[1]]
-    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(map(str, fp.schedules.zb_h2(2, 3).orders[1]))
+    assert "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2" == " ".join(
+        map(str, fp.schedules.zb_h2(2, 3).orders[1])
+    )
     assert [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 7), (2, 6), (7, 7), (8, 8)] == [
         bounds_of(lane, at) for at in range(9)
     ]
@@ -226,17 +275,29 @@ def test_an_action_moves_past_those_of_others_only():
 
 def test_the_same_seed_finds_the_same():
     """A number of evaluations makes it repeatable; another seed may find another."""
-    options = {"num_devices": 4, "num_microbatches": 8, "memory_limit": 3, "evaluations": 400, "seconds": 300}
+    options = {
+        "num_devices": 4,
+        "num_microbatches": 8,
+        "memory_limit": 3,
+        "evaluations": 400,
+        "seconds": 300,
+    }
     cost = fp.Cost(5, 6, 4, comm=1)
     one, other = (fp.search(cost, seed=3, **options) for _ in range(2))
     assert "evaluations" == one.ended
-    assert (one.schedule, one.evaluations, one.source) == (other.schedule, other.evaluations, other.source)
+    assert (one.schedule, one.evaluations, one.source) == (
+        other.schedule,
+        other.evaluations,
+        other.source,
+    )
 
 
 def test_seconds_cut_it_short():
     """And the result says so."""
     cost = fp.Cost([1.0, 1.1] * 8, [1.2, 0.9] * 8, [0.7, 0.8] * 8, comm=0.1)
-    found = fp.search(cost, num_devices=16, num_microbatches=64, evaluations=10**9, seconds=0.5, objective="span")
+    found = fp.search(
+        cost, num_devices=16, num_microbatches=64, evaluations=10**9, seconds=0.5, objective="span"
+    )
     assert "seconds" == found.ended
 
 
@@ -245,7 +306,12 @@ def test_stages_that_differ_and_torch_s_orders():
     """Unequal times on a V: beaten at equal or lower memory, as in no static order."""
     for times in ((1, 1.4, 0.6), (1, 2, 1), (1, 0.8, 1.2), (1, 1, 1)):
         cost = fp.Cost(*times, weight_residual=1.0)
-        for family in (fp.schedules.interleaved, fp.schedules.zero_bubble, fp.schedules.zbv, fp.schedules.dualpipe_v):
+        for family in (
+            fp.schedules.interleaved,
+            fp.schedules.zero_bubble,
+            fp.schedules.zbv,
+            fp.schedules.dualpipe_v,
+        ):
             theirs = fp.simulate(family(16, 32, num_devices=8), cost)
             found = fp.search(
                 cost,
@@ -263,7 +329,13 @@ def test_stages_that_differ_and_torch_s_orders():
 def test_residuals_go_to_the_host_where_memory_is_short():
     """Without it there is no such schedule; the links' time counts."""
     cost = fp.Cost(1, 1, 1, offload=0.2, weight_residual=1.0)
-    options = {"num_devices": 6, "num_microbatches": 12, "memory_limit": 3, "evaluations": 300, "seconds": 120}
+    options = {
+        "num_devices": 6,
+        "num_microbatches": 12,
+        "memory_limit": 3,
+        "evaluations": 300,
+        "seconds": 120,
+    }
     plain = fp.search(cost, **options)
     moved = fp.search(cost, offload=True, **options)
     assert max(moved.peak) <= 3
@@ -294,7 +366,13 @@ def test_a_found_schedule_runs():
     import torch
 
     found = fp.search(
-        fp.Cost(1, 2, 1), num_devices=2, num_microbatches=4, num_stages=4, memory_limit=5, remat=True, evaluations=200
+        fp.Cost(1, 2, 1),
+        num_devices=2,
+        num_microbatches=4,
+        num_stages=4,
+        memory_limit=5,
+        remat=True,
+        evaluations=200,
     )
     stages = [fp.stage(lambda p, x: torch.tanh(x @ p), name=f"s{at}") for at in range(4)]
     generator = torch.Generator().manual_seed(0)
@@ -316,13 +394,20 @@ def test_a_found_schedule_runs():
         ({"seconds": 0}, "seconds is a positive number"),
         ({"evaluations": -1}, "evaluations is positive"),
         ({"num_stages": 1}, "num_devices is at most the number of stages"),
-        ({"memory_limit": [1, 2, 3]}, "memory_limit is a positive number, or one for each of 2 devices"),
+        (
+            {"memory_limit": [1, 2, 3]},
+            "memory_limit is a positive number, or one for each of 2 devices",
+        ),
         ({"memory_limit": 0}, "memory_limit is a positive number"),
         (
             {"memory_limit": 0.5},
-            "no schedule within a memory limit of 0.5 was found: the least that was found needs 0.5 more",
+            "no schedule within a memory limit of 0.5 was found: the least that was found needs "
+            "0.5 more",
         ),
-        ({"placement": "v", "num_stages": 6}, "takes twice as many stages as devices; got 6 stages on 2"),
+        (
+            {"placement": "v", "num_stages": 6},
+            "takes twice as many stages as devices; got 6 stages on 2",
+        ),
         ({"placement": "loop", "num_stages": 3}, "takes a multiple of the devices"),
         ({"placement": "zigzag"}, "placement is 'line', 'loop', 'v', or the device of each stage"),
         ({"placement": 5}, "placement is 'line', 'loop', 'v', or the device of each stage; got 5"),
@@ -333,22 +418,38 @@ def test_a_found_schedule_runs():
 )
 def test_searches_that_are_refused(options, says):
     """Before any work, all at once."""
-    given = {"cost": fp.Cost(), "num_devices": 2, "num_microbatches": 2, "evaluations": 20, **options}
+    given = {
+        "cost": fp.Cost(),
+        "num_devices": 2,
+        "num_microbatches": 2,
+        "evaluations": 20,
+        **options,
+    }
     with pytest.raises(fp.ScheduleError, match=says.replace("(", r"\(")):
         fp.search(**given)
 
 
 def test_a_search_reads_well():
     """The one line that a notebook shows."""
-    found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
-    assert str(found).startswith("search: makespan 102, nothing shorter exists; bound by the work of device 2; bubble")
+    found = fp.search(
+        fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500
+    )
+    assert str(found).startswith(
+        "search: makespan 102, nothing shorter exists; bound by the work of device 2; bubble"
+    )
     assert str(found).endswith("ended by bound")
     assert found.critical_path[-1].kind is fp.Kind.W
 
 
 def test_a_residual_that_grows_at_i():
     """What I leaves may be more than what it takes: then a whole backward is what fits."""
-    found = fp.search(fp.Cost(weight_residual=1.5), num_devices=2, num_microbatches=2, memory_limit=1, evaluations=50)
+    found = fp.search(
+        fp.Cost(weight_residual=1.5),
+        num_devices=2,
+        num_microbatches=2,
+        memory_limit=1,
+        evaluations=50,
+    )
     assert (1.0, 1.0) == found.peak
 
 
@@ -363,7 +464,11 @@ def test_what_is_away_is_not_sent_away_again():
     """A schedule that moves residuals already keeps its moves, or is given up."""
     from funcpipe._src.search.offload_to_fit import offload_to_fit
 
-    schedule = fp.schedules.offload(fp.schedules.fill_drain(2, 4), move=lambda action: action.microbatch == 1)
+    schedule = fp.schedules.offload(
+        fp.schedules.fill_drain(2, 4), move=lambda action: action.microbatch == 1
+    )
     problem = Problem(fp.Cost(), schedule.device_of, 4, (1.5, 1.5), offload=True)
-    relieved = offload_to_fit(problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60))
+    relieved = offload_to_fit(
+        problem, schedule, lambda one: fp.simulate(one, problem.cost), Budget(10**6, 60)
+    )
     assert relieved is None or max(fp.simulate(relieved, problem.cost).peak) <= 1.5

@@ -1,4 +1,5 @@
-"""A search where actions can hide each other's links: pairs, timed as they are simulated, and bounds that hold for them."""
+"""A search where actions can hide each other's links: pairs, timed as they are simulated, and
+bounds that hold for them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObje
     device_of, slices = schedule.device_of, schedule.num_slices
     remat = any(action.kind is fp.Kind.R for order in schedule.orders for action in order)
     for objective in ("makespan", "span"):
-        problem = Problem(cost, device_of, schedule.num_pieces, timeline.peak, objective, remat, num_slices=slices)
+        problem = Problem(
+            cost, device_of, schedule.num_pieces, timeline.peak, objective, remat, num_slices=slices
+        )
         score = Bench(problem).score(
             coded(schedule.orders, slices), [schedule.joined(order) for order in schedule.orders]
         )
@@ -56,21 +59,31 @@ def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObje
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(0, 99))
-def test_moving_joining_and_parting_makes_shorter_within_the_memory(data: st.DataObject, seed: int) -> None:
+def test_moving_joining_and_parting_makes_shorter_within_the_memory(
+    data: st.DataObject, seed: int
+) -> None:
     """Every step is legal, and timed as it is simulated."""
     schedule = data.draw(schedules().filter(lambda one: one.has_backward))
     cost = data.draw(costs(schedule.num_stages))
     before = fp.simulate(schedule, cost)
-    problem = Problem(cost, schedule.device_of, schedule.num_pieces, before.peak, num_slices=schedule.num_slices)
+    problem = Problem(
+        cost, schedule.device_of, schedule.num_pieces, before.peak, num_slices=schedule.num_slices
+    )
     last = before.makespan
     lanes = [
-        OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in schedule.joined(order)))
-        for order, actions in zip(schedule.orders, coded(schedule.orders, schedule.num_slices), strict=True)
+        OrderedLane(
+            actions, frozenset((actions[at], actions[at + 1]) for at in schedule.joined(order))
+        )
+        for order, actions in zip(
+            schedule.orders, coded(schedule.orders, schedule.num_slices), strict=True
+        )
     ]
     for better in polish(Bench(problem), lanes, Random(seed), Budget(60, 60.0), good=0.0):
         found = as_schedule((lane.actions for lane in better), "found", schedule.num_slices)
         joined = [lane.joined for lane in better]
-        pairs = {(o[at], o[at + 1]) for o, row in zip(found.orders, joined, strict=True) for at in row}
+        pairs = {
+            (o[at], o[at + 1]) for o, row in zip(found.orders, joined, strict=True) for at in row
+        }
         found = replace(found, pairs=frozenset(pairs))
         fp.schedules.check(found)
         after = fp.simulate(found, cost)
@@ -102,12 +115,16 @@ def test_a_search_beats_dualpipe_v_at_its_memory(devices: int, count: int, waits
 
 def test_where_nothing_is_hidden_nothing_overlaps() -> None:
     """A pair would only be late."""
-    found = fp.search(fp.Cost(), num_devices=2, num_stages=4, num_microbatches=6, placement="v", evaluations=300)
+    found = fp.search(
+        fp.Cost(), num_devices=2, num_stages=4, num_microbatches=6, placement="v", evaluations=300
+    )
     assert not found.schedule.pairs
 
 
 def test_the_solver_knows_no_pairs() -> None:
-    with pytest.raises(fp.ScheduleError, match="exact=True proves schedules in which nothing overlaps"):
+    with pytest.raises(
+        fp.ScheduleError, match="exact=True proves schedules in which nothing overlaps"
+    ):
         fp.search(fp.Cost(forward_link=0.5), num_devices=2, num_microbatches=2, exact=True)
 
 
@@ -117,5 +134,10 @@ def test_a_cost_without_its_links() -> None:
     left = cost.computing()
     assert (left.forward, left.remat) == ((1, 2.5), (2, 2.5))
     assert (left.backward_input, left.backward, left.backward_weight) == (1, (3, 4), 1)
-    assert (cost.hides, left.hides, fp.Cost(backward_link=0.1).hides, fp.Cost().hides) == (True, False, True, False)
+    assert (cost.hides, left.hides, fp.Cost(backward_link=0.1).hides, fp.Cost().hides) == (
+        True,
+        False,
+        True,
+        False,
+    )
     assert fp.Cost(forward_link=0.5).computing() == fp.Cost(0.5)

@@ -1,4 +1,5 @@
-"""Search over microbatches in slices: legal, within its limits, never below its bound, shorter than what is published."""
+"""Search over microbatches in slices: legal, within its limits, never below its bound, shorter than
+what is published."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,19 +21,29 @@ def row(draw, count):
 @settings(max_examples=100)
 @given(random_schedules(), st.data())
 def test_no_schedule_beats_the_bounds(schedule, data):
-    """Slices are pieces of equal time and memory, so what holds for as many microbatches holds for them."""
+    """Slices are pieces of equal time and memory, so what holds for as many microbatches holds for
+    them."""
     if not schedule.has_backward:
         return
-    orders = [[action for action in order if action.kind is not fp.Kind.R] for order in schedule.orders]
+    orders = [
+        [action for action in order if action.kind is not fp.Kind.R] for order in schedule.orders
+    ]
     schedule = fp.Schedule(tuple(map(tuple, orders)))
     stages = schedule.num_stages
     comm = data.draw(st.sampled_from([0.0, 1.0]))
-    cost = fp.Cost(row(data.draw, stages), row(data.draw, stages), row(data.draw, stages), comm=comm)
+    cost = fp.Cost(
+        row(data.draw, stages), row(data.draw, stages), row(data.draw, stages), comm=comm
+    )
     timeline = fp.simulate(schedule, cost)
     limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
     for objective in ("makespan", "span"):
         problem = Problem(
-            cost, schedule.device_of, schedule.num_pieces, limits, objective, num_slices=schedule.num_slices
+            cost,
+            schedule.device_of,
+            schedule.num_pieces,
+            limits,
+            objective,
+            num_slices=schedule.num_slices,
         )
         assert lower_bound(problem).value <= problem.value(timeline) * (1 + 1e-9)
 
@@ -44,7 +55,9 @@ def test_what_is_found_is_legal_and_within_the_limits(data):
     devices, slices = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 3))
     places = [*range(devices), *data.draw(st.lists(st.integers(0, devices - 1), max_size=2))]
     count = len(places)
-    cost = fp.Cost(row(data.draw, count), row(data.draw, count), row(data.draw, count), comm=1, residual=1)
+    cost = fp.Cost(
+        row(data.draw, count), row(data.draw, count), row(data.draw, count), comm=1, residual=1
+    )
     one = max(places.count(device) for device in range(devices))  # what a microbatch needs
     limit = data.draw(st.sampled_from([None, one, one + 0.5]))
     found = fp.search(
@@ -69,11 +82,19 @@ def test_what_is_found_is_legal_and_within_the_limits(data):
 
 @pytest.mark.parametrize(("devices", "slices"), [(4, 4), (8, 8), (8, 16)])
 def test_slimpipe_is_beaten_in_its_memory(devices, slices):
-    """With I and W apart nothing shorter exists, at a fifth less of memory than SlimPipe (arXiv 2504.14519) needs."""
+    """With I and W apart nothing shorter exists, at a fifth less of memory than SlimPipe (arXiv
+    2504.14519) needs."""
     cost = fp.Cost(0.5, 0.5, 0.5, residual=0.5, weight_residual=0.25)
-    published = fp.simulate(S.interleaved(2 * devices, 4, num_devices=devices, num_slices=slices), cost)
+    published = fp.simulate(
+        S.interleaved(2 * devices, 4, num_devices=devices, num_slices=slices), cost
+    )
     limit = 0.9 * max(published.peak)
-    counts = {"num_devices": devices, "num_stages": 2 * devices, "num_microbatches": 4, "num_slices": slices}
+    counts = {
+        "num_devices": devices,
+        "num_stages": 2 * devices,
+        "num_microbatches": 4,
+        "num_slices": slices,
+    }
     found = fp.search(cost, **counts, memory_limit=limit, evaluations=300)
     assert found.gap == 0
     assert found.makespan < 0.97 * published.makespan
@@ -83,10 +104,15 @@ def test_slimpipe_is_beaten_in_its_memory(devices, slices):
 def test_rules_find_what_no_family_is():
     """Unequal stages, the memory of 1F1B: shorter than every family that fits."""
     cost = fp.Cost([2, 3, 2, 4], [3, 2, 3, 2], [2, 3, 1, 2], comm=0.2)
-    families = [family(4, 4, num_slices=3) for family in (S.one_f_one_b, S.zero_bubble, S.zb_h2, S.eager_one_f_one_b)]
+    families = [
+        family(4, 4, num_slices=3)
+        for family in (S.one_f_one_b, S.zero_bubble, S.zb_h2, S.eager_one_f_one_b)
+    ]
     timelines = [fp.simulate(schedule, cost) for schedule in families]
     limit = max(timelines[0].peak)
-    found = fp.search(cost, num_devices=4, num_microbatches=4, num_slices=3, memory_limit=limit, evaluations=1500)
+    found = fp.search(
+        cost, num_devices=4, num_microbatches=4, num_slices=3, memory_limit=limit, evaluations=1500
+    )
     fitting = [timeline.makespan for timeline in timelines if max(timeline.peak) <= limit]
     assert found.source in ("rules", "moves")
     assert found.makespan < min(fitting)
@@ -98,7 +124,13 @@ def test_what_is_found_runs():
     import torch.nn.functional as F
     from causal import batch, chain
 
-    found = fp.search(fp.Cost([1, 2], [2, 1], [1, 1]), num_devices=2, num_microbatches=3, num_slices=2, evaluations=200)
+    found = fp.search(
+        fp.Cost([1, 2], [2, 1], [1, 1]),
+        num_devices=2,
+        num_microbatches=3,
+        num_slices=2,
+        evaluations=200,
+    )
     stages, params = chain(("attend", "recur"))
     results = [
         fp.run(fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu"), params, batch(6, 8))
@@ -112,7 +144,9 @@ def test_what_is_refused():
     counts = {"num_devices": 2, "num_microbatches": 2, "num_slices": 2, "evaluations": 10}
     with pytest.raises(fp.ScheduleError, match="exact=True proves schedules of whole microbatches"):
         fp.search(fp.Cost(), **counts, exact=True)
-    with pytest.raises(fp.ScheduleError, match="these take 0.375, 0.625 of their microbatch") as error:
+    with pytest.raises(
+        fp.ScheduleError, match="these take 0.375, 0.625 of their microbatch"
+    ) as error:
         fp.search(fp.Cost(attention=0.5), **counts)
     assert "balanced_slices" in str(error.value)
     with pytest.raises(fp.ScheduleError, match="num_slices is positive"):

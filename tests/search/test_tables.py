@@ -1,4 +1,5 @@
-"""The zero-bubble papers' tables: their automatic schedules to four digits, what beats them, and proven optima."""
+"""The zero-bubble papers' tables: their automatic schedules to four digits, what beats them, and
+proven optima."""
 
 import itertools
 
@@ -9,8 +10,9 @@ import funcpipe as fp
 from funcpipe._src.search.bounds import lower_bound
 from funcpipe._src.search.problem import Problem, as_schedule, gap_of
 
-# arXiv 2401.10241, table 9: p, m, T_F, T_B, T_W, hop in microseconds, hidden size, heads; table 5: the bubbles of ZB-1p and
-# ZB-2p; the bounds of the span and of the makespan at the memory of ZB-2p (appendix B, and the chain of all microbatches).
+# arXiv 2401.10241, table 9: p, m, T_F, T_B, T_W, hop in microseconds, hidden size, heads; table 5:
+# the bubbles of ZB-1p and ZB-2p; the bounds of the span and of the makespan at the memory of ZB-2p
+# (appendix B, and the chain of all microbatches).
 LINE = [
     (8, 24, 18522, 18086, 9337, 601, 2304, 24, 0.1585, 0.0433, 0.0433, 0.1083),
     (8, 32, 18513, 18086, 9331, 626, 2304, 24, 0.1242, 0.0039, 0, 0.0835),
@@ -35,7 +37,8 @@ VEE = [
 
 
 def cost_of(row):
-    """Times of a row, and the memory of a layer (table 1, s = 1024): residual, and what is left of it for W."""
+    """Times of a row, and the memory of a layer (table 1, s = 1024): residual, and what is left of
+    it for W."""
     _, _, forward, inward, weight, hop, hidden, heads, *_ = row
     whole = 34 * hidden + 5 * heads * 1024
     return fp.Cost(forward, inward, weight, comm=hop, residual=whole, weight_residual=32 * hidden)
@@ -44,7 +47,13 @@ def cost_of(row):
 def problem_of(row, microbatches, *, placement=None, objective="span"):
     """A row as a problem that may hold so many microbatches a device."""
     cost = cost_of(row)
-    return Problem(cost, placement or tuple(range(row[0])), row[1], (microbatches * cost.residual,) * row[0], objective)
+    return Problem(
+        cost,
+        placement or tuple(range(row[0])),
+        row[1],
+        (microbatches * cost.residual,) * row[0],
+        objective,
+    )
 
 
 def best_of(problem, built):
@@ -60,7 +69,9 @@ def best_of(problem, built):
 def test_greedy_schedules_on_a_line_are_zb_1p_and_zb_2p(row, share):
     """Table 5, to four digits."""
     problem = problem_of(row, share * row[0])
-    assert row[7 + share] == pytest.approx(best_of(problem, on_a_line(problem)).span_bubble, abs=5e-5)
+    assert row[7 + share] == pytest.approx(
+        best_of(problem, on_a_line(problem)).span_bubble, abs=5e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +96,8 @@ def test_bounds_of_the_tables(row):
 
 @pytest.mark.parametrize("at", [0, 8])
 def test_what_cannot_be_beaten_is_known_to_be(at):
-    """Two rows of table 5 are optimal: the greedy schedule is as short as the bound. A search comes within 0.05%."""
+    """Two rows of table 5 are optimal: the greedy schedule is as short as the bound. A search comes
+    within 0.05%."""
     row = LINE[at]
     problem = problem_of(row, 2 * row[0])
     bound = lower_bound(problem).value
@@ -107,7 +119,9 @@ def test_what_cannot_be_beaten_is_known_to_be(at):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("at", "most"), [(1, 0.0020), (2, 0.0016), (3, 0.0015), (4, 0.0012), (5, 0.0036)])
+@pytest.mark.parametrize(
+    ("at", "most"), [(1, 0.0020), (2, 0.0016), (3, 0.0015), (4, 0.0012), (5, 0.0036)]
+)
 def test_a_search_beats_zb_2p(at, most):
     """At the memory of ZB-2p, with the default number of evaluations; about half its bubble."""
     row = LINE[at]
@@ -125,7 +139,8 @@ def test_a_search_beats_zb_2p(at, most):
     assert found.timeline.span_bubble <= most
 
 
-# Proven by constraint programming: (p, m, F, I, W, hop), then by the memory limit in residuals makespan and span.
+# Proven by constraint programming: (p, m, F, I, W, hop), then by the memory limit in residuals
+# makespan and span.
 OPTIMA = {
     (2, 4, 1, 1, 1, 0): {2: (13, 13), 3: (13, 12)},
     (2, 8, 1, 1, 1, 0): {2: (25, 25), 3: (25, 24)},
@@ -194,8 +209,8 @@ def test_small_optima_with_two_stages_a_device(placement, devices, microbatches,
     assert value == found.makespan
 
 
-# The frontier of controllable memory (arXiv 2405.15362) for F = I = W: by half-microbatches of memory, the bubble in stage
-# times, whatever the number of microbatches.
+# The frontier of controllable memory (arXiv 2405.15362) for F = I = W: by half-microbatches of
+# memory, the bubble in stage times, whatever the number of microbatches.
 FRONTIER = {
     3: {4: 5, 5: 3, 6: 0},
     4: {4: 11, 5: 8, 6: 5, 7: 3, 8: 0},
@@ -205,7 +220,11 @@ FRONTIER = {
 
 @pytest.mark.parametrize(
     ("devices", "cap"),
-    [pytest.param(p, cap, marks=pytest.mark.slow if p > 3 else ()) for p, caps in FRONTIER.items() for cap in caps],
+    [
+        pytest.param(p, cap, marks=pytest.mark.slow if p > 3 else ())
+        for p, caps in FRONTIER.items()
+        for cap in caps
+    ],
 )
 def test_the_frontier_of_the_v_is_reached(devices, cap):
     """Bubble against memory, as span."""
@@ -233,6 +252,8 @@ def test_remat_of_some_residuals_saves_waiting_for_memory(cap, without, value):
     found = optimum(case, cap, "span", remat=True, evaluations=20_000, seconds=500)
     assert found.span <= value <= without
     assert max(found.peak) <= cap
-    repeated = [action for order in found.schedule.orders for action in order if action.kind is fp.Kind.R]
+    repeated = [
+        action for order in found.schedule.orders for action in order if action.kind is fp.Kind.R
+    ]
     assert 0 <= len(repeated) < 32
     assert bool(repeated) == (value < without)

@@ -35,7 +35,8 @@ def never():
     ],
 )
 def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
-    """CP-SAT proves it with a model that shares nothing with the search; most bounds are equal to it."""
+    """CP-SAT proves it with a model that shares nothing with the search; most bounds are equal to
+    it."""
     pytest.importorskip("ortools")
     from search_reference import reference, small
 
@@ -45,11 +46,15 @@ def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
         makespan, proven = reference(one, None, seconds=60)
         assert proven >= makespan
         limits = (float(one.limit),) * one.devices
-        problem = Problem(one.cost, one.placement, one.microbatches, limits, remat=one.remat, offload=one.offload)
+        problem = Problem(
+            one.cost, one.placement, one.microbatches, limits, remat=one.remat, offload=one.offload
+        )
         bound = lower_bound(problem).value
         assert bound <= makespan * (1 + 1e-9), one
         for value in (makespan, makespan * 1.1, makespan + 7.0):
-            assert bound <= sharpened(problem, bound, value, never, steps=6) <= makespan * (1 + 1e-9), one
+            assert (
+                bound <= sharpened(problem, bound, value, never, steps=6) <= makespan * (1 + 1e-9)
+            ), one
         equal += sharpened(problem, bound, makespan, never, steps=6) >= makespan * (1 - 1e-9)
     assert equal >= sharp * len(seeds)
 
@@ -57,14 +62,21 @@ def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
 @settings(max_examples=150)
 @given(st.integers(0, 10**9))
 def test_no_order_beats_the_windows(seed):
-    """Orders at random, microbatches in any order too, with R, B and slices, within the memory that they need."""
+    """Orders at random, microbatches in any order too, with R, B and slices, within the memory that
+    they need."""
     rng = random.Random(seed)
     devices, slices = rng.randint(1, 3), rng.choice((1, 1, 2))
     stages, microbatches = devices + rng.randint(0, 2), rng.randint(1, 3)
-    placement = rng.sample([*range(devices), *(rng.randrange(devices) for _ in range(stages - devices))], stages)
+    placement = rng.sample(
+        [*range(devices), *(rng.randrange(devices) for _ in range(stages - devices))], stages
+    )
     row = [[rng.randint(0, 4) for _ in range(stages)] for _ in range(6)]
     cost = fp.Cost(
-        *row[:3], backward=row[3], remat=row[4], residual=row[5], comm=[rng.randint(0, 3) for _ in range(stages - 1)]
+        *row[:3],
+        backward=row[3],
+        remat=row[4],
+        residual=row[5],
+        comm=[rng.randint(0, 3) for _ in range(stages - 1)],
     )
     again = rng.random() < 0.5
     orders = [[] for _ in range(devices)]
@@ -81,7 +93,13 @@ def test_no_order_beats_the_windows(seed):
     limits = tuple(max(peak, 1e-9) for peak in timeline.peak)
     for objective in ("makespan", "span"):
         problem = Problem(
-            cost, tuple(placement), microbatches * slices, limits, objective, remat=again, num_slices=slices
+            cost,
+            tuple(placement),
+            microbatches * slices,
+            limits,
+            objective,
+            remat=again,
+            num_slices=slices,
         )
         value = problem.value(timeline)
         assert windows_bound(problem)[0] <= value * (1 + 1e-9)
@@ -93,7 +111,11 @@ def _all_actions(rng, stages, microbatches, slices, *, again):
         for microbatch in range(microbatches):
             whole, computes = rng.random() < 0.3, again and rng.random() < 0.5
             for number in range(slices) if slices > 1 else (None,):
-                kinds = [fp.Kind.F, *([fp.Kind.B] if whole else [fp.Kind.I, fp.Kind.W]), *[fp.Kind.R] * computes]
+                kinds = [
+                    fp.Kind.F,
+                    *([fp.Kind.B] if whole else [fp.Kind.I, fp.Kind.W]),
+                    *[fp.Kind.R] * computes,
+                ]
                 yield from (fp.Action(kind, stage, microbatch, number) for kind in kinds)
 
 
@@ -126,7 +148,9 @@ def _needs(action, stages, slices, waiting):
         }
         needed |= {one for one in of if one.kind is fp.Kind.F and one.stage == stage}
     else:
-        needed = {one for one in mine if one.kind is (fp.Kind.F if kind is fp.Kind.R else fp.Kind.I)}
+        needed = {
+            one for one in mine if one.kind is (fp.Kind.F if kind is fp.Kind.R else fp.Kind.I)
+        }
     return needed - {action}
 
 
@@ -137,7 +161,8 @@ def test_a_device_is_done_when_it_can_be():
 
 
 def test_what_memory_says_comes_first():
-    """With room for two whole residuals, half of one is left after I: F number 2 needs one I and one W, or two I."""
+    """With room for two whole residuals, half of one is left after I: F number 2 needs one I and
+    one W, or two I."""
     problem = Problem(fp.Cost(), (0, 1), 3, (2.0, 2.0))
     ways = rows_of(problem).after[F, 0][2]
     assert [(way[F, 0], way[I, 0], way[W, 0]) for way in ways] == [(2, 1, 1), (2, 2, 0)]

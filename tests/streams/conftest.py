@@ -23,8 +23,12 @@ def backend(monkeypatch):
             """The stream that fills a slot knows that the slot was freed before."""
             ticket = real_send(self, value, free)
             stream = self._streams.get(self.target.device) or getattr(self.source, "stream", None)
-            if None not in (free, stream) and stream.clock.get(free.stream, 0) < free.clock.get(free.stream, 0):
-                recorder.fault(f"a slot is filled on {stream.name} before {free.stream} has freed it")
+            if None not in (free, stream) and stream.clock.get(free.stream, 0) < free.clock.get(
+                free.stream, 0
+            ):
+                recorder.fault(
+                    f"a slot is filled on {stream.name} before {free.stream} has freed it"
+                )
             return ticket
 
         monkeypatch.setattr(CopyEdge, "send", send)

@@ -1,12 +1,14 @@
-"""Streams, events, copies and an allocator that only write down what happens, on CPU tensors; and the proof of order.
+"""Streams, events, copies and an allocator that only write down what happens, on CPU tensors; and
+the proof of order.
 
-Every stream has a vector clock. An operation advances its stream's; an event takes a copy of it; a wait joins it in. A
-block of memory remembers who read and wrote it, and when. An access that does not know of one that it must follow is a
-race, whatever the clock on the wall said. The allocator follows torch's: a block that dies may be given out again by
-the next allocation on its own stream, unless streams recorded on it still work; what is shared copy-on-write cannot be
-recorded.
+Every stream has a vector clock. An operation advances its stream's; an event takes a copy of it; a
+wait joins it in. A block of memory remembers who read and wrote it, and when. An access that does
+not know of one that it must follow is a race, whatever the clock on the wall said. The allocator
+follows torch's: a block that dies may be given out again by the next allocation on its own stream,
+unless streams recorded on it still work; what is shared copy-on-write cannot be recorded.
 
-A recorder can leave out one wait or one recording (``skip``): the proof must then fail, else the wait is for nothing.
+A recorder can leave out one wait or one recording (``skip``): the proof must then fail, else the
+wait is for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Clock = dict[str, int]
 
 
 class Point(NamedTuple):
-    """A wait or a recording: what, in which function of the runtime, and did it tell the stream anything new."""
+    """A wait or a recording: what, in which function of the runtime, and did it tell the stream
+    anything new."""
 
     words: str
     site: str
@@ -40,7 +43,9 @@ class Point(NamedTuple):
 def _site() -> str:
     stack = traceback.extract_stack(limit=12)
     shared = "/streams.py"  # every stage of an overlap waits and records in there
-    batches = [f for f in stack if "/funcpipe/batches/" in f.filename and not f.filename.endswith(shared)]
+    batches = [
+        f for f in stack if "/funcpipe/batches/" in f.filename and not f.filename.endswith(shared)
+    ]
     frames = batches or [f for f in stack if "/runtime/" in f.filename]
     return f"{frames[-1].name}: {frames[-1].line}"
 
@@ -153,7 +158,8 @@ class Recorder(StreamBackend):
 
         Args:
             words: what it is.
-            news: does it tell the stream anything that it does not know by what it waited for before.
+            news: does it tell the stream anything that it does not know by what it waited for
+                before.
         """
         with self.lock:
             self.points.append(Point(words, _site(), news))
@@ -165,7 +171,8 @@ class Recorder(StreamBackend):
         if self.hasty:
             raise Missed(words)
 
-    # -- the backend -------------------------------------------------------------------------------------------------
+    # -- the backend
+    # -------------------------------------------------------------------------------
 
     def asynchronous(self, device: torch.device) -> bool:
         return device.index is not None
@@ -179,7 +186,8 @@ class Recorder(StreamBackend):
 
     def streamed(self, tensor: torch.Tensor) -> torch.device | None:
         with self.lock:
-            self.reap()  # else memory that the host has taken again passes for what lay there before
+            # else memory that the host has taken again passes for what lay there before
+            self.reap()
             block = self.blocks.get(address(tensor))
         return None if block is None else block.device
 
@@ -193,7 +201,9 @@ class Recorder(StreamBackend):
         with self.lock:
             reader = self.host if source is None else self.current_stream(source)
             writer = self.current_stream(device) if self.asynchronous(device) else reader
-            if source is not None and writer is not reader:  # torch orders a copy between devices on both streams
+            if (
+                source is not None and writer is not reader
+            ):  # torch orders a copy between devices on both streams
                 reader.join(writer.clock)
                 self.read(self.block(tensor), reader)
                 writer.join(reader.clock)
@@ -219,7 +229,8 @@ class Recorder(StreamBackend):
         with self.lock:
             self.reap()
             if device is None or not self.asynchronous(device):
-                # Page-locked memory: torch gives it out again when the streams that copied from or to it are done.
+                # Page-locked memory: torch gives it out again when the streams that copied from or
+                # to it are done.
                 block = self.blocks[address(new)] = Block(f"{count} of the host", None, None)
                 storage = new.untyped_storage()
                 block.storages[storage._cdata] = StorageWeakRef(storage)
@@ -253,7 +264,8 @@ class Recorder(StreamBackend):
     now = staticmethod(time.perf_counter)
     """When an event is over."""
 
-    # -- torch.cuda --------------------------------------------------------------------------------------------------
+    # -- torch.cuda
+    # -------------------------------------------------------------------------------
 
     def Stream(self, device: torch.device) -> Stream:
         with self.lock:
@@ -302,7 +314,8 @@ class Recorder(StreamBackend):
         finally:
             self.local.mode = False
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # -- memory
+    # -------------------------------------------------------------------------------
 
     def block(self, tensor: torch.Tensor) -> Block:
         """The block of a tensor; memory from before the record is nobody's."""
@@ -350,7 +363,9 @@ class Recorder(StreamBackend):
         """New memory, taken from the stream's dead blocks as far as the proof goes."""
         at = address(tensor)
         self.give_out(stream)
-        self.blocks[at] = block = Block(f"{tuple(tensor.shape)} made on {stream.name}", stream, device)
+        self.blocks[at] = block = Block(
+            f"{tuple(tensor.shape)} made on {stream.name}", stream, device
+        )
         storage = tensor.untyped_storage()
         block.storages[storage._cdata] = StorageWeakRef(storage)
         block.writes[stream.name] = stream.step()
@@ -359,8 +374,15 @@ class Recorder(StreamBackend):
         stream.join(self.host.clock)
         for block in self.dead.pop(stream.name, []):
             for name, count in (*block.reads.items(), *block.writes.items()):
-                if name not in block.recorded and stream.clock.get(name, 0) < count and name != stream.name:
-                    self.fault(f"{block.label} is given out again on {stream.name} while {name} may still use it")
+                if (
+                    name not in block.recorded
+                    and stream.clock.get(name, 0) < count
+                    and name != stream.name
+                ):
+                    self.fault(
+                        f"{block.label} is given out again on {stream.name} while {name} may "
+                        "still use it"
+                    )
 
     def read(self, block: Block, stream: Stream) -> None:
         now = stream.step()
@@ -376,7 +398,10 @@ class Recorder(StreamBackend):
     def _follows(self, block: Block, others: Clock, stream: Stream, did: str, must: str) -> None:
         for name, count in others.items():
             if stream.clock.get(name, 0) < count:
-                self.fault(f"{block.label} is {did} on {stream.name}, which does not wait until it is {must} on {name}")
+                self.fault(
+                    f"{block.label} is {did} on {stream.name}, which does not wait until it is "
+                    f"{must} on {name}"
+                )
 
     def finish(self) -> list[str]:
         """The end of the record: every stream may give out what died on it. Returns the faults."""

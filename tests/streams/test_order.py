@@ -1,4 +1,5 @@
-"""Streams proven without a GPU: the same runtime against a recording backend, its order proven by vector clocks."""
+"""Streams proven without a GPU: the same runtime against a recording backend, its order proven by
+vector clocks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ S, M, ROWS = 4, 3, 8
 
 
 def stages():
-    """Skips with two pops, values handed on unchanged, an in-place first operation, a feed, batch norm, dropout."""
+    """Skips with two pops, values handed on unchanged, an in-place first operation, a feed, batch
+    norm, dropout."""
 
     @fp.stage(stash=["far"])
     def first(p, x):
@@ -54,7 +56,10 @@ def stages():
 
 def modules():
     torch.manual_seed(3)
-    nets = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(S)]
+    nets = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        for _ in range(S)
+    ]
     made = [fp.from_module(net, name=f"part{i}") for i, net in enumerate(nets)]
     return tuple(zip(*made, strict=True))
 
@@ -95,7 +100,12 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=RO
             recorder.put(tree, device)
     g = torch.Generator().manual_seed(1)
     x, target, scale = (torch.randn(rows, 4, generator=g) for _ in range(3))
-    options = {"state": state, "feeds": {"scale": scale} if net is stages else None, "seed": 1, "threads_per_lane": 1}
+    options = {
+        "state": state,
+        "feeds": {"scale": scale} if net is stages else None,
+        "seed": 1,
+        "threads_per_lane": 1,
+    }
     plan = fp.make_plan(parts, schedule, loss=None if half else F.mse_loss, devices=devices)
 
     def call():
@@ -113,19 +123,26 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=RO
 
 @pytest.mark.parametrize(
     ("place", "executor"),
-    # The host's own order between threads is that of their inboxes, which the recorder does not see.
-    [*((place, "serial") for place in PLACES), *((place, "threads") for place in PLACES if "host" not in place)],
+    # The host's own order between threads is that of their inboxes, which the recorder does not
+    # see.
+    [
+        *((place, "serial") for place in PLACES),
+        *((place, "threads") for place in PLACES if "host" not in place),
+    ],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids)
 @pytest.mark.parametrize("net", [stages, modules])
 def test_everything_is_in_order(net, schedule, place, executor, backend):
-    """No read before its write, no write before a read, no memory or slot given out while it is in use; and the bits."""
+    """No read before its write, no write before a read, no memory or slot given out while it is in
+    use; and the bits."""
     parts, params, state = net()
     g = torch.Generator().manual_seed(1)
     x, target, scale = (torch.randn(ROWS, 4, generator=g) for _ in range(3))
     plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
     feeds = {"scale": scale} if net is stages else None
-    expected = fp.run_sequential(plan, params, (x, target), state=state, feeds=feeds, seed=1, threads_per_lane=1)
+    expected = fp.run_sequential(
+        plan, params, (x, target), state=state, feeds=feeds, seed=1, threads_per_lane=1
+    )
     recorder = backend()
     result = go(recorder, net, schedule, PLACES[place], executor=executor)
     assert recorder.finish() == []
@@ -148,7 +165,8 @@ def test_both_halves_of_a_vjp(place, change, backend):
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize("place", ["two devices", "one device"])
 def test_runs_of_a_thread_have_the_same_streams(place, executor, schedule, backend):
-    """Torch keeps memory for each stream: new ones in every run would take a share each. Other threads have others."""
+    """Torch keeps memory for each stream: new ones in every run would take a share each. Other
+    threads have others."""
     recorder = backend()
     go(recorder, stages, schedule, PLACES[place], executor=executor)
     first = set(recorder.streams)
@@ -171,10 +189,16 @@ def used_by_the_caller(recorder, where):
         recorder.put(tree, torch.device(devices[schedule.device_of[stage]]))
     x, scale = torch.randn(6, 4), torch.randn(6, 4)
     recorder.put((x, scale), torch.device("cpu:2"))  # a batch that lies on a third device
-    plan = fp.make_plan(parts, schedule, loss=lambda y, _: y.square().mean(), devices=devices, outputs=True)
+    plan = fp.make_plan(
+        parts, schedule, loss=lambda y, _: y.square().mean(), devices=devices, outputs=True
+    )
     with recorder.watching():
         result = fp.run(plan, params, (x, None), feeds={"scale": scale}, executor="serial")
-        used = result.loss * 2 + sum(result.losses), result.outputs * 2, [g * 2 for g in fp.leaves(result.grads)]
+        used = (
+            result.loss * 2 + sum(result.losses),
+            result.outputs * 2,
+            [g * 2 for g in fp.leaves(result.grads)],
+        )
         del result
     return used
 
@@ -187,7 +211,8 @@ def test_the_caller_may_use_and_drop_what_he_got(place, backend):
 
 
 def fails_while_a_residual_comes_back(recorder, where):
-    """What a stage did just before it failed is dropped while a copy of it is under way; the caller goes on."""
+    """What a stage did just before it failed is dropped while a copy of it is under way; the caller
+    goes on."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -218,13 +243,16 @@ def test_a_run_that_fails_waits_for_what_comes_back(place, backend):
 
 
 def test_moves_go_beside_the_lane(backend, monkeypatch):
-    """Copies run on two streams of their own; the lane waits where a backward reads what came back, and nowhere else."""
+    """Copies run on two streams of their own; the lane waits where a backward reads what came back,
+    and nowhere else."""
     plain = backend()
     go(plain, stages, SCHEDULES[0], PLACES["two devices"])
     recorder = backend()
     ways: list[HostStream] = []
     real = HostStream.copy
-    monkeypatch.setattr(HostStream, "copy", lambda self, *rest: (ways.append(self), real(self, *rest))[1])
+    monkeypatch.setattr(
+        HostStream, "copy", lambda self, *rest: (ways.append(self), real(self, *rest))[1]
+    )
     schedule = SCHEDULES[4]
     go(recorder, stages, schedule, PLACES["two devices"])
     loads = sum(action.kind is fp.Kind.L for order in schedule.orders for action in order)
@@ -236,7 +264,11 @@ def test_moves_go_beside_the_lane(backend, monkeypatch):
     assert not streams & lanes
 
     def waits(one):
-        found = [p for p in one.points if " waits for " in p.words and p.words.split(" waits for ")[0] in lanes]
+        found = [
+            p
+            for p in one.points
+            if " waits for " in p.words and p.words.split(" waits for ")[0] in lanes
+        ]
         return [p for p in found if p.site.startswith("wait:")]
 
     assert len(waits(recorder)) - len(waits(plain)) == loads
@@ -270,13 +302,19 @@ def test_a_measured_run_has_the_times_of_its_devices(backend):
     recorder = backend()
     recorder.now = map(float, count()).__next__
     part = fp.stage(lambda p, x: torch.tanh(x @ p["w"]))
-    plan = fp.make_plan([part] * 2, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices=["cpu:0", "cpu"])
+    plan = fp.make_plan(
+        [part] * 2, fp.schedules.one_f_one_b(2, 3), loss=F.mse_loss, devices=["cpu:0", "cpu"]
+    )
     params = tuple({"w": torch.eye(4)} for _ in range(2))
     recorder.put(params[0], torch.device("cpu", 0))
     with recorder.watching():
         timeline = fp.run(plan, params, (torch.ones(6, 4), torch.ones(6, 4)), record=True).timeline
-    assert [*plan.schedule.orders[0]] == [span.action for span in timeline.spans if span.device == 0]
-    assert [1.0] * 6 == [pytest.approx(span.end - span.start) for span in timeline.spans if span.device == 0]
+    assert [*plan.schedule.orders[0]] == [
+        span.action for span in timeline.spans if span.device == 0
+    ]
+    assert [1.0] * 6 == [
+        pytest.approx(span.end - span.start) for span in timeline.spans if span.device == 0
+    ]
     assert all(span.end - span.start < 1 for span in timeline.spans if span.device == 1)
     assert [] == recorder.finish()
 
@@ -286,9 +324,9 @@ def test_a_measured_run_has_the_times_of_its_devices(backend):
 def test_every_wait_is_needed(backend):
     """Each wait and each recording is left out in turn, and the proof must fail.
 
-    A wait for a value must be missed every time, unless its stream knew already what it waited for. A wait for a slot
-    may be implied by the gradient that came back meanwhile, and what guards memory or joins the caller may have a
-    stand-in in one plan; in some plan it must be missed.
+    A wait for a value must be missed every time, unless its stream knew already what it waited for.
+    A wait for a slot may be implied by the gradient that came back meanwhile, and what guards
+    memory or joins the caller may have a stand-in in one plan; in some plan it must be missed.
     """
     spared: list[str] = []
     missed: dict[str, int] = {}

@@ -1,4 +1,5 @@
-"""Steps inside of runs, and batches that follow each other without a pause, on devices of a recorder: in order, the same bits."""
+"""Steps inside of runs, and batches that follow each other without a pause, on devices of a
+recorder: in order, the same bits."""
 
 import gc
 import sys
@@ -28,7 +29,10 @@ def net(norm):
     """Four stages: whether they have statistics, functions of a stage, parameters and states."""
     torch.manual_seed(0)
     kind = nn.BatchNorm1d if norm else nn.LayerNorm
-    made = [fp.from_module(nn.Sequential(nn.Linear(4, 4), kind(4), nn.Tanh()), name=f"part {n}") for n in range(S)]
+    made = [
+        fp.from_module(nn.Sequential(nn.Linear(4, 4), kind(4), nn.Tanh()), name=f"part {n}")
+        for n in range(S)
+    ]
     return tuple(zip(*made, strict=True))
 
 
@@ -40,14 +44,19 @@ def train(stages, params, state, schedule, devices, how, watching=nullcontext):
     optimizer = torch.optim.AdamW(fp.leaves(params), lr=0.05, foreach=False)
     given = {"optimizer": optimizer, "threads_per_lane": 1}
     if how in TOGETHER:
-        results = fp.run_batches(plan, params, batches, state=state, executor=TOGETHER[how], **given)
+        results = fp.run_batches(
+            plan, params, batches, state=state, executor=TOGETHER[how], **given
+        )
     else:
         results = []
         for batch in batches:
             results.append(fp.run(plan, params, batch, state=state, executor=how, **given))
             state = results[-1].state
     with watching():
-        used = [(one.loss * 2, one.outputs + 1, [leaf * 2 for leaf in fp.leaves(one.state)]) for one in results]
+        used = [
+            (one.loss * 2, one.outputs + 1, [leaf * 2 for leaf in fp.leaves(one.state)])
+            for one in results
+        ]
         del results
         gc.collect()
     return used, [leaf.detach().clone() for leaf in fp.leaves(params)]
@@ -56,11 +65,15 @@ def train(stages, params, state, schedule, devices, how, watching=nullcontext):
 @pytest.mark.parametrize("place", PLACES)
 # Statistics of runs that are alone are committed by the caller, whom the recorder does not see.
 @pytest.mark.parametrize(
-    ("how", "norm"), [("threads", False), *((how, norm) for how in TOGETHER for norm in (False, True))]
+    ("how", "norm"),
+    [("threads", False), *((how, norm) for how in TOGETHER for norm in (False, True))],
 )
-@pytest.mark.parametrize("family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zero_bubble])
+@pytest.mark.parametrize(
+    "family", [fp.schedules.one_f_one_b, fp.schedules.interleaved, fp.schedules.zero_bubble]
+)
 def test_steps_are_in_order(family, how, norm, place, monkeypatch):
-    """Nothing is read before it is written, or given out while it is in use, from one batch to the next either."""
+    """Nothing is read before it is written, or given out while it is in use, from one batch to the
+    next either."""
     schedule = fp.schedules.step_params(family(S, M, num_devices=2))
     stages, params, state = net(norm)
     want = train(stages, params, state, schedule, "cpu", "serial")

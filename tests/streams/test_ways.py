@@ -1,4 +1,5 @@
-"""Stages of several kinds, layers that are computed again, draws: in order on streams that overlap, and the bits."""
+"""Stages of several kinds, layers that are computed again, draws: in order on streams that overlap,
+and the bits."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ S, M = 4, 4
 
 
 def of_each_kind():
-    """Batch norm, an in-place activation, dropout; eager, checkpointed, compiled, and compiled to compute again."""
+    """Batch norm, an in-place activation, dropout; eager, checkpointed, compiled, and compiled to
+    compute again."""
     torch.manual_seed(0)
     made = []
     for number in range(S):
         layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.2)]
         eager, params, state = fp.from_module(nn.Sequential(*layers), name=f"part{number}")
         again, *_ = fp.from_module(Again(*layers), name=f"part{number}")
-        compiled = [fp.compile_stage(eager, backend="graph", recompute=keep) for keep in (False, True)]
+        compiled = [
+            fp.compile_stage(eager, backend="graph", recompute=keep) for keep in (False, True)
+        ]
         made.append(((eager, again, *compiled), params, state))
     return zip(*made, strict=True)
 

@@ -32,7 +32,10 @@ def test_every_fault_is_named(name, fn, text, options):
     """A stage with one kind of fault is refused, with the fault's name and what is wrong."""
     with pytest.raises(CheckError) as error:
         check_stage(
-            fp.stage(fn, name="bad"), options.get("params", P), X, **{k: v for k, v in options.items() if k != "params"}
+            fp.stage(fn, name="bad"),
+            options.get("params", P),
+            X,
+            **{k: v for k, v in options.items() if k != "params"},
         )
     assert any(name == kind and text in said for kind, said in error.value.faults), error.value
     assert all(f"{said} [{kind}]" in str(error.value) for kind, said in error.value.faults)
@@ -84,7 +87,13 @@ GOOD = [
     (lambda p, x: x.unflatten(1, (3, 1)).expand(-1, -1, 4)[:, 1:] * p["w"].sum(), P, X),
     (lambda p, x: fp.Out(x * p["w"], loss=(x.square().sum(), 4.0)), P, X),
     (lambda p, x: torch.func.vmap(lambda row: row * p["w"])(x), P, X),
-    (lambda p, x: torch.where(x > 9, x, -torch.inf) * 0 + x * p["w"] if x.isinf().any() else x * p["w"], P, X),
+    (
+        lambda p, x: (
+            torch.where(x > 9, x, -torch.inf) * 0 + x * p["w"] if x.isinf().any() else x * p["w"]
+        ),
+        P,
+        X,
+    ),
 ]
 
 
@@ -106,13 +115,18 @@ def test_the_report_says_what_was_seen():
 
     report = check_stage(fp.stage(fn, name="two", stash=["e"], pop=["s"]), P, X, skips={"s": X})
     assert "two" == report.name
-    assert (("y[0]", "float64 [4, 3]"), ("y[1]", "int"), ("stash['e']", "float64 [4, 3]")) == report.outputs
+    assert (
+        ("y[0]", "float64 [4, 3]"),
+        ("y[1]", "int"),
+        ("stash['e']", "float64 [4, 3]"),
+    ) == report.outputs
     assert 2 * X.nbytes == report.num_bytes
     assert not report.draws
     assert "independent" == report.rows
     assert () == report.in_place == report.unused == report.allowed
-    assert "stage 'two': 192 bytes out; draws random numbers: no; rows: independent\n  y[0]: float64 [4, 3]" in str(
-        report
+    assert (
+        "stage 'two': 192 bytes out; draws random numbers: no; rows: independent\n  y[0]: float64 "
+        "[4, 3]" in str(report)
     )
     assert check_stage(fp.stage(draws), P, X).draws
     assert "not compared" == check_stage(fp.stage(draws), P, X).rows
@@ -131,16 +145,24 @@ def test_all_faults_come_at_once():
         return fp.Out((x * p["w"] / 0, clock(p, x)), stash={"a": x})
 
     found = faults(fp.stage(fn, name="awful", stash=["b"]), TWO)
-    assert {"captured", "in-place", "params", "unused", "output", "finite", "gradient", "deterministic"} == {
-        n for n, _ in found
-    }
+    assert {
+        "captured",
+        "in-place",
+        "params",
+        "unused",
+        "output",
+        "finite",
+        "gradient",
+        "deterministic",
+    } == {n for n, _ in found}
     texts = " ".join(text for _, text in found)
     assert "declares stash 'b' but does not return it" in texts
     assert "returns stash 'a' without declaring it" in texts
 
 
 def test_state_that_is_written_is_named():
-    """By a function, in place or by a key; by a module, whose batch norm is deferred and no fault."""
+    """By a function, in place or by a key; by a module, whose batch norm is deferred and no
+    fault."""
     state = {"n": torch.zeros(3, dtype=torch.float64)}
 
     def adds(p, x, *, state):
@@ -153,9 +175,16 @@ def test_state_that_is_written_is_named():
 
     for fn in (adds, binds):
         assert (
-            ("state", "writes into state['n']; return statistics in Out(stats=...) and fold them in commit="),
+            (
+                "state",
+                "writes into state['n']; return statistics in Out(stats=...) and fold them in "
+                "commit=",
+            ),
         ) == faults(fp.stage(fn), state=state)
-    good = fp.stage(lambda p, x, *, state: fp.Out(x * p["w"] + state["n"], stats=x.sum(0)), commit=lambda s, t: s)
+    good = fp.stage(
+        lambda p, x, *, state: fp.Out(x * p["w"] + state["n"], stats=x.sum(0)),
+        commit=lambda s, t: s,
+    )
     assert () == faults(good, state=state)
     assert torch.equal(torch.zeros(3, dtype=torch.float64), state["n"])
 
@@ -172,13 +201,16 @@ def test_state_that_is_written_is_named():
     [(name, text)] = faults(made, params, X, state=state)
     assert "state" == name
     assert "writes into its buffers ['calls']" in text
-    made, params, state = fp.from_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), name="norm")
+    made, params, state = fp.from_module(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(), name="norm"
+    )
     assert "dependent" == check_stage(made, params, X, state=state).rows
     assert "independent" == check_stage(made, params, X, state=state, train=False).rows
 
 
 def test_modules_and_compositions():
-    """In-place layers at the front are reported; draws are keyed by layers; a composition has the faults of its parts."""
+    """In-place layers at the front are reported; draws are keyed by layers; a composition has the
+    faults of its parts."""
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(3, 3)).double()
     made, params, _ = fp.from_module(module, name="layers")
     report = check_stage(made, params, X)
@@ -224,10 +256,19 @@ def test_what_a_stage_raises_is_the_cause():
     ("call", "text"),
     [
         (lambda: check_stage(plain, P, X), "make it one with fp.stage(fn)"),
-        (lambda: check_stage(fp.stage(lambda p, x, *, skips: x, pop=["a"]), P, X), "skips lacks 'a'"),
-        (lambda: check_stage(fp.stage(plain), P, X, feeds={"m": X}), "feeds has 'm', which the stage does not declare"),
+        (
+            lambda: check_stage(fp.stage(lambda p, x, *, skips: x, pop=["a"]), P, X),
+            "skips lacks 'a'",
+        ),
+        (
+            lambda: check_stage(fp.stage(plain), P, X, feeds={"m": X}),
+            "feeds has 'm', which the stage does not declare",
+        ),
         (lambda: check_stage(fp.stage(lambda p, x, *, state: x), P, X), "give state="),
-        (lambda: check_stage(fp.stage(plain), P, X, allow=["inplace"]), "allow names 'inplace'; the faults are output"),
+        (
+            lambda: check_stage(fp.stage(plain), P, X, allow=["inplace"]),
+            "allow names 'inplace'; the faults are output",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(call, text):
@@ -248,7 +289,8 @@ def test_checking_leaves_nothing():
 
 
 def test_a_module_that_lends_its_code_is_no_fault():
-    """functional_call in a function: the module's own parameters are there, but no output comes from them."""
+    """functional_call in a function: the module's own parameters are there, but no output comes
+    from them."""
     layer = nn.Linear(3, 3).double()
     made = fp.stage(lambda p, x: torch.func.functional_call(layer, p, (x,)), name="lent")
     assert () == faults(made, dict(layer.named_parameters()))

@@ -25,8 +25,21 @@ class Boom(Exception):
 
 def attempt(stages, params, state, schedule, executor="serial", **options):
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-    run = fp.run_sequential if executor == "sequential" else functools.partial(fp.run, executor=executor)
-    return run(plan, params, (X, X.flip(0)), state=state, seed=0, trainable=True, threads_per_lane=1, **options)
+    run = (
+        fp.run_sequential
+        if executor == "sequential"
+        else functools.partial(fp.run, executor=executor)
+    )
+    return run(
+        plan,
+        params,
+        (X, X.flip(0)),
+        state=state,
+        seed=0,
+        trainable=True,
+        threads_per_lane=1,
+        **options,
+    )
 
 
 def composed():
@@ -40,21 +53,27 @@ def composed():
 
 @pytest.mark.parametrize("schedule", schedules(3, 4), ids=ids)
 def test_faults_strike_at_their_action(schedule):
-    """Every kind of action, of function, composed and module stages with skips and state; nothing else changes."""
+    """Every kind of action, of function, composed and module stages with skips and state; nothing
+    else changes."""
     stages, params, state = composed()
     expected = attempt(stages, params, state, schedule)
     actions = {action for order in schedule.orders for action in order}
     with fp.lanes(fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")) as lanes:
         for kind in "FRBI":
             places = [a for a in actions if a.kind.value == kind]
-            for action in [min(places), max(places), *random.Random(0).sample(places, 1)] if places else []:
+            for action in (
+                [min(places), max(places), *random.Random(0).sample(places, 1)] if places else []
+            ):
                 for executor in ("serial", lanes):
                     failing = FaultAt(action.stage, action.microbatch, kind, error=Boom)(stages)
                     with pytest.raises(Boom) as error:
                         attempt(failing, params, state, schedule, executor)
                     # All of the first stage's backward is in W: nobody waits for what I gives.
                     late = kind == "I" and action.stage == 0
-                    assert str(action._replace(kind=fp.Kind.W) if late else action) == error.value.funcpipe.action
+                    assert (
+                        str(action._replace(kind=fp.Kind.W) if late else action)
+                        == error.value.funcpipe.action
+                    )
     for kind in "FRBI":
         never = FaultAt(1, 99, kind)(FaultAt(0, 99, kind)(stages))
         assert_same_result(expected, attempt(never, params, state, schedule))
@@ -142,7 +161,9 @@ def test_outside_of_a_run_nothing_strikes():
     assert isinstance(made, fp.Out)
     row = torch.func.vmap(lambda x: failing[0](params[0], x).y, randomness="different")(X)
     assert row.shape == X.shape
-    fp.apply([failing[0], fp.stage(lambda p, x, *, skips: x, pop=["e"])], (params[0], ()), X, seed=0)
+    fp.apply(
+        [failing[0], fp.stage(lambda p, x, *, skips: x, pop=["e"])], (params[0], ()), X, seed=0
+    )
     grads = torch.func.grad(lambda p: failing[0](p, X).y.sum())(params[0])
     assert grads["w"].shape == (3,)
 
@@ -154,7 +175,10 @@ def test_a_composition_of_faulty_stages_still_fails():
     made = [failing[0], fp.compose(failing[1], failing[2]), failing[3]]
     with pytest.raises(Fault) as error:
         attempt(
-            made, (params[0], params[1:3], params[3]), (state[0], ((), ()), state[3]), fp.schedules.one_f_one_b(3, 4)
+            made,
+            (params[0], params[1:3], params[3]),
+            (state[0], ((), ()), state[3]),
+            fp.schedules.one_f_one_b(3, 4),
         )
     assert "1B1" == error.value.funcpipe.action
 
@@ -165,7 +189,8 @@ def test_a_tensor_that_stands_twice_stays_one():
     def fn(p, x):
         h = x * p["w"]
         return fp.Out(
-            {"h": h, "n": 3, "m": torch.ones(len(x), dtype=torch.bool), "c": torch.ones(len(x))}, stash={"s": h}
+            {"h": h, "n": 3, "m": torch.ones(len(x), dtype=torch.bool), "c": torch.ones(len(x))},
+            stash={"s": h},
         )
 
     use = fp.stage(lambda p, x, *, skips: x["h"] + 2 * skips["s"] + x["c"][:, None], pop=["s"])
@@ -183,7 +208,10 @@ def test_a_tensor_that_stands_twice_stays_one():
     [
         (lambda: FaultAt(0, 0, "W"), "goes on with what I has left(.|\n)*use 'I'"),
         (lambda: FaultAt(0, 0, "X"), "kind is F, B, I or R; got 'X'"),
-        (lambda: FaultAt(-1, "a", "F", error=3), "stage is an index from 0; got -1(.|\n)*microbatch(.|\n)*error is an"),
+        (
+            lambda: FaultAt(-1, "a", "F", error=3),
+            "stage is an index from 0; got -1(.|\n)*microbatch(.|\n)*error is an",
+        ),
         (lambda: FaultAt(3, 0, "F")([fp.stage(plain)]), "was given 1 stages; the last is stage 0"),
     ],
 )

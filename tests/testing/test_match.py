@@ -19,18 +19,26 @@ from funcpipe.testing import assert_matches_sequential
 def test_what_is_right_passes():
     stages, params, state = net()
     plan = fp.make_plan(
-        stages, fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)), loss=F.mse_loss, devices="cpu", outputs=True
+        stages,
+        fp.schedules.remat(fp.schedules.one_f_one_b(3, 4)),
+        loss=F.mse_loss,
+        devices="cpu",
+        outputs=True,
     )
     with fp.lanes(plan) as lanes:
         executors = (*EXECUTORS, lanes)
-        result = assert_matches_sequential(plan, params, (X, X), state=state, seed=1, executors=executors)
+        result = assert_matches_sequential(
+            plan, params, (X, X), state=state, seed=1, executors=executors
+        )
     assert_same_result(fp.run_sequential(plan, params, (X, X), state=state, seed=1), result)
     assert "threads" == result.stats.executor
 
 
 def test_plans_without_a_loss():
     stages, params, state = net()
-    plan = fp.make_plan(stages, fp.schedules.fill_drain(3, 2, backward=False), devices="cpu", train=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.fill_drain(3, 2, backward=False), devices="cpu", train=True
+    )
     assert assert_matches_sequential(plan, params, X, state=state, seed=1).loss is None
 
 
@@ -40,13 +48,19 @@ def differs_by_thread(p, x):
 
 
 def test_what_differs_is_named():
-    """The leaf that is first made wrong, how many numbers, by how much; all that differ are listed."""
+    """The leaf that is first made wrong, how many numbers, by how much; all that differ are
+    listed."""
     stages = [fp.stage(differs_by_thread, name="odd"), fp.stage(plain)]
-    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True)
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True
+    )
     with pytest.raises(AssertionError) as error:
         assert_matches_sequential(plan, (P, Q), (X, X))
     title, *lines = str(error.value).splitlines()
-    assert "fp.run(executor='threads') differs from fp.run_sequential in 6 of 9 leaves, first in losses[0]:" == title
+    assert (
+        "fp.run(executor='threads') differs from fp.run_sequential in 6 of 9 leaves, first in "
+        "losses[0]:" == title
+    )
     assert ["losses[0]", "losses[1]", "loss", "outputs", "grads[0]['w']", "grads[1]['w']"] == [
         line[4:].split(": ")[0] for line in lines
     ]
@@ -55,10 +69,19 @@ def test_what_differs_is_named():
 
 
 def test_differences_see_every_bit():
-    """NaN is NaN, minus zero is not zero; large ints, half floats, complex, structure, types, other leaves."""
+    """NaN is NaN, minus zero is not zero; large ints, half floats, complex, structure, types, other
+    leaves."""
     nan, t = float("nan"), torch.tensor
-    same_pairs = [(t([nan, 1.0]), t([nan, 1.0])), (t([]), t([])), ((1, None, "a"), (1, None, "a")), (t(True), t(True))]
-    same_pairs += [(t([1, 2]).to(torch.float8_e4m3fn), t([1, 2]).to(torch.float8_e4m3fn)), (X.t(), X.t().contiguous())]
+    same_pairs = [
+        (t([nan, 1.0]), t([nan, 1.0])),
+        (t([]), t([])),
+        ((1, None, "a"), (1, None, "a")),
+        (t(True), t(True)),
+    ]
+    same_pairs += [
+        (t([1, 2]).to(torch.float8_e4m3fn), t([1, 2]).to(torch.float8_e4m3fn)),
+        (X.t(), X.t().contiguous()),
+    ]
     for a, b in same_pairs:
         assert [] == differences(a, b, "a")[0]
     other = [
@@ -77,10 +100,12 @@ def test_differences_see_every_bit():
     ]
     for a, b in other:
         assert 1 == len(differences(a, b, "a")[0]), (a, b)
-    [line], count = differences({"k": [t([[1.0, 2.0, 4.0]])]}, {"k": [t([[1.0, 3.0, 4.5]])]}, "grads[0]")
+    [line], count = differences(
+        {"k": [t([[1.0, 2.0, 4.0]])]}, {"k": [t([[1.0, 3.0, 4.5]])]}, "grads[0]"
+    )
     assert (
-        "grads[0]['k'][0]: 2 of 3 numbers differ, by 1 at most (relative 0.333); first at [0, 1]: 2.0 came, 3.0 expected"
-        == line
+        "grads[0]['k'][0]: 2 of 3 numbers differ, by 1 at most (relative 0.333); first at [0, 1]: "
+        "2.0 came, 3.0 expected" == line
     )
     assert 1 == count
 
@@ -90,17 +115,27 @@ def test_the_whole_batch():
     stages = [fp.stage(plain), fp.stage(plain)]
     x = torch.cat([X, X, X[:2]])
     for loss in (F.mse_loss, lambda y, t: (F.mse_loss(y, t, reduction="sum"), y.numel())):
-        plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True)
+        plan = fp.make_plan(
+            stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu", outputs=True
+        )
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
     plan = fp.make_plan(
-        stages, fp.schedules.one_f_one_b(2, 4), loss=lambda y, t: F.mse_loss(y, t, reduction="sum"), devices="cpu"
+        stages,
+        fp.schedules.one_f_one_b(2, 4),
+        loss=lambda y, t: F.mse_loss(y, t, reduction="sum"),
+        devices="cpu",
     )
-    with pytest.raises(AssertionError, match="4 microbatches differs from one microbatch of all rows in 3 of 3 leaves"):
+    with pytest.raises(
+        AssertionError,
+        match="4 microbatches differs from one microbatch of all rows in 3 of 3 leaves",
+    ):
         assert_matches_sequential(plan, (P, Q), (x, x.flip(0)), whole_batch=1e-12)
 
 
 def test_executors_must_be_some():
-    plan = fp.make_plan([fp.stage(plain)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [fp.stage(plain)], fp.schedules.fill_drain(1, 1), loss=F.mse_loss, devices="cpu"
+    )
     for executors in ((), "serial"):
         with pytest.raises(fp.PlanError, match="executors is a sequence"):
             assert_matches_sequential(plan, (P,), (X, X), executors=executors)

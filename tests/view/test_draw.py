@@ -1,4 +1,5 @@
-"""Pictures, looked at: golden text, widths, well-formed and small SVG, units, and nothing that disturbs its page."""
+"""Pictures, looked at: golden text, widths, well-formed and small SVG, units, and nothing that
+disturbs its page."""
 
 import ast
 import os
@@ -29,7 +30,9 @@ from funcpipe._src.view.summary import ticks, time_text
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def timeline(*spans: tuple[int, float, float, str], unit: str = "s", name: str = "t", devices: int = 1) -> Timeline:
+def timeline(
+    *spans: tuple[int, float, float, str], unit: str = "s", name: str = "t", devices: int = 1
+) -> Timeline:
     return Timeline(
         tuple(Span(device, start, end, Action.parse(text)) for device, start, end, text in spans),
         devices,
@@ -89,12 +92,18 @@ W backward of weights  · idle
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_unequal_devices_are_told_of_whatever_the_width(width: int) -> None:
-    """The bubble alone would hide that two of three devices wait for most of the time; wrapped, never cut."""
+    """The bubble alone would hide that two of three devices wait for most of the time; wrapped,
+    never cut."""
     unequal = simulate(one_f_one_b(3, 8), Cost(forward=[8, 3, 3], backward=[16, 6, 6]))
-    words = "bubble 1.0%, idle 42.3%, imbalance 41.7%: equal work on all devices would save 41.7% of the makespan at the same "
+    words = (
+        "bubble 1.0%, idle 42.3%, imbalance 41.7%: equal work on all devices would save 41.7% of "
+        "the makespan at the same "
+    )
     words += "bubble"
     assert words in " ".join(draw(unequal).text(width).split())
-    shown = " · ".join("".join(text.itertext()) for text in ET.fromstring(draw(unequal).svg()).iter(f"{SVG}text"))
+    shown = " · ".join(
+        "".join(text.itertext()) for text in ET.fromstring(draw(unequal).svg()).iter(f"{SVG}text")
+    )
     assert words.replace(", ", " · ") in shown
     assert "imbalance" not in draw(one_f_one_b(3, 8)).text(width)
 
@@ -123,7 +132,9 @@ F forward  B backward  · idle"""
         (1234.56, "1235 s", ["0", "500", "1000"]),
     ],
 )
-def test_measured_times_are_shown_in_a_unit_that_fits(end: float, shown: str, labels: list[str]) -> None:
+def test_measured_times_are_shown_in_a_unit_that_fits(
+    end: float, shown: str, labels: list[str]
+) -> None:
     one = timeline((0, 0.0, end, "0F0"))
     assert time_text(one)(end) == shown
     assert [label for _, label in ticks(one, 3)] == labels
@@ -153,7 +164,10 @@ def timelines(draw_one: st.DrawFn) -> Timeline:
     schedule = family(devices * chunks, microbatches, num_devices=devices)
     schedule = remat(schedule) if draw_one(st.booleans()) else schedule
     times = st.sampled_from([0.0, 0.001, 0.37, 1.0, 3.0, 1e9])
-    cost = Cost(*(draw_one(times) for _ in range(3)), residual=draw_one(st.sampled_from([1.0, 0.3, 123456789.0])))
+    cost = Cost(
+        *(draw_one(times) for _ in range(3)),
+        residual=draw_one(st.sampled_from([1.0, 0.3, 123456789.0])),
+    )
     made = simulate(schedule, cost)
     name = draw_one(st.text(max_size=120))
     unit = draw_one(st.sampled_from(["units", "s", "a very long name of a unit of time & <such>"]))
@@ -163,7 +177,9 @@ def timelines(draw_one: st.DrawFn) -> Timeline:
 
 @settings(max_examples=150, deadline=None)
 @given(timelines(), st.integers(40, 260))
-def test_text_is_never_wider_than_asked_and_has_a_row_for_each_device(one: Timeline, width: int) -> None:
+def test_text_is_never_wider_than_asked_and_has_a_row_for_each_device(
+    one: Timeline, width: int
+) -> None:
     lines = draw(one).text(width).split("\n")
     for line in lines:
         assert columns(line) <= width
@@ -179,7 +195,9 @@ def test_svg_is_xml_with_one_rectangle_for_each_action(one: Timeline) -> None:
     rects = root.findall(f".//{SVG}rect")
     assert len(rects) == len(one.spans)
     assert all(float(rect.get("width", "0")) > 0 for rect in rects)
-    assert {rect[0].text.split()[0] for rect in rects if rect[0].text} == {str(span.action) for span in one.spans}
+    assert {rect[0].text.split()[0] for rect in rects if rect[0].text} == {
+        str(span.action) for span in one.spans
+    }
     assert ET.fromstring(draw(one)._repr_html_()).find(f"{SVG}svg") is not None
 
 
@@ -187,11 +205,16 @@ def test_rectangles_lie_where_their_times_say() -> None:
     root = ET.fromstring(draw(one_f_one_b(4, 8)).svg())
     lanes = [group for group in root.findall(f"{SVG}g") if group.find(f".//{SVG}rect") is not None]
     assert len(lanes) == 4
-    at = {r[0].text: (float(r.get("x", "")), float(r.get("width", ""))) for r in root.iter(f"{SVG}rect")}
+    at = {
+        r[0].text: (float(r.get("x", "")), float(r.get("width", "")))
+        for r in root.iter(f"{SVG}rect")
+    }
     scale = 24.0
     assert at["0F0 forward, stage 0, microbatch 0: 0 to 1 units"] == (0, scale - 1)
     assert at["2B1 backward, stage 2, microbatch 1: 9 to 11 units"] == (9 * scale, 2 * scale - 1)
-    assert [text.text for text in lanes[3].findall(f".//{SVG}g[@class='num']/{SVG}text")].count("7") == 2
+    assert [text.text for text in lanes[3].findall(f".//{SVG}g[@class='num']/{SVG}text")].count(
+        "7"
+    ) == 2
 
 
 def test_every_other_action_has_the_colour_of_its_kind_and_shade() -> None:
@@ -202,8 +225,14 @@ def test_every_other_action_has_the_colour_of_its_kind_and_shade() -> None:
         for rect in group.findall(f"{SVG}rect")
         if rect[0].text
     }
-    colours = {(kind, white): hexadecimal(kind_colour(kind, white)) for kind in (Kind.F, Kind.B) for white in (0, 38)}
-    assert shades == {(colour, kind.value, white == 38) for (kind, white), colour in colours.items()}
+    colours = {
+        (kind, white): hexadecimal(kind_colour(kind, white))
+        for kind in (Kind.F, Kind.B)
+        for white in (0, 38)
+    }
+    assert shades == {
+        (colour, kind.value, white == 38) for (kind, white), colour in colours.items()
+    }
 
 
 def test_svg_stays_small_and_readable_when_large() -> None:
@@ -221,7 +250,11 @@ def test_svg_stays_small_and_readable_when_large() -> None:
 def test_styles_of_several_drawings_in_a_page_agree() -> None:
     rules: dict[str, str] = {}
     ids: list[str] = []
-    deep = [fill_drain(8, 2, num_devices=1), interleaved(12, 4, num_devices=4), remat(zero_bubble(6, 3, num_devices=3))]
+    deep = [
+        fill_drain(8, 2, num_devices=1),
+        interleaved(12, 4, num_devices=4),
+        remat(zero_bubble(6, 3, num_devices=3)),
+    ]
     for what in (*deep, one_f_one_b(2, 2)):
         content = draw(what)._repr_html_()
         ids += re.findall(r"\bid=", content)
@@ -239,8 +272,13 @@ DRAWN = {f"{SVG}{tag}" for tag in ("rect", "path", "text")}
 
 @pytest.mark.parametrize("by", ["kind", "stage"])
 def test_every_shape_of_a_file_has_a_plain_colour(by: By) -> None:
-    """Its own attribute or a group's: renderers outside browsers read little CSS, no variables and no media."""
-    for what in (fill_drain(9, 2, num_devices=1), remat(zero_bubble(6, 3, num_devices=3)), one_f_one_b(32, 4)):
+    """Its own attribute or a group's: renderers outside browsers read little CSS, no variables and
+    no media."""
+    for what in (
+        fill_drain(9, 2, num_devices=1),
+        remat(zero_bubble(6, 3, num_devices=3)),
+        one_f_one_b(32, 4),
+    ):
         content = draw(what, memory=True, by=by).svg()
         shapes = 0
 
@@ -248,7 +286,11 @@ def test_every_shape_of_a_file_has_a_plain_colour(by: By) -> None:
             nonlocal shapes
             fill = element.get("fill", fill)
             assert "style" not in element.attrib, "a size that is no number: cairosvg drew nothing"
-            assert not [value for value in element.attrib.values() if "var(" in value or "currentColor" in value]
+            assert not [
+                value
+                for value in element.attrib.values()
+                if "var(" in value or "currentColor" in value
+            ]
             if element.tag in DRAWN:
                 shapes += 1
                 assert fill is not None
@@ -295,7 +337,9 @@ def test_colour_changes_no_letter() -> None:
             assert "\x1b[" in painted
             plain = draw(what).text(width)
             assert "\x1b" not in plain
-            assert [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", painted).split("\n")] == plain.split("\n")
+            assert [
+                line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", painted).split("\n")
+            ] == plain.split("\n")
 
 
 def test_empty_timelines_and_actions_without_duration() -> None:
@@ -310,7 +354,12 @@ def test_empty_timelines_and_actions_without_duration() -> None:
 
 def test_actions_too_short_to_see_do_not_move_the_others() -> None:
     drawn = draw(
-        timeline((0, 0.0, 1e-6, "0F0"), (0, 1e-6, 10.0, "0B0"), (0, 10.0, 20.0, "0B1"), (0, 25.0, 40.0, "0B2"))
+        timeline(
+            (0, 0.0, 1e-6, "0F0"),
+            (0, 1e-6, 10.0, "0B0"),
+            (0, 10.0, 20.0, "0B1"),
+            (0, 25.0, 40.0, "0B2"),
+        )
     )
     row = next(line for line in drawn.text(60).split("\n") if line.startswith("dev 0"))
     cells = row.split("│")[1]
@@ -331,7 +380,9 @@ def test_drawing_is_deterministic_and_compares() -> None:
 def test_str_has_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = draw(one_f_one_b(4, 8))
     for columns in (1, 60, 150):
-        monkeypatch.setattr(shutil, "get_terminal_size", lambda _, c=columns: os.terminal_size((c, 24)))
+        monkeypatch.setattr(
+            shutil, "get_terminal_size", lambda _, c=columns: os.terminal_size((c, 24))
+        )
         assert str(drawn) == repr(drawn) == drawn.text(max(40, columns))
 
 
@@ -353,13 +404,17 @@ def test_save_writes_what_the_suffix_says(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == drawn.text(120) + "\n"
     with pytest.raises(ValueError, match=r"saved as \.svg or \.txt; got '\.png'"):
         drawn.save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=r"To zoom, write drawing\.timeline\.to_chrome_trace\('trace\.json'\)"):
+    with pytest.raises(
+        ValueError, match=r"To zoom, write drawing\.timeline\.to_chrome_trace\('trace\.json'\)"
+    ):
         drawn.save(tmp_path / "a.html")
 
 
 @pytest.mark.parametrize("wrong", ["0F0", None, [1], draw(Schedule.parse("0F0"))])
 def test_other_things_are_refused(wrong: object) -> None:
-    with pytest.raises(TypeError, match=rf"draw takes a Schedule, a Plan or a Timeline; got {type(wrong).__name__}"):
+    with pytest.raises(
+        TypeError, match=rf"draw takes a Schedule, a Plan or a Timeline; got {type(wrong).__name__}"
+    ):
         draw(wrong)  # pyright: ignore[reportArgumentType]
 
 
@@ -388,4 +443,7 @@ def test_drawing_needs_the_standard_library_only() -> None:
         for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8"))):
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "funcpipe"}
+            assert {name.partition(".")[0] for name in names} <= {
+                *sys.stdlib_module_names,
+                "funcpipe",
+            }

@@ -1,4 +1,5 @@
-"""Simulating in plan order against an engine of events, in which lanes sleep and are woken: equal in every number."""
+"""Simulating in plan order against an engine of events, in which lanes sleep and are woken: equal
+in every number."""
 
 import pytest
 from common import schedules as every_family
@@ -22,12 +23,15 @@ def assert_equal_clocks(program, cost, *, bounded):
     assert [lane.spans for lane in one.lanes] == [lane.spans for lane in other.lanes]
     assert one.causes == other.causes
     assert one.critical_path == other.critical_path
-    assert [running_sum(lane.changes) for lane in one.lanes] == [running_sum(lane.changes) for lane in other.lanes]
+    assert [running_sum(lane.changes) for lane in one.lanes] == [
+        running_sum(lane.changes) for lane in other.lanes
+    ]
 
 
 @st.composite
 def costs(draw, stages, slices=1):
-    """Any cost, with times for every kind, in thirds: equal sums must be added in the same order."""
+    """Any cost, with times for every kind, in thirds: equal sums must be added in the same
+    order."""
     number = st.integers(0, 9).map(lambda thirds: thirds / 3)
     each = lambda: draw(st.lists(number, min_size=stages, max_size=stages))
     pairs = [(stash, pop) for stash in range(stages) for pop in range(stash + 1, stages)]
@@ -49,7 +53,9 @@ def costs(draw, stages, slices=1):
         skips=[(*pair, draw(number)) for pair in chosen],
         residual=residual,
         weight_residual=[min(both) for both in zip(residual, rest, strict=True)],
-        slices=draw(st.lists(st.integers(1, 3), min_size=slices, max_size=slices)) if slices > 1 else (),
+        slices=draw(st.lists(st.integers(1, 3), min_size=slices, max_size=slices))
+        if slices > 1
+        else (),
     )
 
 

@@ -31,7 +31,9 @@ OFFLOAD = Schedule.parse(
 
 def in_seconds(timeline: Timeline, factor: float = 1e-3) -> Timeline:
     """As if measured: in seconds, no steps of memory."""
-    spans = tuple(Span(device, a * factor, b * factor, action) for device, a, b, action in timeline.spans)
+    spans = tuple(
+        Span(device, a * factor, b * factor, action) for device, a, b, action in timeline.spans
+    )
     return replace(timeline, spans=spans, unit="s", memory=())
 
 
@@ -48,7 +50,10 @@ def panels(content: str) -> list[list[ET.Element]]:
 
 def bars(group: ET.Element) -> dict[str, tuple[float, float]]:
     """Left edge and width of each rectangle, by what it says."""
-    return {r[0].text or "": (float(r.get("x", "")), float(r.get("width", ""))) for r in group.iter(f"{SVG}rect")}
+    return {
+        r[0].text or "": (float(r.get("x", "")), float(r.get("width", "")))
+        for r in group.iter(f"{SVG}rect")
+    }
 
 
 def test_two_schedules_have_one_time_axis() -> None:
@@ -57,13 +62,18 @@ def test_two_schedules_have_one_time_axis() -> None:
     assert (len(first), len(second)) == (4, 4)
     a, b = bars(first[0]), bars(second[0])
     assert (
-        a["0F3 forward, stage 0, microbatch 3: 3 to 4 units"] == b["0F3 forward, stage 0, microbatch 3: 3 to 4 units"]
+        a["0F3 forward, stage 0, microbatch 3: 3 to 4 units"]
+        == b["0F3 forward, stage 0, microbatch 3: 3 to 4 units"]
     )
     assert a["0B7 backward, stage 0, microbatch 7: 31 to 33 units"][0] == 31 * 24
     assert b["0W7 backward of weights, stage 0, microbatch 7: 26 to 27 units"][0] == 26 * 24
     tracks = [panel[0].find(f".//{SVG}path[@class='lane']").get("d") for panel in (first, second)]  # pyright: ignore
     assert tracks == ["M0 0h792v30H0z", "M0 0h648v30H0z"]  # each ends where its timeline does
-    grids = [path.get("d") for path in ET.fromstring(content).iter(f"{SVG}path") if path.get("class") == "grid"]
+    grids = [
+        path.get("d")
+        for path in ET.fromstring(content).iter(f"{SVG}path")
+        if path.get("class") == "grid"
+    ]
     assert len(grids) == 2
     assert len({tuple(re.findall(r"M([\d.]+)", grid or "")) for grid in grids}) == 1
     assert content.count('<g class="legend">') == 1
@@ -75,7 +85,10 @@ def test_a_measured_and_a_simulated_timeline_share_seconds_and_work() -> None:
     content = drawn.svg()
     assert "scaled to the same work, 1 unit is 2 ms" in content
     assert "scaled to the same work, 1 unit is 2 ms" in re.sub(r"\s+", " ", drawn.text(150))
-    assert [">1F1B, measured in ms<" in content, ">1F1B, simulated in ms<" in content] == [True, True]
+    assert [">1F1B, measured in ms<" in content, ">1F1B, simulated in ms<" in content] == [
+        True,
+        True,
+    ]
     first, second = panels(content)
     long = [
         bars(panel[0])[name]
@@ -96,7 +109,10 @@ def test_a_simulation_with_the_measured_cost_needs_no_scaling() -> None:
 
 
 def test_what_cannot_share_an_axis_is_refused() -> None:
-    one, two = in_seconds(simulate(one_f_one_b(2, 2))), replace(simulate(one_f_one_b(2, 2)), unit="cycles")
+    one, two = (
+        in_seconds(simulate(one_f_one_b(2, 2))),
+        replace(simulate(one_f_one_b(2, 2)), unit="cycles"),
+    )
     with pytest.raises(ValueError, match="one time axis has one unit; got 'cycles', 's'"):
         draw(one, two)
     with pytest.raises(ValueError, match="'1F1B' has none"):
@@ -154,15 +170,23 @@ def test_offload_and_load_are_strips_below_the_work_and_no_work() -> None:
             top = float(rect.get("y", "0"))
             kind = re.sub(r"\d", "", (rect[0].text or "").split()[0])
             ends.setdefault(kind, set()).add((top, top + float(rect.get("height", ""))))
-    assert ends == {"F": {(0.0, 21.0)}, "B": {(0.0, 21.0)}, "O": {(22.0, 26.0)}, "L": {(26.0, 30.0)}}
+    assert ends == {
+        "F": {(0.0, 21.0)},
+        "B": {(0.0, 21.0)},
+        "O": {(22.0, 26.0)},
+        "L": {(26.0, 30.0)},
+    }
     work = sum(
-        span.end - span.start for span in timeline.spans if span.device == 0 and span.action.kind in (Kind.F, Kind.B)
+        span.end - span.start
+        for span in timeline.spans
+        if span.device == 0 and span.action.kind in (Kind.F, Kind.B)
     )
     assert f">{work / timeline.makespan:.0%}<" in draw(timeline).svg()
 
 
 def test_memory_is_what_the_timeline_says() -> None:
-    """At each instant the level drawn is the last step; the highest is the peak, which has a line on it."""
+    """At each instant the level drawn is the last step; the highest is the peak, which has a line
+    on it."""
     timeline = simulate(zero_bubble(4, 8), Cost(output=0.25))
     found = levels(timeline)
     for steps, lane, peak in zip(timeline.memory, found, timeline.peak, strict=True):
@@ -173,12 +197,14 @@ def test_memory_is_what_the_timeline_says() -> None:
                 assert level.amount == [amount for time, amount in steps if time <= now][-1]
     gantt, held = panels(draw(timeline, memory=True).svg())
     assert len(held) == 4
-    tallest = max(float(rect.get("height", "")) for group in held for rect in group.iter(f"{SVG}rect"))
+    tallest = max(
+        float(rect.get("height", "")) for group in held for rect in group.iter(f"{SVG}rect")
+    )
     assert tallest == 30.0  # one scale: the highest of all devices fills its lane
     for group, peak in zip(held, timeline.peak, strict=True):
-        assert max(float(rect.get("height", "")) for rect in group.iter(f"{SVG}rect")) == pytest.approx(
-            30 * peak / max(timeline.peak), abs=0.06
-        )
+        assert max(
+            float(rect.get("height", "")) for rect in group.iter(f"{SVG}rect")
+        ) == pytest.approx(30 * peak / max(timeline.peak), abs=0.06)
         assert [path.get("class") for path in group.iter(f"{SVG}path")].count("top") == 1
     assert "holds 4" in "".join(title.text or "" for title in held[0].iter(f"{SVG}title"))
     assert len(gantt) == 4
@@ -186,17 +212,25 @@ def test_memory_is_what_the_timeline_says() -> None:
 
 def test_a_peak_of_no_duration_is_drawn() -> None:
     one = Timeline(
-        simulate(one_f_one_b(1, 1)).spans, 1, (7.0,), memory=(((0.0, 2.0), (1.0, 7.0), (1.0, 1.0), (3.0, 0.0)),)
+        simulate(one_f_one_b(1, 1)).spans,
+        1,
+        (7.0,),
+        memory=(((0.0, 2.0), (1.0, 7.0), (1.0, 1.0), (3.0, 0.0)),),
     )
-    assert [tuple(level) for level in levels(one)[0]] == [(0.0, 1.0, 2.0), (1.0, 1.0, 7.0), (1.0, 3.0, 1.0)]
+    assert [tuple(level) for level in levels(one)[0]] == [
+        (0.0, 1.0, 2.0),
+        (1.0, 1.0, 7.0),
+        (1.0, 3.0, 1.0),
+    ]
     assert "holds 7: 1 to 1 units" in draw(one, memory=True).svg()
 
 
 def test_measured_memory_is_counted_where_the_peaks_are_counts() -> None:
     simulated = simulate(zero_bubble(3, 6), Cost(1, 1.5, 0.75, comm=0.25))
-    assert [[level.amount for level in lane if level.end > level.start] for lane in levels(in_seconds(simulated))] == [
-        [level.amount for level in lane if level.end > level.start] for lane in levels(simulated)
-    ]
+    assert [
+        [level.amount for level in lane if level.end > level.start]
+        for lane in levels(in_seconds(simulated))
+    ] == [[level.amount for level in lane if level.end > level.start] for lane in levels(simulated)]
     other = replace(in_seconds(simulated), peak=(1e9,) * 3)
     assert levels(other) == ()
     drawn = draw(other, memory=True)
@@ -208,7 +242,12 @@ def test_measured_memory_is_counted_where_the_peaks_are_counts() -> None:
 def test_by_stage_has_a_colour_for_each_stage_and_an_edge_for_each_kind() -> None:
     content = draw(interleaved(8, 8, num_devices=4), by="stage").svg()
     (rows,) = panels(content)
-    used = {group.get("fill") for row in rows for group in row.iter(f"{SVG}g") if group.find(f"{SVG}rect") is not None}
+    used = {
+        group.get("fill")
+        for row in rows
+        for group in row.iter(f"{SVG}g")
+        if group.find(f"{SVG}rect") is not None
+    }
     assert used == {hexadecimal(stage_colour(stage, 7)) for stage in range(8)}
     kinds = [hexadecimal(kind_colour(kind)) for kind in (Kind.F, Kind.B)]
     for group in rows:
@@ -226,7 +265,11 @@ def test_coarse_levels_never_show_less() -> None:
     rough = coarse(fine, 7.0)
     assert len(rough) < len(fine) / 3
     for level in fine:
-        assert all(one.amount >= level.amount for one in rough if one.start < level.end and one.end > level.start)
+        assert all(
+            one.amount >= level.amount
+            for one in rough
+            if one.start < level.end and one.end > level.start
+        )
     assert max(level.amount for level in rough) == max(level.amount for level in fine)
     assert coarse((), 1.0) == ()
 
@@ -280,7 +323,8 @@ def test_more_actions_than_a_picture_has_are_refused_with_the_trace(tmp_path: Pa
 
 
 def test_a_page_shrinks_a_picture_no_further_than_it_can_be_read() -> None:
-    """Of a file nothing is said: in a document or on a slide a width that the viewer cannot change would be cut off."""
+    """Of a file nothing is said: in a document or on a slide a width that the viewer cannot change
+    would be cut off."""
     drawing = draw(one_f_one_b(4, 8))
     inline = drawing._repr_html_()
     width = float(re.search(r' width="([\d.]+)"', inline)[1])
@@ -292,7 +336,9 @@ def test_a_page_shrinks_a_picture_no_further_than_it_can_be_read() -> None:
 def test_an_svg_needs_nothing_else_and_tells_of_every_action_and_level() -> None:
     drawn = draw(one_f_one_b(4, 8), memory=True)
     content = drawn.svg()
-    assert not re.search(r"<(script|link|img|image|use|foreignObject)\b|\b(src|href)=|url\(|@import", content)
+    assert not re.search(
+        r"<(script|link|img|image|use|foreignObject)\b|\b(src|href)=|url\(|@import", content
+    )
     assert re.findall(r"https?://[^\"']*", content) == ["http://www.w3.org/2000/svg"]
     levels_held = sum(level.amount > 0 for lane in levels(drawn.timeline) for level in lane)
     assert content.count("<title>") == 64 + levels_held

@@ -1,4 +1,5 @@
-"""Lane programs by the clock: any schedule, any cost; against the clock of schedules, and against a real run."""
+"""Lane programs by the clock: any schedule, any cost; against the clock of schedules, and against a
+real run."""
 
 import sys
 from collections import Counter
@@ -67,22 +68,30 @@ def skipping(count, cost):
 @settings(max_examples=300)
 @given(st.data())
 def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
-    """The clock knows no programs; where there are slots enough, for any schedule and any cost, it sees the same."""
+    """The clock knows no programs; where there are slots enough, for any schedule and any cost, it
+    sees the same."""
     schedule = data.draw(schedules())
     cost = data.draw(costs(schedule.num_stages))
     count, device_of, slices = schedule.num_stages, schedule.device_of, schedule.num_slices
-    both = {pair: cost.both(*((*action[:2], 1 / slices) for action in pair)) for pair in schedule.pairs}
+    both = {
+        pair: cost.both(*((*action[:2], 1 / slices) for action in pair)) for pair in schedule.pairs
+    }
     starts, stuck = clock(
         coded(schedule.orders, slices),
         device_of,
         schedule.num_pieces,
         [[time / slices for time in row] for row in durations_of(cost, count)],
         [edge._replace(link=edge.link / slices) for edge in edges_of(cost, device_of)],
-        [{at: both[order[at], order[at + 1]] for at in schedule.joined(order)} for order in schedule.orders],
+        [
+            {at: both[order[at], order[at + 1]] for at in schedule.joined(order)}
+            for order in schedule.orders
+        ],
     )
     assert not stuck
     expected = {
-        action: start for order, row in zip(schedule.orders, starts, strict=True) for action, start in zip(order, row)
+        action: start
+        for order, row in zip(schedule.orders, starts, strict=True)
+        for action, start in zip(order, row)
     }
     timeline = fp.simulate(schedule, cost)
     equal = (lambda value: value) if slices == 1 else pytest.approx
@@ -91,7 +100,9 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     for span in timeline.spans:
         alone = cost.of(span.action.kind, span.action.stage) / slices
         assert span.end - span.start == equal(together.get(span.action, alone))
-    assert {span.action for span in timeline.spans if together.get(span.action)} == {*pairs_in(timeline.spans)}
+    assert {span.action for span in timeline.spans if together.get(span.action)} == {
+        *pairs_in(timeline.spans)
+    }
 
 
 @settings(max_examples=200)
@@ -101,7 +112,8 @@ def test_residuals_are_those_of_the_order(data):
     schedule = data.draw(schedules())
     cost = replace(data.draw(costs(schedule.num_stages)), output=0.0, skips=())
     peaks = [residual_peak(order, schedule, cost) for order in schedule.orders]
-    # The two of a pair free at one moment, and the order adds what they free in another order than the clock.
+    # The two of a pair free at one moment, and the order adds what they free in another order than
+    # the clock.
     assert list(fp.simulate(schedule, cost).peak) == pytest.approx(peaks, rel=1e-12, abs=1e-12)
 
 
@@ -111,7 +123,9 @@ def test_a_plan_is_its_schedule_and_waits_for_slots(data):
     """Never earlier; as early where there is room."""
     schedule = data.draw(schedules())
     cost = data.draw(costs(schedule.num_stages))
-    plan = fp.make_plan(skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None)
+    plan = fp.make_plan(
+        skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None
+    )
     alone = {span.action: span.start for span in fp.simulate(schedule, cost).spans}
     assert all(span.start >= alone[span.action] for span in fp.simulate(plan, cost).spans)
     roomy = Play(plan.program, cost, bounded=False)
@@ -125,7 +139,9 @@ def test_the_critical_path_is_a_chain_of_causes(data):
     """It begins at 0, and nothing on it starts before what it waits for has ended."""
     schedule = data.draw(schedules())
     cost = data.draw(costs(schedule.num_stages))
-    plan = fp.make_plan(skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None)
+    plan = fp.make_plan(
+        skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None
+    )
     timeline = fp.simulate(plan, cost)
     at = {span.action: span for span in timeline.spans}
     path = [at[action] for action in timeline.critical_path]
@@ -154,9 +170,11 @@ class Events(Play):
 
 
 class InOrder(LaneExecutor):
-    """One thread that does instructions in an order of its own, and notes what each lane holds after each action.
+    """One thread that does instructions in an order of its own, and notes what each lane holds
+    after each action.
 
-    Instructions and not actions: while what an action made waits for a slot, the slots that it read are free already.
+    Instructions and not actions: while what an action made waits for a slot, the slots that it read
+    are free already.
     """
 
     threaded = False
@@ -178,7 +196,11 @@ class InOrder(LaneExecutor):
             lane.advance()
             if lane.done not in lane.program.ends:
                 continue
-            roles = [kind.role for kind, value in zip(lane.program.slots, lane.slots) if value is not None]
+            roles = [
+                kind.role
+                for kind, value in zip(lane.program.slots, lane.slots)
+                if value is not None
+            ]
             self.held.append((number, roles.count(Role.RESIDUAL)))
         for lane, parts in zip(execution.lanes, actions, strict=True):
             lane.parts, lane.done = parts, len(parts)
@@ -186,12 +208,16 @@ class InOrder(LaneExecutor):
 
 def test_a_slot_is_free_while_what_was_made_of_it_waits():
     """2F1 waits for the slot of stage 3, so 1F3 arrives before 2F1 is all done."""
-    schedule = fp.Schedule.parse("0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3\n3F0 3F1 3F2 3F3\n2F0 2F1 2F2 2F3")
+    schedule = fp.Schedule.parse(
+        "0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3\n3F0 3F1 3F2 3F3\n2F0 2F1 2F2 2F3"
+    )
     plan = fp.make_plan(computing(4, []), schedule, devices="cpu")
     play = Events(plan.program, fp.Cost(comm=1.0), bounded=True)
     play.run()
     params = tuple(torch.tensor(0.5 + 0.1 * stage) for stage in range(4))
-    assert_matches_sequential(plan, params, torch.linspace(-1, 1, 4), executors=[InOrder(play.order())])
+    assert_matches_sequential(
+        plan, params, torch.linspace(-1, 1, 4), executors=[InOrder(play.order())]
+    )
 
 
 def computing(count, skips):
@@ -217,7 +243,8 @@ def computing(count, skips):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_is_simulated_can_be_run(data):
-    """In the order of the simulated events, on one thread; what lanes hold is what was simulated, action by action."""
+    """In the order of the simulated events, on one thread; what lanes hold is what was simulated,
+    action by action."""
     schedule = data.draw(schedules())
     kinds = {action.kind for order in schedule.orders for action in order}
     if kinds > {fp.Kind.F} and fp.Kind.R not in kinds and data.draw(st.booleans()):
@@ -225,7 +252,9 @@ def test_what_is_simulated_can_be_run(data):
     count = schedule.num_stages
     cost = data.draw(costs(count, least=1))
     residual = float(schedule.num_slices)  # each slice counts as one
-    cost = replace(cost, output=0.0, residual=residual, weight_residual=0.0)  # nothing waits in these stages
+    cost = replace(
+        cost, output=0.0, residual=residual, weight_residual=0.0
+    )  # nothing waits in these stages
     stages = computing(count, [(skip.stash, skip.pop) for skip in cost.skips])
     cost = replace(cost, skips=())
     loss = torch.nn.functional.mse_loss if schedule.has_backward else None

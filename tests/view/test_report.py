@@ -1,4 +1,5 @@
-"""Reports: what they say equals what the run says, counted anew; pages are whole, small and safe."""
+"""Reports: what they say equals what the run says, counted anew; pages are whole, small and
+safe."""
 
 from __future__ import annotations
 
@@ -21,9 +22,14 @@ from funcpipe._src.data.result import RunStats
 VOID = {"meta"}
 
 
-def plan_and_params(schedule: fp.Schedule, *, width: int = 8, name: str = "part") -> tuple[fp.Plan, tuple[Any, ...]]:
+def plan_and_params(
+    schedule: fp.Schedule, *, width: int = 8, name: str = "part"
+) -> tuple[fp.Plan, tuple[Any, ...]]:
     """One linear layer for each stage."""
-    made = [fp.from_module(nn.Linear(width, width), name=f"{name} {stage}") for stage in range(schedule.num_stages)]
+    made = [
+        fp.from_module(nn.Linear(width, width), name=f"{name} {stage}")
+        for stage in range(schedule.num_stages)
+    ]
     stages, params, _ = zip(*made, strict=True)
     return fp.make_plan(stages, schedule, loss=nn.functional.mse_loss, devices="cpu"), params
 
@@ -47,7 +53,9 @@ def pretended(plan: fp.Plan, cost: fp.Cost, **stats: Any) -> fp.Result:
         }
         | stats
     )
-    timeline = replace(fp.simulate(plan.schedule.first(known.num_microbatches), cost), unit="s", comm=0.0)
+    timeline = replace(
+        fp.simulate(plan.schedule.first(known.num_microbatches), cost), unit="s", comm=0.0
+    )
     return fp.Result(torch.tensor(0.5), 1.0, (), (), None, (), (), None, timeline, known)
 
 
@@ -88,7 +96,12 @@ class Page(HTMLParser):
 def test_text_of_a_report() -> None:
     """Golden: every number of it follows from the schedule, F 1 ms, B 2 ms, 0.5 ms for a hop."""
     plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
-    made = fp.report(plan, pretended(plan, fp.Cost(0.001, backward=0.002, comm=0.0005)), params=params, title="golden")
+    made = fp.report(
+        plan,
+        pretended(plan, fp.Cost(0.001, backward=0.002, comm=0.0005)),
+        params=params,
+        title="golden",
+    )
     assert (
         made.text(110)
         == """\
@@ -190,22 +203,32 @@ def test_numbers_are_those_of_the_run(schedule: fp.Schedule, executor: str) -> N
         share = sum(span.end - span.start for span in own) / everything
         assert row["of its lane"] == f"{share:.1%}"
     for lane, row in enumerate(table(made, "Lanes")):
-        busy = sum(span.end - span.start for span in measured.spans if span.device == lane) / measured.makespan
+        busy = (
+            sum(span.end - span.start for span in measured.spans if span.device == lane)
+            / measured.makespan
+        )
         assert (row["busy"], row["idle"]) == (f"{busy:.1%}", f"{1 - busy:.1%}")
         assert int(row["actions"]) == len(schedule.orders[lane])
     seen = [
-        (row["value"], int(row["most at a time"]), int(row["slots"])) for row in table(made, "Values between lanes")
+        (row["value"], int(row["most at a time"]), int(row["slots"]))
+        for row in table(made, "Values between lanes")
     ]
     pools = plan.program.pools
-    assert seen == [(pool.role.value, most, pool.slots) for pool, most in zip(pools, result.stats.slots, strict=True)]
+    assert seen == [
+        (pool.role.value, most, pool.slots)
+        for pool, most in zip(pools, result.stats.slots, strict=True)
+    ]
     assert all(most <= slots for _, most, slots in seen)
 
 
 def test_the_simulated_timeline_is_the_schedule_with_the_mean_times() -> None:
-    """The same actions in the same order on each lane, each as long as the mean of its kind and stage."""
+    """The same actions in the same order on each lane, each as long as the mean of its kind and
+    stage."""
     plan, params = plan_and_params(fp.schedules.zero_bubble(2, 4))
     made = fp.report(plan, recorded(plan, params))
-    means: dict[tuple[fp.Kind, int], float] = {key: fmean(times) for key, times in made.measured.by_kind.items()}
+    means: dict[tuple[fp.Kind, int], float] = {
+        key: fmean(times) for key, times in made.measured.by_kind.items()
+    }
     assert made.simulated.unit == made.measured.unit == "s"
     for lane, order in enumerate(plan.schedule.orders):
         spans = sorted(span for span in made.simulated.spans if span.device == lane)
@@ -225,7 +248,8 @@ def test_the_simulated_timeline_is_the_schedule_with_the_mean_times() -> None:
     ids=lambda schedule: schedule.name,
 )
 def test_levels_are_the_residuals_alive_and_their_most_is_the_peak(schedule: fp.Schedule) -> None:
-    """At the middle of every action and of every gap: forwards (or remats) begun less backwards ended."""
+    """At the middle of every action and of every gap: forwards (or remats) begun less backwards
+    ended."""
     plan, _ = plan_and_params(schedule)
     made = fp.report(plan, pretended(plan, fp.Cost(1.0, 1.5, 0.75, comm=0.25)))
     spans, kind = made.measured.spans, fp.Kind
@@ -236,9 +260,13 @@ def test_levels_are_the_residuals_alive_and_their_most_is_the_peak(schedule: fp.
         for before, after in zip(edges, edges[1:], strict=False):
             now, alive = (before + after) / 2, 0.0
             for span in (span for span in spans if span.device == lane):
-                taken = span.action.kind is kind.R or (span.action.kind is kind.F and span.action[1:] not in again)
+                taken = span.action.kind is kind.R or (
+                    span.action.kind is kind.F and span.action[1:] not in again
+                )
                 alive += taken and span.start < now
-                alive -= {kind.B: 1.0, kind.I: 0.5, kind.W: 0.5}.get(span.action.kind, 0.0) * (span.end < now)
+                alive -= {kind.B: 1.0, kind.I: 0.5, kind.W: 0.5}.get(span.action.kind, 0.0) * (
+                    span.end < now
+                )
             assert sum(level.amount for level in levels if level.start < now < level.end) == alive
 
 
@@ -255,20 +283,31 @@ def test_both_timelines_and_the_memory_have_one_scale() -> None:
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
     assert [16, 16] == [chart.count("<rect") for chart in charts[:2]]
     found = [scales(chart) for chart in charts]
-    assert [True, True, True] == [len(some) > least for some, least in zip(found, (5, 5, 1), strict=True)]
+    assert [True, True, True] == [
+        len(some) > least for some, least in zip(found, (5, 5, 1), strict=True)
+    ]
     assert max(map(max, found)) == pytest.approx(min(map(min, found)), rel=0.003)
     assert 1 == len({re.findall(r'viewBox="0 0 (\d+)', chart)[0] for chart in charts})
-    first = charts[2].split("<g transform")[1]  # holds something from its first forward to its last backward
-    bars = [(float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y=.*? width="([\d.]+)"', first)]
+    first = charts[2].split("<g transform")[
+        1
+    ]  # holds something from its first forward to its last backward
+    bars = [
+        (float(x), float(w))
+        for x, w in re.findall(r'<rect x="([\d.]+)" y=.*? width="([\d.]+)"', first)
+    ]
     assert len(bars) == 3
     assert [pytest.approx(x) for x, _ in bars[1:]] == [x + w for x, w in bars[:-1]]
 
 
 def test_a_simulated_timeline_may_be_longer_than_the_measured_one() -> None:
-    """Where slow actions met fast ones the mean times take longer; the longer timeline gives the scale."""
+    """Where slow actions met fast ones the mean times take longer; the longer timeline gives the
+    scale."""
     plan, _ = plan_and_params(fp.schedules.fill_drain(2, 2, backward=False))
     spans = [(0, 0.0, 1.0, "0F0"), (0, 1.0, 4.0, "0F1"), (1, 1.0, 4.0, "1F0"), (1, 4.0, 5.0, "1F1")]
-    slow = tuple(fp.typing.Span(lane, a * 1e-2, b * 1e-2, fp.Action.parse(text)) for lane, a, b, text in spans)
+    slow = tuple(
+        fp.typing.Span(lane, a * 1e-2, b * 1e-2, fp.Action.parse(text))
+        for lane, a, b, text in spans
+    )
     result = replace(pretended(plan, fp.Cost()), timeline=fp.Timeline(slow, 2, unit="s"))
     made = fp.report(plan, result)
     assert (0.05, 0.06) == (made.measured.makespan, pytest.approx(made.simulated.makespan))
@@ -276,7 +315,12 @@ def test_a_simulated_timeline_may_be_longer_than_the_measured_one() -> None:
     page = made._repr_html_()
     found = scales(page)
     assert max(found) == pytest.approx(min(found), rel=0.003)
-    assert max(float(x) + float(w) for x, w in re.findall(r'<rect x="([\d.]+)" width="([\d.]+)"', page)) <= 640
+    assert (
+        max(
+            float(x) + float(w) for x, w in re.findall(r'<rect x="([\d.]+)" width="([\d.]+)"', page)
+        )
+        <= 640
+    )
 
 
 def test_a_batch_with_fewer_microbatches_is_simulated_with_as_many() -> None:
@@ -284,10 +328,15 @@ def test_a_batch_with_fewer_microbatches_is_simulated_with_as_many() -> None:
     plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 8))
     made = fp.report(plan, recorded(plan, params, rows=3))
     assert dict(made.findings.headline)["microbatches"] == "3 of 8"
-    assert {span.action for span in made.simulated.spans} == {span.action for span in made.measured.spans}
+    assert {span.action for span in made.simulated.spans} == {
+        span.action for span in made.measured.spans
+    }
     assert len(made.simulated.spans) == 12
     assert any("3 of the plan's 8 microbatches" in remark for remark in made.findings.remarks)
-    assert all(int(row["most at a time"]) <= int(row["slots"]) for row in table(made, "Values between lanes"))
+    assert all(
+        int(row["most at a time"]) <= int(row["slots"])
+        for row in table(made, "Values between lanes")
+    )
 
 
 def test_a_page_has_one_legend() -> None:
@@ -315,10 +364,14 @@ def test_remarks_name_what_is_worth_a_look() -> None:
     assert fp.report(plan, even).findings.remarks == ()
     nearly = pretended(plan, fp.Cost((0.001, 0.00118), backward=(0.002, 0.00238)))
     assert fp.report(plan, nearly).findings.remarks == ()
-    (uneven,) = fp.report(plan, pretended(plan, fp.Cost((0.001, 0.002), backward=(0.002, 0.004)))).findings.remarks
+    (uneven,) = fp.report(
+        plan, pretended(plan, fp.Cost((0.001, 0.002), backward=(0.002, 0.004)))
+    ).findings.remarks
     assert uneven.startswith("Lane 1 works 100% longer than lane 0")
     assert "takes 18 ms instead of 21 ms (-14.3%), simulated: fp.models.balance" in uneven
-    (short,) = fp.report(plan, pretended(plan, fp.Cost((0.00009, 0.001), backward=(0.00291, 0.002)))).findings.remarks
+    (short,) = fp.report(
+        plan, pretended(plan, fp.Cost((0.00009, 0.001), backward=(0.00291, 0.002)))
+    ).findings.remarks
     assert short.startswith("3 of 12 actions take less than 100 us on average (F of stage 0)")
     (serial,) = fp.report(
         plan, replace(even, stats=replace(even.stats, executor="serial", reason="why"))
@@ -329,27 +382,41 @@ def test_remarks_name_what_is_worth_a_look() -> None:
 
 
 def test_what_balance_would_win_is_simulated() -> None:
-    """Between the bubble, which hardly shows unequal stages, and the imbalance, which stands for the same bubble."""
+    """Between the bubble, which hardly shows unequal stages, and the imbalance, which stands for
+    the same bubble."""
     plan, _ = plan_and_params(fp.schedules.one_f_one_b(3, 8))
-    report = fp.report(plan, pretended(plan, fp.Cost([0.008, 0.003, 0.003], backward=[0.016, 0.006, 0.006])))
+    report = fp.report(
+        plan, pretended(plan, fp.Cost([0.008, 0.003, 0.003], backward=[0.016, 0.006, 0.006]))
+    )
     shown = dict(report.findings.headline)
-    assert ("1.0%", "42.3%", "41.7%") == tuple(shown[f"{name}, measured"] for name in ("bubble", "idle", "imbalance"))
+    assert ("1.0%", "42.3%", "41.7%") == tuple(
+        shown[f"{name}, measured"] for name in ("bubble", "idle", "imbalance")
+    )
     (remark,) = report.findings.remarks
     assert (
-        "takes 140 ms instead of 194 ms (-27.8%), simulated: fp.models.balance with the times of fp.models.profile"
-        in remark
+        "takes 140 ms instead of 194 ms (-27.8%), simulated: fp.models.balance with the times of "
+        "fp.models.profile" in remark
     )
     for picture in (report._repr_html_(), report.text(100)):
-        words = "imbalance 41.7%: equal work on all devices would save 41.7% of the makespan at the same bubble"
+        words = (
+            "imbalance 41.7%: equal work on all devices would save 41.7% of the makespan at the "
+            "same bubble"
+        )
         assert words in " ".join(picture.split())
-    plan, _ = plan_and_params(fp.schedules.one_f_one_b(3, 1))  # one microbatch: nobody ever works beside another
+    plan, _ = plan_and_params(
+        fp.schedules.one_f_one_b(3, 1)
+    )  # one microbatch: nobody ever works beside another
     (remark,) = fp.report(
         plan, pretended(plan, fp.Cost((0.008, 0.003, 0.003), backward=(0.016, 0.006, 0.006)))
     ).findings.remarks
     assert remark.endswith("(+0.0%), simulated.")
     plan, _ = plan_and_params(fp.schedules.one_f_one_b(2, 3))
-    _, remark = fp.report(plan, pretended(plan, fp.Cost((0.001, 0), backward=(0.002, 0)))).findings.remarks
-    assert remark.startswith("Lane 0 works while nothing is done by lane 1, and the others wait for it.")
+    _, remark = fp.report(
+        plan, pretended(plan, fp.Cost((0.001, 0), backward=(0.002, 0)))
+    ).findings.remarks
+    assert remark.startswith(
+        "Lane 0 works while nothing is done by lane 1, and the others wait for it."
+    )
 
 
 def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() -> None:
@@ -369,13 +436,17 @@ def test_a_backward_that_is_not_split_is_told_and_its_w_is_not_called_short() ->
 def test_text_is_never_wider_than_asked(schedule: fp.Schedule, width: int) -> None:
     """Tables have their columns, some below others; sentences wrap."""
     plan, params = plan_and_params(schedule, name="a long name of a stage")
-    made = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6), reason="why " * 40), params=params)
+    made = fp.report(
+        plan, pretended(plan, fp.Cost(0.001, 0.002, 1e-6), reason="why " * 40), params=params
+    )
     lines = made.text(width).split("\n")
     assert max(map(len, lines)) <= width
     for table in made.findings.tables:
         block = [line.split() for line in lines[lines.index(table.title) + 1 :]]
         heads = [words for words in block[: block.index([])] if words[0] == table.heads[0]]
-        assert {word for head in table.heads for word in head.split()} <= {word for words in heads for word in words}
+        assert {word for head in table.heads for word in head.split()} <= {
+            word for words in heads for word in words
+        }
     assert [line for line in lines if ", measured in " in line]
     assert [line for line in lines if ", simulated in " in line]
     with pytest.raises(ValueError, match="a report is at least 40 columns wide; got width=39"):
@@ -386,7 +457,10 @@ def test_devices_that_the_run_chose_are_those_of_the_gradients() -> None:
     """A plan without devices= still says where its lanes were."""
     plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     free = replace(plan, devices=None)
-    assert [row["device"] for row in table(fp.report(free, recorded(free, params)), "Lanes")] == ["cpu", "cpu"]
+    assert [row["device"] for row in table(fp.report(free, recorded(free, params)), "Lanes")] == [
+        "cpu",
+        "cpu",
+    ]
 
 
 def test_huge_pages_stay_small() -> None:
@@ -409,13 +483,17 @@ def test_unused_parameters_of_a_real_run_are_named() -> None:
     def careless(params: Any, x: Any) -> Any:
         return x * params["used"]
 
-    plan = fp.make_plan([careless], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
+    plan = fp.make_plan(
+        [careless], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu"
+    )
     params = ({"used": torch.ones(8), "idle": torch.ones(8)},)
     remarks = fp.report(plan, recorded(plan, params)).findings.remarks
     assert any("'idle' of stage 0 ('careless')" in remark for remark in remarks)
 
 
-@pytest.mark.parametrize("name", ["<script>alert('x')</script> & \"co\"", "a\x00b\x1b[31m\ud800\uffff\n\nc", "名" * 40])
+@pytest.mark.parametrize(
+    "name", ["<script>alert('x')</script> & \"co\"", "a\x00b\x1b[31m\ud800\uffff\n\nc", "名" * 40]
+)
 def test_names_are_escaped(name: str, tmp_path: Path) -> None:
     """Titles, stages, schedules and reasons."""
     schedule = fp.Schedule(fp.schedules.one_f_one_b(2, 3).orders, name)
@@ -439,7 +517,9 @@ def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None
     content = (tmp_path / "x.html").read_text(encoding="utf-8")
     page = Page(content)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not {"src", "href", "id", "onclick", "onload"} & {name for _, attrs in page.tags for name in attrs}
+    assert not {"src", "href", "id", "onclick", "onload"} & {
+        name for _, attrs in page.tags for name in attrs
+    }
     assert "url(" not in content
     assert "@import" not in content
     assert "prefers-color-scheme:dark" in content
@@ -449,10 +529,18 @@ def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None
     hovers = [text for tag, text in page.texts if tag == "title" and "microbatch" in text]
     assert len(hovers) == 24
     assert (
-        sum(bool(re.match(r"1B2 backward, stage 1, microbatch 2: [\d.]+ to [\d.]+ \w+$", one)) for one in hovers) == 2
+        sum(
+            bool(re.match(r"1B2 backward, stage 1, microbatch 2: [\d.]+ to [\d.]+ \w+$", one))
+            for one in hovers
+        )
+        == 2
     )
-    for selector in re.findall(r"([^{}]+)\{", "".join(re.findall(r"<style>(.*?)</style>", made._repr_html_(), re.S))):
-        assert all(one.strip().startswith((".funcpipe-report", ".funcpipe")) for one in selector.split(","))
+    for selector in re.findall(
+        r"([^{}]+)\{", "".join(re.findall(r"<style>(.*?)</style>", made._repr_html_(), re.S))
+    ):
+        assert all(
+            one.strip().startswith((".funcpipe-report", ".funcpipe")) for one in selector.split(",")
+        )
 
 
 @pytest.mark.parametrize(
@@ -467,7 +555,9 @@ def test_a_page_needs_nothing_else_and_follows_dark_mode(tmp_path: Path) -> None
 def test_pages_stay_small(schedule: fp.Schedule, most: int) -> None:
     """Two rectangles for each action, and one for each level."""
     plan, params = plan_and_params(schedule)
-    content = fp.report(plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001, comm=0.0003)), params=params)._repr_html_()
+    content = fp.report(
+        plan, pretended(plan, fp.Cost(0.001, 0.001, 0.001, comm=0.0003)), params=params
+    )._repr_html_()
     assert content.count("microbatch ") >= 2 * sum(map(len, schedule.orders))
     assert len(content.encode()) < most
     Page(content)
@@ -494,12 +584,15 @@ def test_other_things_are_refused(swapped: bool) -> None:
     result = recorded(plan, params)
     wrong: Any = (result, plan) if swapped else (plan, result.timeline)
     with pytest.raises(
-        TypeError, match=r"report takes a Plan and the Result of fp.run\(plan, ..., record=True\); got a "
+        TypeError,
+        match=r"report takes a Plan and the Result of fp.run\(plan, ..., record=True\); got a ",
     ):
         fp.report(*wrong)
 
 
-def test_save_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_replaces_the_whole_file_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that was there stays when writing fails, and no part of a new one is left."""
     plan, params = plan_and_params(fp.schedules.one_f_one_b(2, 3))
     made = fp.report(plan, recorded(plan, params))
@@ -549,7 +642,13 @@ def test_the_cost_of_a_timeline_simulates_to_itself(schedule: fp.Schedule) -> No
     """With every time a binary fraction, to the bit."""
     count = schedule.num_stages
     stages = [2.0**stage for stage in range(count)]
-    cost = fp.Cost(stages, [3 * t for t in stages], [t / 2 for t in stages], remat=[t / 4 for t in stages], comm=0.5)
+    cost = fp.Cost(
+        stages,
+        [3 * t for t in stages],
+        [t / 2 for t in stages],
+        remat=[t / 4 for t in stages],
+        comm=0.5,
+    )
     first = fp.simulate(schedule, cost)
     assert fp.simulate(schedule, first.cost()) == first
 
@@ -557,11 +656,16 @@ def test_the_cost_of_a_timeline_simulates_to_itself(schedule: fp.Schedule) -> No
 def test_the_cost_of_a_timeline_fills_in_what_did_not_run() -> None:
     """B is I and W; I and W are half of B each; R is F; of a mean each run counts once."""
     whole = fp.simulate(fp.schedules.one_f_one_b(2, 4), fp.Cost(3.0, backward=(8.0, 4.0))).cost()
-    assert (whole.backward_input, whole.backward_weight, whole.remat) == ((4.0, 2.0), (4.0, 2.0), (3.0, 3.0))
+    assert (whole.backward_input, whole.backward_weight, whole.remat) == (
+        (4.0, 2.0),
+        (4.0, 2.0),
+        (3.0, 3.0),
+    )
     halves = fp.simulate(fp.schedules.zero_bubble(2, 4), fp.Cost(1.0, 2.0, 0.5)).cost()
     assert halves.backward == (2.5, 2.5)
     spans = tuple(
-        fp.typing.Span(0, t, t + d, fp.Action(fp.Kind.F, 0, m)) for m, (t, d) in enumerate([(0.0, 1.0), (2.0, 4.0)])
+        fp.typing.Span(0, t, t + d, fp.Action(fp.Kind.F, 0, m))
+        for m, (t, d) in enumerate([(0.0, 1.0), (2.0, 4.0)])
     )
     assert fp.Timeline(spans, 1).cost().forward == (2.5,)
     assert fp.Timeline((), 0).cost().forward == ()

@@ -1,4 +1,5 @@
-"""The clock against closed forms, the zero-bubble paper's tables, and an independent event simulator."""
+"""The clock against closed forms, the zero-bubble paper's tables, and an independent event
+simulator."""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +14,13 @@ from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Action, Kind, Schedule
 from funcpipe._src.data.stage import stage
 from funcpipe._src.lower.plan import make_plan
-from funcpipe._src.schedules.families import fill_drain, interleaved, looped_bfs, one_f_one_b, zero_bubble
+from funcpipe._src.schedules.families import (
+    fill_drain,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    zero_bubble,
+)
 from funcpipe._src.schedules.legal import check
 from funcpipe._src.schedules.transforms import remat
 from funcpipe._src.view.simulate import simulate
@@ -30,15 +37,23 @@ def test_fill_drain_takes_m_plus_p_minus_1_steps_and_two_hops_a_device(
     """(m + p - 1)(F + B) + 2 (p - 1) c."""
     for p, m in itertools.product(range(1, 6), range(1, 9)):
         expected = (m + p - 1) * (forward + inward + weight) + 2 * (p - 1) * comm
-        assert expected == simulate(fill_drain(p, m), Cost(forward, inward, weight, comm=comm)).makespan
+        assert (
+            expected
+            == simulate(fill_drain(p, m), Cost(forward, inward, weight, comm=comm)).makespan
+        )
 
 
 @pytest.mark.parametrize(("forward", "inward", "weight"), TIMES)
-def test_forward_only_takes_m_plus_p_minus_1_forwards(forward: int, inward: int, weight: int) -> None:
+def test_forward_only_takes_m_plus_p_minus_1_forwards(
+    forward: int, inward: int, weight: int
+) -> None:
     """(m + p - 1) F + (p - 1) c, and it holds no residuals."""
     for p, m in itertools.product(range(1, 6), range(1, 9)):
         timeline = simulate(fill_drain(p, m, backward=False), Cost(forward, inward, weight, comm=2))
-        assert ((m + p - 1) * forward + 2 * (p - 1), (0.0,) * p) == (timeline.makespan, timeline.peak)
+        assert ((m + p - 1) * forward + 2 * (p - 1), (0.0,) * p) == (
+            timeline.makespan,
+            timeline.peak,
+        )
 
 
 @pytest.mark.parametrize(("forward", "inward", "weight"), TIMES)
@@ -50,7 +65,9 @@ def test_1f1b_with_latency_pays_two_hops_a_device_in_every_round(
     for p, rounds in itertools.product(range(2, 9), range(1, 5)):
         m = p * rounds
         timeline = simulate(one_f_one_b(p, m), Cost(forward, inward, weight, comm=comm))
-        expected = (m + p - 1) * (forward + inward + weight) + comm * (2 * (p - 1) * (rounds + 1) - 2)
+        expected = (m + p - 1) * (forward + inward + weight) + comm * (
+            2 * (p - 1) * (rounds + 1) - 2
+        )
         assert (expected, expected) == (timeline.makespan, timeline.span)
 
 
@@ -63,7 +80,9 @@ def test_zb_h1_waits_for_f_plus_i_minus_w_and_four_hops_a_device(
     for p in range(2, 9):
         for m in (2 * p, 3 * p + 1):
             timeline = simulate(zero_bubble(p, m), Cost(forward, inward, weight, comm=comm))
-            expected = m * (forward + inward + weight) + (p - 1) * (forward + inward - weight + 4 * comm)
+            expected = m * (forward + inward + weight) + (p - 1) * (
+                forward + inward - weight + 4 * comm
+            )
             assert (expected, expected) == (timeline.makespan, timeline.span)
 
 
@@ -72,11 +91,16 @@ def test_zb_h1_waits_for_f_plus_i_minus_w_and_four_hops_a_device(
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_device(
     forward: int, inward: int, weight: int, comm: int
 ) -> None:
-    """Bubble (p - 1) T / v + 2 (p v - 1) c where p divides m; times here are those of one stage, T / v."""
+    """Bubble (p - 1) T / v + 2 (p v - 1) c where p divides m; times here are those of one stage, T
+    / v."""
     whole = forward + inward + weight
     for p, v, rounds in itertools.product(range(2, 6), range(2, 5), range(2, 4)):
-        timeline = simulate(interleaved(p * v, p * rounds, num_devices=p), Cost(forward, inward, weight, comm=comm))
-        assert (p - 1) * whole + 2 * (p * v - 1) * comm == timeline.makespan - p * rounds * v * whole
+        timeline = simulate(
+            interleaved(p * v, p * rounds, num_devices=p), Cost(forward, inward, weight, comm=comm)
+        )
+        assert (p - 1) * whole + 2 * (
+            p * v - 1
+        ) * comm == timeline.makespan - p * rounds * v * whole
 
 
 def test_looped_bfs_has_the_bubble_of_interleaved() -> None:
@@ -87,14 +111,16 @@ def test_looped_bfs_has_the_bubble_of_interleaved() -> None:
 
 
 @pytest.mark.parametrize(("p", "m", "v", "bubble"), [(4, 8, 2, 3), (8, 24, 2, 7), (8, 24, 3, 7)])
-def test_looped_zero_bubble_has_p_minus_1_chunks_of_bubble(p: int, m: int, v: int, bubble: int) -> None:
+def test_looped_zero_bubble_has_p_minus_1_chunks_of_bubble(
+    p: int, m: int, v: int, bubble: int
+) -> None:
     """(p - 1)(f + i - w) in stage times at the memory of 1F1B: p v residuals of stages."""
     timeline = simulate(zero_bubble(p * v, m, num_devices=p))
     assert (bubble, p * v) == (timeline.makespan - 3 * m * v, max(timeline.peak))
 
 
-# arXiv 2401.10241, table 9 (times in ms) with table 5: bubble rates of 1F1B, of 1F1B-I (as an honest event simulation
-# has them; the paper's own cells lack p hops), of ZB-H1; v of 1F1B-I.
+# arXiv 2401.10241, table 9 (times in ms) with table 5: bubble rates of 1F1B, of 1F1B-I (as an
+# honest event simulation has them; the paper's own cells lack p hops), of ZB-H1; v of 1F1B-I.
 TABLE_5 = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, 3, 0.2431, 0.1090, 0.1585),
     (8, 32, 18.513, 18.086, 9.331, 0.626, 3, 0.1985, 0.0847, 0.1242),
@@ -134,11 +160,14 @@ def test_table_5_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("row", TABLE_8, ids=lambda row: f"{row[0]}x{row[1]}")
 def test_table_8_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
-    """The cells of 1F1B, 1F1B-I (the paper's lack p hops) and ZB-H1 within half of the last digit."""
+    """The cells of 1F1B, 1F1B-I (the paper's lack p hops) and ZB-H1 within half of the last
+    digit."""
     p, m = int(row[0]), int(row[1])
     forward, inward, weight, comm = row[2:6]
     whole = Cost(2 * forward, 2 * inward, 2 * weight, comm=comm)
-    looped = simulate(interleaved(2 * p, m, num_devices=p), Cost(forward, inward, weight, comm=comm))
+    looped = simulate(
+        interleaved(2 * p, m, num_devices=p), Cost(forward, inward, weight, comm=comm)
+    )
     simulated = [
         simulate(one_f_one_b(p, m), whole).span_bubble,
         1 - max(looped.busy) / (looped.span - p * comm),
@@ -183,7 +212,11 @@ def test_peaks_of_zb_h1_are_a_mixture_that_never_exceeds_1f1b(whole: float, rest
 
 def test_remat_holds_one_residual_at_a_time() -> None:
     """On every device, whatever the number of microbatches; the same for 1F1B."""
-    schedules = [remat(fill_drain(4, 9)), remat(one_f_one_b(4, 9)), remat(fill_drain(6, 9, num_devices=2))]
+    schedules = [
+        remat(fill_drain(4, 9)),
+        remat(one_f_one_b(4, 9)),
+        remat(fill_drain(6, 9, num_devices=2)),
+    ]
     assert [(1,) * 4, (1,) * 4, (1,) * 2] == [simulate(schedule).peak for schedule in schedules]
 
 
@@ -207,11 +240,15 @@ def test_stages_of_one_device_need_no_hop() -> None:
 
 
 def test_a_plan_simulates_as_its_schedule_where_it_has_slots_enough() -> None:
-    """Slots are as many as plan order needs; where values travel long, who sends waits until it hears of a free one."""
+    """Slots are as many as plan order needs; where values travel long, who sends waits until it
+    hears of a free one."""
     schedule = interleaved(4, 4, num_devices=2)
     plan = make_plan([stage(lambda p, x: x)] * 4, schedule, loss=lambda y, t: y)
     assert simulate(schedule) == simulate(plan)
-    assert (42.0, 58.0) == (simulate(schedule, Cost(comm=2)).makespan, simulate(plan, Cost(comm=2)).makespan)
+    assert (42.0, 58.0) == (
+        simulate(schedule, Cost(comm=2)).makespan,
+        simulate(plan, Cost(comm=2)).makespan,
+    )
     roomy = make_plan(plan.stages, schedule, loss=plan.loss, spare_slots=2)
     assert simulate(schedule, Cost(comm=2)) == simulate(roomy, Cost(comm=2))
 
@@ -227,20 +264,25 @@ def test_a_cost_with_another_number_of_stages_is_refused_naming_every_field() ->
     with pytest.raises(ScheduleError) as error:
         simulate(fill_drain(2, 2), Cost((1, 2), [1, 2, 3], remat=(1,)))
     expected = (
-        "a cost has one number, or one for each of 2 stages:\n  * backward_input has 3 numbers\n  * remat has 1 numbers"
+        "a cost has one number, or one for each of 2 stages:\n  * backward_input has 3 "
+        "numbers\n  * remat has 1 numbers"
     )
     assert expected == str(error.value)
 
 
-# -- random costs and random schedules -----------------------------------------------------------------------------
+# -- random costs and random schedules
+# -------------------------------------------------------------------------------
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """A family, perhaps with remat, its orders then shuffled by swaps of neighbours that stay legal."""
+    """A family, perhaps with remat, its orders then shuffled by swaps of neighbours that stay
+    legal."""
     family = draw(st.sampled_from([fill_drain, one_f_one_b, looped_bfs, interleaved, zero_bubble]))
     devices = draw(st.integers(1, 4))
-    schedule = family(devices * draw(st.integers(1, 3)), draw(st.integers(1, 5)), num_devices=devices)
+    schedule = family(
+        devices * draw(st.integers(1, 3)), draw(st.integers(1, 5)), num_devices=devices
+    )
     if draw(st.booleans()):
         kept = draw(st.sets(st.integers(0, 4)))
         schedule = remat(schedule, keep=lambda action: action.microbatch in kept)
@@ -266,7 +308,12 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Cost]:
     numbers = number | st.lists(number, min_size=schedule.num_stages, max_size=schedule.num_stages)
     backward, again = draw(st.none() | numbers), draw(st.none() | numbers)
     return schedule, Cost(
-        draw(numbers), draw(numbers), draw(numbers), backward=backward, remat=again, comm=draw(number)
+        draw(numbers),
+        draw(numbers),
+        draw(numbers),
+        backward=backward,
+        remat=again,
+        comm=draw(number),
     )
 
 
@@ -281,7 +328,8 @@ def needs(action: Action) -> list[Action]:
 
 
 def brute_force(schedule: Schedule, cost: Cost) -> dict[Action, tuple[float, float]]:
-    """Start and end of everything, by relaxing every constraint until nothing changes: no queue, no order, no clock."""
+    """Start and end of everything, by relaxing every constraint until nothing changes: no queue, no
+    order, no clock."""
     actions = [(device, action) for device, order in enumerate(schedule.orders) for action in order]
     home = {action: device for device, action in actions}
     times = dict.fromkeys(home, (0.0, 0.0))
@@ -308,13 +356,16 @@ def test_the_clock_agrees_with_brute_force(given: tuple[Schedule, Cost]) -> None
     """Every start and every end, to the bit, at any cost of any legal schedule."""
     schedule, cost = given
     timeline = simulate(schedule, cost)
-    assert brute_force(schedule, cost) == {span.action: (span.start, span.end) for span in timeline.spans}
+    assert brute_force(schedule, cost) == {
+        span.action: (span.start, span.end) for span in timeline.spans
+    }
 
 
 @settings(deadline=None, database=None, max_examples=100)
 @given(priced())
 def test_the_makespan_is_bounded_by_work_and_by_every_chain(given: tuple[Schedule, Cost]) -> None:
-    """No device ends before its own work, no microbatch before its way; no more is added than all hops."""
+    """No device ends before its own work, no microbatch before its way; no more is added than all
+    hops."""
     schedule, cost = given
     timeline = simulate(schedule, cost)
     work = [sum(cost.of(a.kind, a.stage) for a in order) for order in schedule.orders]
@@ -330,7 +381,8 @@ def test_the_makespan_is_bounded_by_work_and_by_every_chain(given: tuple[Schedul
 @settings(deadline=None, database=None, max_examples=150)
 @given(priced())
 def test_the_critical_path_is_a_chain_as_long_as_the_makespan(given: tuple[Schedule, Cost]) -> None:
-    """It starts at 0, ends with the last action, each starts when the one before (and a hop) lets it."""
+    """It starts at 0, ends with the last action, each starts when the one before (and a hop) lets
+    it."""
     schedule, cost = given
     timeline = simulate(schedule, cost)
     at = {span.action: span for span in timeline.spans}

@@ -15,7 +15,10 @@ LANES = Table(
 
 
 def test_words_are_to_the_left_and_numbers_to_the_right() -> None:
-    assert LANES.text() == "lane  device  busy  idle\n0     cpu      75%   25%\n1     cuda:0  100%    0%"
+    assert (
+        LANES.text()
+        == "lane  device  busy  idle\n0     cpu      75%   25%\n1     cuda:0  100%    0%"
+    )
 
 
 def test_columns_that_do_not_fit_follow_below() -> None:
@@ -33,7 +36,10 @@ def test_a_column_that_is_too_wide_is_cut() -> None:
 
 
 def test_facts_have_no_heads() -> None:
-    assert Table("Facts", (), (("makespan", "9"), ("idle", "25%")), words=(0, 1)).text() == "makespan  9\nidle      25%"
+    assert (
+        Table("Facts", (), (("makespan", "9"), ("idle", "25%")), words=(0, 1)).text()
+        == "makespan  9\nidle      25%"
+    )
     assert Table("None", (), ()).text() == ""
 
 

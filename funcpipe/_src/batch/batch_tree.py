@@ -15,7 +15,17 @@ from torch.nn.utils.rnn import PackedSequence
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.core.border import LEAF, Border, given, mark_shared
 from funcpipe._src.core.cache_key import border_key_or_none
-from funcpipe._src.core.tree import Path, Tree, at, flatten, locations, map_leaves, paths, refuse_hidden, unflatten
+from funcpipe._src.core.tree import (
+    Path,
+    Tree,
+    at,
+    flatten,
+    locations,
+    map_leaves,
+    paths,
+    refuse_hidden,
+    unflatten,
+)
 
 
 class BatchTree:
@@ -25,10 +35,13 @@ class BatchTree:
         name: what errors call it.
         tree: as the caller gave it.
         sliced: whether microbatches are cut into slices.
-        has_cache_keys: whether stages look programs up by the shapes of microbatches, of which most have the same.
+        has_cache_keys: whether stages look programs up by the shapes of microbatches, of which most
+            have the same.
     """
 
-    def __init__(self, name: str, tree: Tree, *, sliced: bool = False, has_cache_keys: bool = False) -> None:
+    def __init__(
+        self, name: str, tree: Tree, *, sliced: bool = False, has_cache_keys: bool = False
+    ) -> None:
         self.name, self.sliced, self.has_cache_keys = name, sliced, has_cache_keys
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
@@ -53,9 +66,18 @@ class BatchTree:
             leaves, spec = flatten(piece)
             self.faults += refuse_hidden(piece, f"{name}[{index}]", leaves, spec)
             self.faults += [f"{name}[{index}] has {_NESTED}" for leaf in leaves if _is_nested(leaf)]
-            pieces.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_nested(leaf) and leaf.dim()])
-        self.ready_rows: list[int | None] = [leaves[0].shape[0] if leaves else None for leaves in pieces]
-        """The rows of ready-made microbatches: those of the first leaf that can have any, None if there is none."""
+            pieces.append(
+                [
+                    leaf
+                    for leaf in leaves
+                    if isinstance(leaf, Tensor) and not _is_nested(leaf) and leaf.dim()
+                ]
+            )
+        self.ready_rows: list[int | None] = [
+            leaves[0].shape[0] if leaves else None for leaves in pieces
+        ]
+        """The rows of ready-made microbatches: those of the first leaf that can have any, None if
+        there is none."""
         self.rows_agree = _agree(pieces, lambda leaf: leaf.shape[0])
         """Would the rows of every other leaf give ready-made microbatches the same shares."""
         self.sizes_agree = self.rows_agree and _agree(pieces, Tensor.numel)
@@ -82,23 +104,28 @@ class BatchTree:
             if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
                 place = self.places[index]
                 self.faults.append(
-                    f"{place} is a {type(leaf).__name__} with rows but no tensor: torch.from_numpy({place}), or share "
-                    f"it: fp.Replicate({place})"
+                    f"{place} is a {type(leaf).__name__} with rows but no tensor: "
+                    f"torch.from_numpy({place}), or share it: fp.Replicate({place})"
                 )
             return None
         if leaf.layout is not torch.strided:
             place = self.places[index]
             self.faults.append(
-                f"{place} is a sparse tensor ({leaf.layout}), which is not cut along its rows: cut it yourself "
-                f"(fp.Microbatches), share it (fp.Replicate({place})), or make it dense ({place}.to_dense())"
+                f"{place} is a sparse tensor ({leaf.layout}), which is not cut along its rows: "
+                f"cut it yourself (fp.Microbatches), share it (fp.Replicate({place})), or make it "
+                f"dense ({place}.to_dense())"
             )
             return None
         if leaf.dim() == 0:
             place = self.places[index]
-            self.faults.append(f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})")
+            self.faults.append(
+                f"{place} is a 0-dim tensor and has no rows; share it: fp.Replicate({place})"
+            )
             return None
         if type(axis) is not int or not -leaf.dim() <= axis < leaf.dim():
-            self.faults.append(f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis!r}")
+            self.faults.append(
+                f"{self.places[index]} has shape {tuple(leaf.shape)} and no axis {axis!r}"
+            )
             return None
         self.rows[index] = leaf.shape[axis]
         axis %= leaf.dim()
@@ -111,10 +138,14 @@ class BatchTree:
             sequence = (0 if axis else 1) if leaf.dim() > 1 else None
         if sequence is None:
             return None
-        if type(sequence) is not int or not -leaf.dim() <= sequence < leaf.dim() or sequence % leaf.dim() == axis:
+        if (
+            type(sequence) is not int
+            or not -leaf.dim() <= sequence < leaf.dim()
+            or sequence % leaf.dim() == axis
+        ):
             self.faults.append(
-                f"{self.places[index]} has shape {tuple(leaf.shape)}, its rows along axis {axis}, and no other axis "
-                f"{sequence!r} for slices"
+                f"{self.places[index]} has shape {tuple(leaf.shape)}, its rows along axis {axis}, "
+                f"and no other axis {sequence!r} for slices"
             )
             return None
         self.lengths[index] = leaf.shape[sequence]
@@ -134,23 +165,33 @@ class BatchTree:
                 continue
             kind = type(at(self.tree, path))
             strings = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
-            if (kind in (list, deque) or strings) and not any(self.marked[number] for number in numbers):
+            if (kind in (list, deque) or strings) and not any(
+                self.marked[number] for number in numbers
+            ):
                 place = self.name + "".join(f"[{key!r}]" for key in path)
-                faults.append(f"{place} is a {kind.__name__} with one {type(values[0]).__name__} {_each(rows, place)}")
+                faults.append(
+                    f"{place} is a {kind.__name__} with one {type(values[0]).__name__} "
+                    f"{_each(rows, place)}"
+                )
         for number, leaf in enumerate(self.leaves):
             if _is_collection(leaf) and len(leaf) == rows and not self.marked[number]:
                 place = self.places[number]
-                faults.append(f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}")
+                faults.append(
+                    f"{place} is a {type(leaf).__name__} with one value {_each(rows, place)}"
+                )
         return faults
 
     def cut(self, parts: Sequence[int], slices: Sequence[int]) -> list[Border]:
-        """One border per microbatch: views of the caller's tensors; or per slice of one, in memory of its own."""
+        """One border per microbatch: views of the caller's tensors; or per slice of one, in memory
+        of its own."""
         if self.ready is not None:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
         self.handles = _marked(self.leaves)
         columns: list[Iterable[Any]] = [
-            repeat(leaf, len(parts)) if axis is None else leaf.detach().split_with_sizes(parts, axis)
+            repeat(leaf, len(parts))
+            if axis is None
+            else leaf.detach().split_with_sizes(parts, axis)
             for leaf, axis in zip(self.leaves, self.axes, strict=True)
         ]
         if slices:
@@ -159,7 +200,9 @@ class BatchTree:
                 [
                     piece
                     for value in column
-                    for piece in (repeat(value, len(slices)) if axis is None else _slices(value, slices, axis))
+                    for piece in (
+                        repeat(value, len(slices)) if axis is None else _slices(value, slices, axis)
+                    )
                 ]
                 for column, axis in zip(columns, self.sequences, strict=True)
             ]
@@ -179,7 +222,8 @@ class BatchTree:
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
-    """Return whether the sizes of all leaves are in proportion between microbatches, and in the proportion of rows."""
+    """Return whether the sizes of all leaves are in proportion between microbatches, and in the
+    proportion of rows."""
     if len({len(leaves) for leaves in pieces}) > 1:
         return all(len({size(leaf) for leaf in leaves}) <= 1 for leaves in pieces)
     columns = list(zip(*pieces, strict=True))
@@ -198,14 +242,15 @@ def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:
 
 def _each(rows: int, place: str) -> str:
     return (
-        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut it yourself "
-        f"(fp.Microbatches), or share it: fp.Replicate({place})"
+        f"for each of {rows} rows, which every microbatch would get whole: make it a tensor, cut "
+        f"it yourself (fp.Microbatches), or share it: fp.Replicate({place})"
     )
 
 
 _NESTED = (
-    "a nested tensor (torch.nested), which stages do not hand on: give its padded values and lengths "
-    "(nested.to_padded_tensor(0.0), lengths), and make it nested in the stage that needs it"
+    "a nested tensor (torch.nested), which stages do not hand on: give its padded values and "
+    "lengths (nested.to_padded_tensor(0.0), lengths), and make it nested in the stage that needs "
+    "it"
 )
 
 
@@ -219,14 +264,20 @@ def _packed(tree: Tree, place: str) -> list[str]:
         return _packed(tree.value, place)
     if isinstance(tree, PackedSequence):
         return [
-            f"{place} is a PackedSequence, whose rows are steps of all sequences: give padded sequences and their "
-            "lengths, and pack them in the stage; or pack each microbatch yourself: fp.Microbatches([pack_sequence(...), "
-            "...])"
+            f"{place} is a PackedSequence, whose rows are steps of all sequences: give padded "
+            "sequences and their lengths, and pack them in the stage; or pack each microbatch "
+            "yourself: fp.Microbatches([pack_sequence(...), ...])"
         ]
     if type(tree) is dict:
-        return [fault for key, inner in tree.items() for fault in _packed(inner, f"{place}[{key!r}]")]
+        return [
+            fault for key, inner in tree.items() for fault in _packed(inner, f"{place}[{key!r}]")
+        ]
     if type(tree) in (list, tuple):
-        return [fault for number, inner in enumerate(tree) for fault in _packed(inner, f"{place}[{number}]")]
+        return [
+            fault
+            for number, inner in enumerate(tree)
+            for fault in _packed(inner, f"{place}[{number}]")
+        ]
     return []
 
 
@@ -242,19 +293,24 @@ def _is_collection(leaf: Any) -> bool:
 def _marks_at_leaves(tree: Tree) -> Tree:
     """The tree with marks around single leaves: one around a tree holds for each of its leaves."""
     leaves, spec = flatten(tree)
-    if not any(isinstance(leaf, (Replicate, Axis)) and flatten(leaf.value)[1] != LEAF for leaf in leaves):
+    if not any(
+        isinstance(leaf, (Replicate, Axis)) and flatten(leaf.value)[1] != LEAF for leaf in leaves
+    ):
         return tree
 
     def spread(mark: Any) -> Tree:
         if isinstance(mark, Replicate):
             return map_leaves(Replicate, mark.value)
         if isinstance(mark, Axis):
-            return map_leaves(lambda leaf: Axis(leaf, mark.axis, sequence=mark.sequence), mark.value)
+            return map_leaves(
+                lambda leaf: Axis(leaf, mark.axis, sequence=mark.sequence), mark.value
+            )
         return mark
 
     return unflatten(spec, map(spread, leaves))
 
 
 def _marked(leaves: Iterable[Any]) -> list[Any]:
-    """Handles that mark the caller's memory as shared; where there are streams every stage gets a copy instead."""
+    """Handles that mark the caller's memory as shared; where there are streams every stage gets a
+    copy instead."""
     return mark_shared(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)

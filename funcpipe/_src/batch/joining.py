@@ -1,4 +1,5 @@
-"""Joins outputs and input gradients of microbatches, and cuts cotangents where outputs were joined."""
+"""Joins outputs and input gradients of microbatches, and cuts cotangents where outputs were
+joined."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from funcpipe._src.batch.marks import Microbatches
 from funcpipe._src.batch.microbatch import Batch
 from funcpipe._src.core.border import LEAF, Border, caller_copy, dense, share
 from funcpipe._src.core.errors import BatchError, raise_all
-from funcpipe._src.core.tree import Spec, Tree, flatten, is_differentiable, locations, refuse_hidden, spread, unflatten
+from funcpipe._src.core.tree import (
+    Spec,
+    Tree,
+    flatten,
+    is_differentiable,
+    locations,
+    refuse_hidden,
+    spread,
+    unflatten,
+)
 from funcpipe._src.stages.bound import Gradients
 
 MergeRule: TypeAlias = int | str | None
@@ -28,7 +38,11 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     Raises:
         BatchError: microbatches returned trees of different structure, or what cannot be joined so.
     """
-    faults = [fault for piece in pieces for fault in refuse_hidden(piece.tree(), "outputs", piece.leaves, piece.spec)]
+    faults = [
+        fault
+        for piece in pieces
+        for fault in refuse_hidden(piece.tree(), "outputs", piece.leaves, piece.spec)
+    ]
     raise_all("the outputs cannot be handed back:", dict.fromkeys(faults), BatchError)
     if not batch.merged:
         # Copies, as joined outputs are: residuals may hold the same memory.
@@ -36,20 +50,28 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(
-                f"outputs of {batch.named(index)} have another structure ({piece.spec}) than those of {batch.named(0)} "
-                f"({pieces[0].spec})"
+                f"outputs of {batch.named(index)} have another structure ({piece.spec}) than "
+                f"those of {batch.named(0)} ({pieces[0].spec})"
             )
     columns = [list(column) for column in zip(*(piece.leaves for piece in pieces), strict=True)]
     places = locations(pieces[0].tree(), "outputs")
     rules = _rules(rule, pieces[0])
     if batch.slices:
-        faults = [_unjoinable(*row, batch.slices) for row in zip(places, columns, rules, strict=True)]
-        raise_all("the outputs of the slices cannot be joined:", [*filter(None, faults)], BatchError)
+        faults = [
+            _unjoinable(*row, batch.slices) for row in zip(places, columns, rules, strict=True)
+        ]
+        raise_all(
+            "the outputs of the slices cannot be joined:", [*filter(None, faults)], BatchError
+        )
         columns = [_whole(*row, len(batch.slices)) for row in zip(columns, rules, strict=True)]
     sizes = [batch.rows if isinstance(leaf_rule, int) else batch.sizes for leaf_rule in rules]
     faults = [_misfit(*row) for row in zip(places, columns, rules, sizes, strict=True)]
-    raise_all("the outputs of the microbatches cannot be joined:", [*filter(None, faults)], BatchError)
-    return unflatten(pieces[0].spec, [_join(*row) for row in zip(columns, rules, sizes, strict=True)])
+    raise_all(
+        "the outputs of the microbatches cannot be joined:", [*filter(None, faults)], BatchError
+    )
+    return unflatten(
+        pieces[0].spec, [_join(*row) for row in zip(columns, rules, sizes, strict=True)]
+    )
 
 
 def _along(rule: int, dims: int) -> int:
@@ -64,20 +86,28 @@ def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Seq
     shapes = [tuple(value.shape) for value in values]
     axis = _along(rule, max(1, values[0].dim()))
     fits = all(
-        len(shape) > 1 and -len(shape) <= rule < len(shape) and shape[_along(rule, len(shape))] == length
+        len(shape) > 1
+        and -len(shape) <= rule < len(shape)
+        and shape[_along(rule, len(shape))] == length
         for shape, length in zip(shapes, cycle(lengths), strict=False)
     )
     count = len(lengths)
     for at in range(0, len(values) if fits else 0, count):
-        rest = {(value.dtype, *value.shape[:axis], *value.shape[axis + 1 :]) for value in values[at : at + count]}
+        rest = {
+            (value.dtype, *value.shape[:axis], *value.shape[axis + 1 :])
+            for value in values[at : at + count]
+        }
         if len(rest) > 1:
-            return f"{place} cannot be joined over slices of shapes {shapes}; 'each' hands them back one by one"
+            return (
+                f"{place} cannot be joined over slices of shapes {shapes}; 'each' hands them back "
+                "one by one"
+            )
     if fits:
         return ""
     return (
         f"{place} has shapes {shapes}, and no axis beside {rule} that is that of the slices "
-        f"({', '.join(map(str, lengths))}): say make_plan(..., merge=) with 'mean', 'sum' or 'each', for all leaves or a "
-        "tree of them"
+        f"({', '.join(map(str, lengths))}): say make_plan(..., merge=) with 'mean', 'sum' or "
+        "'each', for all leaves or a tree of them"
     )
 
 
@@ -90,13 +120,16 @@ def _whole(values: Sequence[Any], rule: MergeRule, count: int) -> list[Any]:
 
 
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
-    """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in other ways."""
+    """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in
+    other ways."""
     try:
         rules: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
     return [
-        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0) if leaf_rule is None else leaf_rule
+        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0)
+        if leaf_rule is None
+        else leaf_rule
         for leaf_rule, leaf in zip(rules, piece.leaves, strict=True)
     ]
 
@@ -104,23 +137,39 @@ def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
 def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> str:
     """Why the values of a leaf cannot be joined by their rule; "": they can."""
     if rule == "each" or not all(isinstance(value, Tensor) for value in values):
-        return "" if rule in ("each", 0) else f"{place} is no tensor in every microbatch; its rule is 'each'"
+        return (
+            ""
+            if rule in ("each", 0)
+            else f"{place} is no tensor in every microbatch; its rule is 'each'"
+        )
     shapes = [tuple(value.shape) for value in values]
     if isinstance(rule, str):
-        same = len({*shapes}) == 1 and values[0].is_floating_point() | values[0].is_complex() | (rule == "sum")
-        return "" if same else f"{place} has shapes {shapes} and type {values[0].dtype}, of which there is no {rule}"
+        same = len({*shapes}) == 1 and values[0].is_floating_point() | values[0].is_complex() | (
+            rule == "sum"
+        )
+        return (
+            ""
+            if same
+            else f"{place} has shapes {shapes} and type {values[0].dtype}, of which there is no "
+            f"{rule}"
+        )
     assert rule is not None
     if not all(-len(shape) <= rule < len(shape) for shape in shapes):
         return f"{place} has shapes {shapes} and no axis {rule}"
     if [shape[rule] for shape in shapes] != list(rows):
         return (
-            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows ({', '.join(map(str, rows))}): say "
-            "what it is, make_plan(..., merge=) with an axis, 'mean', 'sum' or 'each', for all leaves or a tree of "
-            "them"
+            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows "
+            f"({', '.join(map(str, rows))}): say what it is, make_plan(..., merge=) with an axis, "
+            "'mean', 'sum' or 'each', for all leaves or a tree of them"
         )
-    other_axes = {(*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes}
+    other_axes = {
+        (*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes
+    }
     if len(other_axes) > 1 or len({value.dtype for value in values}) > 1:
-        return f"{place} cannot be joined over microbatches of shapes {shapes}; 'each' hands them back one by one"
+        return (
+            f"{place} cannot be joined over microbatches of shapes {shapes}; 'each' hands them "
+            "back one by one"
+        )
     return ""
 
 
@@ -129,7 +178,9 @@ def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
         if isinstance(rule, int):
             return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
         if rule == "mean":
-            return reduce(add, (value * (size / sum(rows)) for value, size in zip(values, rows, strict=True)))
+            return reduce(
+                add, (value * (size / sum(rows)) for value, size in zip(values, rows, strict=True))
+            )
         return reduce(add, values) if len(values) > 1 else caller_copy(values[0])
     if isinstance(values[0], Tensor):
         return Microbatches(share(values))
@@ -151,7 +202,8 @@ class _Shape(NamedTuple):
 
 
 class OutputJoin:
-    """The shapes of outputs that were merged by a rule, and so of their cotangents. Holds no tensor of them."""
+    """The shapes of outputs that were merged by a rule, and so of their cotangents. Holds no tensor
+    of them."""
 
     def __init__(self, pieces: Sequence[Border], batch: Batch, rule: Tree) -> None:
         self.rows, self.merged = batch.rows, batch.merged
@@ -165,7 +217,8 @@ class OutputJoin:
         """One border of cotangents per microbatch.
 
         Raises:
-            BatchError: another structure than the outputs, or a leaf of another shape or dtype; every fault.
+            BatchError: another structure than the outputs, or a leaf of another shape or dtype;
+                every fault.
         """
         count = len(self.rows)
         if not self.merged:
@@ -173,8 +226,8 @@ class OutputJoin:
         leaves, spec = flatten(cotangents)
         if spec != self.spec:
             raise BatchError(
-                f"cotangents have the structure {spec}, the outputs {self.spec}; give a tensor for each leaf of the "
-                "outputs, None for no gradient"
+                f"cotangents have the structure {spec}, the outputs {self.spec}; give a tensor "
+                "for each leaf of the outputs, None for no gradient"
             )
         faults: list[str] = []
         columns: list[list[Tensor | None]] = []
@@ -192,14 +245,15 @@ class OutputJoin:
                 columns.append(list(leaf))
             else:
                 faults.append(
-                    f"{place} belongs to an output that comes as Microbatches; give fp.Microbatches of {count} "
-                    "cotangents, or None"
+                    f"{place} belongs to an output that comes as Microbatches; give "
+                    f"fp.Microbatches of {count} cotangents, or None"
                 )
         raise_all("these cotangents do not fit the outputs:", faults, BatchError)
         return [_border([column[m] for column in columns]) for m in range(count)]
 
     def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
-        """The cotangent of a joined output for each microbatch; what is wrong with it goes to the faults."""
+        """The cotangent of a joined output for each microbatch; what is wrong with it goes to the
+        faults."""
         rule, first = self.rules[number], self.shapes[0][number]
         assert first is not None
         sizes = list(first.size)
@@ -218,8 +272,8 @@ class OutputJoin:
         count = len(self.rows)
         if not isinstance(cotangents, Microbatches) or len(cotangents) != count:
             raise BatchError(
-                f"the outputs are fp.Microbatches of {count} trees, so the cotangents are too; got a "
-                f"{type(cotangents).__name__}"
+                f"the outputs are fp.Microbatches of {count} trees, so the cotangents are too; "
+                f"got a {type(cotangents).__name__}"
             )
         trees = [flatten(tree)[0] for tree in cotangents]
         faults = [
@@ -243,7 +297,12 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
     if leaf is None:
         return []
     if shape is None:
-        return [f"{place} belongs to an output that has no gradient (it is no floating tensor); give None"]
+        return [
+            (
+                f"{place} belongs to an output that has no gradient (it is no floating tensor); "
+                "give None"
+            )
+        ]
     if not isinstance(leaf, Tensor):
         return [f"{place} is a {type(leaf).__name__}; give a tensor of {shape}, or None"]
     got = _Shape(tuple(leaf.shape), leaf.dtype)
@@ -251,7 +310,8 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
 
 
 def _border(leaves: Sequence[Tensor | None]) -> Border:
-    # Dense, as every gradient between stages; a copy of one's own, for the caller may write into his.
+    # Dense, as every gradient between stages; a copy of one's own, for the caller may write into
+    # his.
     cotangents = share(leaf if leaf is None else dense(leaf.detach()) for leaf in leaves)
     return Border(cotangents, LEAF, ())
 
@@ -264,17 +324,23 @@ def _like(grad: Tensor | None, leaf: Any, asked: bool) -> Tensor | None:
 
 
 def join_input_grads(batch: Batch, pieces: Sequence[Gradients]) -> Tree:
-    """The gradients of the inputs, in their structure: zeros where nothing reached, None where none can be.
+    """The gradients of the inputs, in their structure: zeros where nothing reached, None where none
+    can be.
 
     Rows are joined where the inputs were cut; what microbatches share gets the sum, in their order.
     """
     filled = [
-        [_like(grad, leaf, flag) for grad, leaf, flag in zip(row, border.leaves, border.flags, strict=True)]
+        [
+            _like(grad, leaf, flag)
+            for grad, leaf, flag in zip(row, border.leaves, border.flags, strict=True)
+        ]
         for row, border in zip(pieces, batch.inputs, strict=True)
     ]
     columns: list[Tensor | None] = []
     if not batch.merged:
-        return Microbatches(unflatten(border.spec, row) for border, row in zip(batch.inputs, filled, strict=True))
+        return Microbatches(
+            unflatten(border.spec, row) for border, row in zip(batch.inputs, filled, strict=True)
+        )
     for axis, *grads in zip(batch.axes, *filled, strict=True):
         parts = [grad for grad in grads if grad is not None]
         if not parts:

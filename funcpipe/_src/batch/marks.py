@@ -9,7 +9,8 @@ from funcpipe._src.core.tree import Tree
 
 
 class Replicate:
-    """A leaf of a batch, or all leaves of a tree in it, that every microbatch gets whole: ``fp.Replicate(table)``.
+    """A leaf of a batch, or all leaves of a tree in it, that every microbatch gets whole:
+    ``fp.Replicate(table)``.
 
     >>> weigh = fp.stage(lambda p, batch: batch["x"] * batch["table"].sum())
     >>> plan = fp.make_plan([weigh], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
@@ -28,7 +29,8 @@ class Replicate:
 
 
 class Axis:
-    """A leaf of a batch, or all leaves of a tree in it, whose rows lie along another axis than 0: ``fp.Axis(mask, 1)``.
+    """A leaf of a batch, or all leaves of a tree in it, whose rows lie along another axis than 0:
+    ``fp.Axis(mask, 1)``.
 
     >>> total = fp.stage(lambda p, x: x.sum(0))
     >>> plan = fp.make_plan([total], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", merge=0)
@@ -38,8 +40,8 @@ class Axis:
     Attributes:
         value: the tensor, or a tree.
         axis: of its rows; negative counts from the end.
-        sequence: the axis along which plans with slices cut it; "next": the first of the others, if there is one; None:
-            every slice gets it whole.
+        sequence: the axis along which plans with slices cut it; "next": the first of the others, if
+            there is one; None: every slice gets it whole.
     """
 
     def __init__(self, value: Tree, axis: int, sequence: int | str | None = "next") -> None:
@@ -53,8 +55,9 @@ class Axis:
 class Microbatches(Sequence[Any]):
     """Microbatches that are cut already, or that cannot be merged: one tree each.
 
-    Give them as inputs, target or feeds where the library should not cut (packed sequences, ragged rows). Outputs come
-    back in this form where the inputs had it, and for leaves that have no rows to join.
+    Give them as inputs, target or feeds where the library should not cut (packed sequences, ragged
+    rows). Outputs come back in this form where the inputs had it, and for leaves that have no rows
+    to join.
 
     >>> double = fp.stage(lambda p, x: 2 * x)
     >>> plan = fp.make_plan([double], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")

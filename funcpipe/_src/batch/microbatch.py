@@ -74,7 +74,8 @@ def sizes(rows: int, count: int) -> list[int]:
 
 
 def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
-    """The lengths of the slices of a sequence, () for one that is whole; by ``shares`` in any unit, or equal ones.
+    """The lengths of the slices of a sequence, () for one that is whole; by ``shares`` in any unit,
+    or equal ones.
 
     >>> slice_lengths(10, 4), slice_lengths(8, 2, (3, 1)), slice_lengths(8, 1)
     ((3, 3, 2, 2), (6, 2), ())
@@ -86,11 +87,14 @@ def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) 
         return ()
     if length is None:
         raise BatchError(
-            f"the plan cuts microbatches into {count} slices along the sequence, and no leaf of the batch has one: "
-            "their second axis, or fp.Axis(leaf, 0, sequence=axis)"
+            f"the plan cuts microbatches into {count} slices along the sequence, and no leaf of "
+            "the batch has one: their second axis, or fp.Axis(leaf, 0, sequence=axis)"
         )
     if length < count:
-        raise BatchError(f"a sequence of length {length} cannot be cut into {count} slices; give at least {count}")
+        raise BatchError(
+            f"a sequence of length {length} cannot be cut into {count} slices; give at least "
+            f"{count}"
+        )
     return whole_lengths(length, shares) if shares else tuple(sizes(length, count))
 
 
@@ -109,7 +113,10 @@ def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple
         return tuple(sizes(rows, limit) if rows is not None else [1] * limit)
     parts = tuple([size or 1 for size in ready])
     if rows is not None and rows != sum(parts):
-        raise BatchError(f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), other leaves have {rows}")
+        raise BatchError(
+            f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), other leaves have "
+            f"{rows}"
+        )
     return parts
 
 
@@ -117,17 +124,23 @@ def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None
     """Cut inputs, target and feeds alike.
 
     Raises:
-        BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds missing or unknown, or
-            the wrong number of ready-made microbatches; every fault with its place.
+        BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds
+            missing or unknown, or the wrong number of ready-made microbatches; every fault with its
+            place.
     """
     uncut = look(plan, inputs, target, feeds)
     return uncut.cut(uncut.parts, uncut.slices)
 
 
 def look(
-    plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None, stages: Container[int] | None = None
+    plan: Plan,
+    inputs: Tree,
+    target: Tree,
+    feeds: Mapping[str, Tree] | None,
+    stages: Container[int] | None = None,
 ) -> Uncut:
-    """Look at a batch before it is cut: all of it, or what some stages read. Raises BatchError as `cut` does."""
+    """Look at a batch before it is cut: all of it, or what some stages read. Raises BatchError as
+    `cut` does."""
     feeds = feeds or {}
     last = plan.num_stages - 1
     by_name: dict[str, Tree] = {}
@@ -139,11 +152,18 @@ def look(
     declared = dict.fromkeys(name for part in users for name in part.feeds)
     everywhere = {name for part in plan.stages for name in part.feeds}
     lacking = [name for name in declared if name not in feeds]
-    faults = [f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking]
-    faults += [f"feeds has {name!r}, which no stage declares" for name in feeds if name not in everywhere]
+    faults = [
+        f"feeds lacks {name!r}, which {_stage_that_feeds(plan, name)} declares" for name in lacking
+    ]
+    faults += [
+        f"feeds has {name!r}, which no stage declares" for name in feeds if name not in everywhere
+    ]
     by_name.update({f"feeds[{name!r}]": feeds[name] for name in declared if name in feeds})
     slices = plan.schedule.num_slices
-    how = {"sliced": slices > 1, "has_cache_keys": any(part.program is not None for part in plan.stages)}
+    how = {
+        "sliced": slices > 1,
+        "has_cache_keys": any(part.program is not None for part in plan.stages),
+    }
     trees = {name: BatchTree(name, tree, **how) for name, tree in by_name.items()}
     rows, row_faults = _rows([*trees.values()])
     length, length_faults = _length([*trees.values()])
@@ -152,11 +172,14 @@ def look(
     ready = {name: len(tree.ready) for name, tree in trees.items() if tree.ready is not None}
     limit = plan.num_microbatches
     faults += [
-        f"{name} is cut into {n} microbatches, the plan has {limit}" for name, n in ready.items() if not 0 < n <= limit
+        f"{name} is cut into {n} microbatches, the plan has {limit}"
+        for name, n in ready.items()
+        if not 0 < n <= limit
     ]
     if len(set(ready.values())) > 1:
         faults.append(
-            "ready-made microbatches differ in number: " + ", ".join(f"{name} has {n}" for name, n in ready.items())
+            "ready-made microbatches differ in number: "
+            + ", ".join(f"{name} has {n}" for name, n in ready.items())
         )
     faults += [
         f"microbatch {index} of {name} has no rows; leave it out"
@@ -166,8 +189,8 @@ def look(
     ]
     if slices > 1 and ready:
         faults.append(
-            f"{', '.join(ready)} came as fp.Microbatches, which are cut already, and the plan cuts each into {slices} "
-            "slices; give tensors"
+            f"{', '.join(ready)} came as fp.Microbatches, which are cut already, and the plan "
+            f"cuts each into {slices} slices; give tensors"
         )
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     made, of_target, unclear = None, False, False
@@ -175,15 +198,24 @@ def look(
         # The loss is a mean over the target, so rows of the target count before rows of the inputs.
         order = sorted(trees.values(), key=lambda tree: tree.name != "target")
         source = next((tree for tree in order if any(tree.ready_rows)), None)
-        made = tuple([size or 0 for size in source.ready_rows]) if source else (0,) * max(ready.values())
+        made = (
+            tuple([size or 0 for size in source.ready_rows])
+            if source
+            else (0,) * max(ready.values())
+        )
         of_target = source is not None and source.name == "target"
-        unclear = source is not None and not (source.sizes_agree if of_target else source.rows_agree)
+        unclear = source is not None and not (
+            source.sizes_agree if of_target else source.rows_agree
+        )
         if source is not None and not source.rows_agree and rows is not None:
             raise BatchError(
-                f"the leaves of {source.name}, ready-made microbatches, differ in how many rows they have, so it is not known "
-                "how to cut the other leaves of the batch; cut these, too: fp.Microbatches([...])"
+                f"the leaves of {source.name}, ready-made microbatches, differ in how many rows "
+                "they have, so it is not known how to cut the other leaves of the batch; cut "
+                "these, too: fp.Microbatches([...])"
             )
-    lengths = slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
+    lengths = (
+        slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
+    )
     parts = parts_of(rows, made, limit)
     return Uncut(trees, rows, made, parts, tuple(declared), length, lengths, of_target, unclear)
 
@@ -195,7 +227,8 @@ class Uncut:
     Attributes:
         trees: inputs, target and feeds as far as they are here, by name.
         rows: of the leaves; None: none has any.
-        ready: rows of the ready-made microbatches, 0 where nothing has any; None: there are no such.
+        ready: rows of the ready-made microbatches, 0 where nothing has any; None: there are no
+            such.
         parts: rows of the microbatches that follow from it.
         feeds: the names of those that are here.
         length: of the sequences that are cut into slices; None: none is.
@@ -219,7 +252,9 @@ class Uncut:
         """Are inputs cut here, so that outputs are merged; None: they are not here."""
         return self.trees["inputs"].ready is None if "inputs" in self.trees else None
 
-    def cut(self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None) -> Batch:
+    def cut(
+        self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None
+    ) -> Batch:
         """Cut into microbatches of so many rows, and these into slices of such lengths.
 
         ``merged`` as the process knows that has the inputs.
@@ -238,10 +273,14 @@ def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
     faults = [fault for tree in trees for fault in tree.faults]
     counts = {count for tree in trees for count in tree.rows.values()}
     if len(counts) > 1:
-        listed = ", ".join(f"{tree.places[index]} has {count}" for tree in trees for index, count in tree.rows.items())
+        listed = ", ".join(
+            f"{tree.places[index]} has {count}"
+            for tree in trees
+            for index, count in tree.rows.items()
+        )
         faults.append(
-            f"leaves differ in rows: {listed}; share a leaf that has none with fp.Replicate(leaf), name another axis "
-            "with fp.Axis(leaf, axis)"
+            f"leaves differ in rows: {listed}; share a leaf that has none with "
+            "fp.Replicate(leaf), name another axis with fp.Axis(leaf, axis)"
         )
     if counts == {0}:
         empty = [tree.places[index] for tree in trees for index in tree.rows]
@@ -250,14 +289,19 @@ def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
 
 
 def _length(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
-    """The length of the sequences that slices are cut of, None if there are none; and the faults."""
+    """The length of the sequences that slices are cut of, None if there are none; and the
+    faults."""
     lengths = {length for tree in trees for length in tree.lengths.values()}
     if len(lengths) < 2:
         return (next(iter(lengths)) if lengths else None), []
-    listed = ", ".join(f"{tree.places[index]} has {length}" for tree in trees for index, length in tree.lengths.items())
+    listed = ", ".join(
+        f"{tree.places[index]} has {length}"
+        for tree in trees
+        for index, length in tree.lengths.items()
+    )
     return None, [
-        f"leaves differ in the length of their sequences: {listed}; one that every slice gets whole is "
-        "fp.Axis(leaf, 0, sequence=None), of others name the axis"
+        f"leaves differ in the length of their sequences: {listed}; one that every slice gets "
+        "whole is fp.Axis(leaf, 0, sequence=None), of others name the axis"
     ]
 
 
@@ -271,7 +315,9 @@ def given_by_caller(batch: Batch, program: Lowered) -> dict[int, Border]:
     pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
     for number, (role, _, name, _) in enumerate(program.wires):
-        out |= numbered(number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ()))
+        out |= numbered(
+            number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ())
+        )
     return out
 
 

@@ -40,8 +40,8 @@ def shares_of(
 ) -> Shares:
     """Compute the shares of microbatches with these rows and weights; without weights, rows count.
 
-    The shares cover all replicas; ``first`` is the index of this replica's first microbatch. See `Shares` for
-    ``rows_unclear``.
+    The shares cover all replicas; ``first`` is the index of this replica's first microbatch. See
+    `Shares` for ``rows_unclear``.
 
     Raises:
         BatchError: all weights are 0.
@@ -49,25 +49,33 @@ def shares_of(
     counts = tuple([1.0 if plan.counts.alike else float(size) for size in rows])
     scale, summed = float(loss_scale), plan.counts.summed
     parts = tuple(size / sum(counts) for size in counts)
-    rows_unclear = rows_unclear and len(counts) > 1 and plan.weight is None and not plan.counts.alike
+    rows_unclear = (
+        rows_unclear and len(counts) > 1 and plan.weight is None and not plan.counts.alike
+    )
     if weights is None:
         guessed = len(counts) > 1 and not summed and not plan.counts.known
         options = {"guessed": guessed, "rows_unclear": rows_unclear}
-        return Shares(counts, None if summed else sum(counts), False, scale, parts, summed, first, **options)
+        return Shares(
+            counts, None if summed else sum(counts), False, scale, parts, summed, first, **options
+        )
     total = sum(weights)
     if not total:
         error = BatchError(
-            f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; leave it out"
+            f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; "
+            "leave it out"
         )
         error.everywhere = True
         raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
-    return Shares(tuple(weights), total, True, scale, parts, summed, first, rows_unclear=rows_unclear)
+    return Shares(
+        tuple(weights), total, True, scale, parts, summed, first, rows_unclear=rows_unclear
+    )
 
 
 def weighed(batch: Batch, plan: Plan) -> Weighed:
-    """What this process makes of the weights, with what it has of the batch. Raises what `weights_of` does."""
+    """What this process makes of the weights, with what it has of the batch. Raises what
+    `weights_of` does."""
     target = batch.target is not None
     whole = target and (bool(batch.inputs) or plan.weight is not None)
     if not whole and (plan.weight is not None or not (target or batch.inputs)):
@@ -81,21 +89,26 @@ def weighed(batch: Batch, plan: Plan) -> Weighed:
 
 
 def settled(told: Sequence[Weighed]) -> tuple[float, ...] | None:
-    """The weights, by what the processes of a replica make of them; None: their rows count. Raises RanksError."""
+    """The weights, by what the processes of a replica make of them; None: their rows count. Raises
+    RanksError."""
     sure = [each for each in told if each.whole]
     known = {each.weights for each in sure or told if sure or each.weights is not None}
     fault = next((each.fault for each in told if each.fault), "")
     if len(known) > 1 or (not known and fault):
         what = f"several say other things, {sorted(map(str, known))}" if known else fault
         raise RanksError(
-            "how much microbatches count hangs on inputs and target (the loss's weigh), and no rank has both: "
-            f"{what}; give (inputs, target) to the rank of the last stage"
+            "how much microbatches count hangs on inputs and target (the loss's weigh), and no "
+            f"rank has both: {what}; give (inputs, target) to the rank of the last stage"
         )
     return known.pop() if known else None
 
 
 def _word(plan: Plan) -> str:
-    return "what the loss counts (its weigh(inputs, target))" if plan.weight is None else "weight(target)"
+    return (
+        "what the loss counts (its weigh(inputs, target))"
+        if plan.weight is None
+        else "weight(target)"
+    )
 
 
 def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
@@ -110,7 +123,9 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
         return None
     values: list[Any] = []
     nothing = [given(None)] * batch.num_pieces
-    for index, (x, target) in enumerate(zip(batch.inputs or nothing, batch.target or nothing, strict=True)):
+    for index, (x, target) in enumerate(
+        zip(batch.inputs or nothing, batch.target or nothing, strict=True)
+    ):
         try:
             values.append(weigh(open_border(x, grad=False)[0], open_border(target, grad=False)[0]))
         except BaseException as error:
@@ -122,14 +137,20 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
     numbers = _numbers(values)
     for index, (number, value) in enumerate(zip(numbers, values, strict=True)):
         if not 0 <= number < float("inf"):
-            raise BatchError(f"{word} is a number from 0; for {batch.named(index)} it gave {value!r}")
+            raise BatchError(
+                f"{word} is a number from 0; for {batch.named(index)} it gave {value!r}"
+            )
     return numbers
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    """Weights as numbers, nan where one is none; tensors are read at once, since each read waits for the device."""
+    """Weights as numbers, nan where one is none; tensors are read at once, since each read waits
+    for the device."""
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return tuple(float(number) for number in torch.stack([value.reshape(()).double() for value in values]).cpu())
+        return tuple(
+            float(number)
+            for number in torch.stack([value.reshape(()).double() for value in values]).cpu()
+        )
     return tuple(map(_number, values))
 
 

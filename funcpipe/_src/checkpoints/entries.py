@@ -1,4 +1,5 @@
-"""List the tensors of a model once, for the processes that save or load; the optimizer's state walks the list, too."""
+"""List the tensors of a model once, for the processes that save or load; the optimizer's state
+walks the list, too."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from funcpipe._src.models.split_model import Split
 
 
 class SaveGroup(Protocol):
-    """The processes that save or load together: what `fp.ranks` returns. The bodies are for one process alone."""
+    """The processes that save or load together: what `fp.ranks` returns. The bodies are for one
+    process alone."""
 
     rank: int = 0
     replica: int = 0
@@ -55,7 +57,8 @@ Trees = dict[str, tuple[Tree, ...]]
 
 
 class Entry(NamedTuple):
-    """One place where a model or a stage has a tensor. Of several entries with one name, the first is saved."""
+    """One place where a model or a stage has a tensor. Of several entries with one name, the first
+    is saved."""
 
     name: str  # of the tensor in the file
     ties: tuple[str, ...]  # the other names of a tied parameter
@@ -63,12 +66,14 @@ class Entry(NamedTuple):
     leaf: Any  # the tensor; None where another process has the stage
 
 
-def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool) -> Trees:
+def stage_trees(
+    model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool
+) -> Trees:
     """Return the trees of the stages ``here``. Without params or state, those of the model.
 
     Raises:
-        CheckpointError: this is not a split or a plan; there is not one tree for each stage; or there
-            is no state, and training changes it.
+        CheckpointError: this is not a split or a plan; there is not one tree for each stage; or
+            there is no state, and training changes it.
     """
     if not isinstance(model, (Split, Plan)):
         raise CheckpointError(
@@ -83,10 +88,13 @@ def stage_trees(model: Split | Plan, params: Any, state: Any, here: Collection[i
             row = ((),) * count
         if not isinstance(row, (tuple, list)) or len(row) != count:
             raise CheckpointError(
-                f"{kind} is a tuple with one tree for each of {count} stages; got a {type(row).__name__}; give {kind}="
+                f"{kind} is a tuple with one tree for each of {count} stages; got a "
+                f"{type(row).__name__}; give {kind}="
             )
         trees[kind] = tuple([tree if stage in here else None for stage, tree in enumerate(row)])
-    if state is None and (saving or model.state is None):  # load replaces the numbers of model.state
+    if state is None and (
+        saving or model.state is None
+    ):  # load replaces the numbers of model.state
         origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
         if fault := forgotten_state(model.stages, origin):
             raise CheckpointError(fault)
@@ -103,7 +111,9 @@ def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[En
 
 
 def _of_split(split: Split, trees: Trees) -> list[Entry]:
-    names_at: dict[Any, list[str]] = {}  # by the places of a tensor; names with the same places are tied
+    names_at: dict[
+        Any, list[str]
+    ] = {}  # by the places of a tensor; names with the same places are tied
     for name, home in split.homes.items():
         if home.saved:
             names_at.setdefault(home.owners or name, []).append(name)

@@ -1,8 +1,10 @@
-"""The files of a checkpoint: safetensors in a folder of their own, and a manifest that is replaced last.
+"""The files of a checkpoint: safetensors in a folder of their own, and a manifest that is replaced
+last.
 
-``path/funcpipe.json`` names the folder of the newest whole checkpoint, its files with their sizes and
-hashes, and the file of each tensor. It is replaced in one step when everything else is on disk. So a
-process that is killed leaves the checkpoint before. The folder has an index for transformers, too.
+``path/funcpipe.json`` names the folder of the newest whole checkpoint, its files with their sizes
+and hashes, and the file of each tensor. It is replaced in one step when everything else is on disk.
+So a process that is killed leaves the checkpoint before. The folder has an index for transformers,
+too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def safetensors() -> Any:
     try:
         return pkgutil.resolve_name("safetensors.torch")
     except ImportError as error:
-        raise CheckpointError("checkpoints are written with safetensors: pip install 'torch-funcpipe[io]'") from error
+        raise CheckpointError(
+            "checkpoints are written with safetensors: pip install 'torch-funcpipe[io]'"
+        ) from error
 
 
 def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -57,14 +61,18 @@ def unwritable(tensors: Mapping[str, Tensor]) -> list[str]:
     faults: list[str] = []
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            faults.append(f"{name!r} is on the meta device and has no numbers; load or initialize it first")
+            faults.append(
+                f"{name!r} is on the meta device and has no numbers; load or initialize it first"
+            )
         elif tensor.layout != torch.strided:
             faults.append(f"{name!r} is {tensor.layout}; safetensors has dense tensors only")
         else:
             try:
                 library.save({name: torch.zeros(1).to(tensor.dtype)})
             except Exception as error:  # which error depends on the version of safetensors
-                faults.append(f"{name!r}: safetensors has no {tensor.dtype} ({type(error).__name__})")
+                faults.append(
+                    f"{name!r}: safetensors has no {tensor.dtype} ({type(error).__name__})"
+                )
     return faults
 
 
@@ -82,7 +90,9 @@ def write_files(folder: Path, rows: Mapping[str, Mapping[str, Tensor]]) -> Files
     for name, tensors in rows.items():
         if tensors:
             # safetensors refuses tensors that share memory, so each gets a copy.
-            whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+            whole = {
+                key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()
+            }
             safetensors().save_file(whole, folder / name, metadata={"format": "pt"})
             with open(folder / name, "rb+") as written:
                 os.fsync(written.fileno())
@@ -129,10 +139,14 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{damaged} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise CheckpointError(f"{file} is of another program or version; this one reads {_FORMAT!r}")
+        raise CheckpointError(
+            f"{file} is of another program or version; this one reads {_FORMAT!r}"
+        )
     try:
         manifest = Manifest(**found)
-        return replace(manifest, files={name: (size, known) for name, (size, known) in manifest.files.items()})
+        return replace(
+            manifest, files={name: (size, known) for name, (size, known) in manifest.files.items()}
+        )
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{damaged} lacks something: {error}") from None
 
@@ -171,7 +185,8 @@ def _hash(file: Path) -> str:
 
 
 def _folder_of(path: Path) -> str:
-    """Return the folder that the manifest names, "" without one. `commit` removes no other folder."""
+    """Return the folder that the manifest names, "" without one. `commit` removes no other
+    folder."""
     try:
         folder = read_manifest(path).folder
     except CheckpointError:
@@ -187,7 +202,8 @@ def _write_json(file: Path, value: Any) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk. A power cut may lose the names of written files otherwise."""
+    """Flush a folder's entries to disk. A power cut may lose the names of written files
+    otherwise."""
     if os.name == "posix":  # Windows cannot open folders
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,5 @@
-"""load: read a checkpoint into parameters, state and an optimizer; all of it, or nothing changes."""
+"""load: read a checkpoint into parameters, state and an optimizer; all of it, or nothing
+changes."""
 
 from __future__ import annotations
 
@@ -57,11 +58,12 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     ranks: SaveGroup | None = None,
 ) -> Loaded:
-    """Read the newest whole checkpoint that `save` wrote, with as many stages and processes as you like.
+    """Read the newest whole checkpoint that `save` wrote, with as many stages and processes as you
+    like.
 
-    `load` writes numbers into the parameters in place, so the model and its optimizer see them. Tensors
-    of the model that no stage uses are loaded, too. State comes as new trees. Parameters on the meta
-    device come as new ones, for the stages of this process only.
+    `load` writes numbers into the parameters in place, so the model and its optimizer see them.
+    Tensors of the model that no stage uses are loaded, too. State comes as new trees. Parameters on
+    the meta device come as new ones, for the stages of this process only.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
@@ -80,12 +82,12 @@ def load(
         optimizer: over these params; gets its state and options back.
         ranks: of several processes, all of which call this.
 
-    Warns where numbers are cast to a type with less precision or range, and where the saved optimizer
-    held more parameters.
+    Warns where numbers are cast to a type with less precision or range, and where the saved
+    optimizer held more parameters.
 
     Raises:
-        CheckpointError: there is no checkpoint; it is damaged; it is of another model or optimizer; or
-            the model ties parameters that differ in the checkpoint. Nothing was changed.
+        CheckpointError: there is no checkpoint; it is damaged; it is of another model or optimizer;
+            or the model ties parameters that differ in the checkpoint. Nothing was changed.
         PeerError: another process could not load.
     """
     group = OneProcess() if ranks is None else ranks
@@ -109,7 +111,8 @@ def load(
         if optimizer is not None:
             optimizer.load_state_dict(restored)
         new_params, new_state = [
-            tuple([map_leaves(lambda leaf: fresh.get(id(leaf), leaf), tree) for tree in row]) for row in trees.values()
+            tuple([map_leaves(lambda leaf: fresh.get(id(leaf), leaf), tree) for tree in row])
+            for row in trees.values()
         ]
         return Loaded(new_params, new_state, manifest.step)
 
@@ -145,7 +148,9 @@ def _read_model(
         shape = tuple(own[name].leaf.shape)
         shapes = {key: tuple(tensors[key].shape) for key in row}
         others = {key: there for key, there in shapes.items() if there != shape}
-        faults += [f"{key!r} has shape {there} there, and {shape} here" for key, there in others.items()]
+        faults += [
+            f"{key!r} has shape {there} there, and {shape} here" for key, there in others.items()
+        ]
     raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError, most=8)
     faults = [
         f"{first!r} and {other!r}"
@@ -154,7 +159,8 @@ def _read_model(
         if not same_numbers(tensors[first], tensors[other])
     ]
     title = (
-        f"the model ties parameters that are apart in the checkpoint at {path}, with other numbers each; untie them:"
+        f"the model ties parameters that are apart in the checkpoint at {path}, with other "
+        "numbers each; untie them:"
     )
     raise_all(title, faults, CheckpointError, most=8)
     return {name: tensors[row[0]] for name, row in keys.items()}
@@ -170,13 +176,15 @@ def _casts(own: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> list[str]
             casts.setdefault((there, here), []).append(name)
     return [
         f"the checkpoint has {there} and the model {here}, which is no wider; load rounds "
-        f"{count_text(len(names), 'tensor')}: {some(map(repr, names))}; to keep the numbers convert "
-        "the model before it is split"
+        f"{count_text(len(names), 'tensor')}: {some(map(repr, names))}; to keep the numbers "
+        "convert the model before it is split"
         for (there, here), names in casts.items()
     ]
 
 
-def _fill(model: Split | Plan, found: Sequence[Entry], tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def _fill(
+    model: Split | Plan, found: Sequence[Entry], tensors: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
     """Write numbers into parameters and the rest in place; return other leaves, new, by identity.
 
     State, and leaves on the meta device, get new tensors.
@@ -190,7 +198,9 @@ def _fill(model: Split | Plan, found: Sequence[Entry], tensors: Mapping[str, Ten
             elif id(leaf) not in fresh:
                 device = "cpu" if leaf.is_meta else leaf.device
                 new = spread_like(leaf, tensor.to(leaf.dtype).to(device, copy=True))
-                new = nn.Parameter(new, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else new
+                new = (
+                    nn.Parameter(new, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else new
+                )
                 fresh[id(leaf)] = new.requires_grad_(leaf.requires_grad)
                 if entry.kind == "rest" and isinstance(model, Split):
                     model.rest[entry.name] = fresh[id(leaf)]

@@ -98,7 +98,8 @@ def read_optimizer(
         raise CheckpointError(f"the checkpoint has the state of {written['class']}, not of {kind}")
     if any(leaf.is_meta for group in optimizer.param_groups for leaf in group["params"]):
         raise CheckpointError(
-            "the optimizer holds parameters on the meta device; load them first, then make it, then load it"
+            "the optimizer holds parameters on the meta device; load them first, then make it, "
+            "then load it"
         )
     held = _held(optimizer, found, "make it over the params that are loaded")
     options_of = {name: group["options"] for group in written["groups"] for name in group["names"]}
@@ -109,7 +110,9 @@ def read_optimizer(
         faults += [f"{name!r} was not in the optimizer that was saved" for name in unknown]
         saved = [options_of[name] for name, _ in row if name in options_of]
         if any(options != saved[0] for options in saved):
-            faults.append(f"group {number} has parameters of several groups there, whose options differ")
+            faults.append(
+                f"group {number} has parameters of several groups there, whose options differ"
+            )
         for key, value in _decoded(saved[0], {}).items() if saved else ():
             before = group.get(key)
             if isinstance(value, Tensor) and isinstance(before, Tensor):
@@ -135,7 +138,9 @@ def _options(written: Written) -> list[Any]:
     return [group["options"] for group in written["groups"]]
 
 
-def _held(optimizer: torch.optim.Optimizer, found: Sequence[Entry], remedy: str) -> list[list[tuple[str, Tensor]]]:
+def _held(
+    optimizer: torch.optim.Optimizer, found: Sequence[Entry], remedy: str
+) -> list[list[tuple[str, Tensor]]]:
     """Return each group's parameters with their names. Raises CheckpointError for unknown ones."""
     # Reversed, so that the first entry of a tensor gives its name.
     names = {id(entry.leaf): entry.name for entry in reversed(found) if entry.kind == "params"}

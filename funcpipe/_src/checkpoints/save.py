@@ -1,4 +1,5 @@
-"""save: write parameters, state and an optimizer into a checkpoint, by one process or by several."""
+"""save: write parameters, state and an optimizer into a checkpoint, by one process or by
+several."""
 
 from __future__ import annotations
 
@@ -41,14 +42,19 @@ from funcpipe._src.models.split_model import Split
 
 
 class Saving:
-    """A checkpoint whose files are being written, while you go on; `finish` makes it the newest one."""
+    """A checkpoint whose files are being written, while you go on; `finish` makes it the newest
+    one."""
 
-    def __init__(self, path: Path, group: SaveGroup, manifest: Manifest, files: Future[Files]) -> None:
+    def __init__(
+        self, path: Path, group: SaveGroup, manifest: Manifest, files: Future[Files]
+    ) -> None:
         self.path, self._group, self._manifest, self._files = path, group, manifest, files
         self._over = False
         _unfinished.add(self)
         drop = partial(_discard, group, path, manifest.folder)
-        self._dropped = finalize(self, files.add_done_callback, lambda _: drop())  # when they are written
+        self._dropped = finalize(
+            self, files.add_done_callback, lambda _: drop()
+        )  # when they are written
         self._dropped.atexit = False
 
     @guarded
@@ -126,8 +132,8 @@ def save(
     """Write a checkpoint: all of it, or, whatever happens, the one before stays.
 
     The files are safetensors, by the model's own names where ``model`` is a split, tied names once;
-    transformers reads them (``from_pretrained(path / folder)``), and `load` into any number of stages
-    and processes.
+    transformers reads them (``from_pretrained(path / folder)``), and `load` into any number of
+    stages and processes.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
@@ -140,8 +146,8 @@ def save(
     Args:
         path: a folder, made if it is not there; it keeps the newest whole checkpoint. Of several
             processes the same one.
-        model: what `split` returned; or, for stages of your own, the plan (names are stages and keys
-            then, for the same stages).
+        model: what `split` returned; or, for stages of your own, the plan (names are stages and
+            keys then, for the same stages).
         params: as they are run, one tree per stage.
         state: likewise. None: the state of the split, or none; where training changes it,
             CheckpointError.
@@ -155,11 +161,11 @@ def save(
         None; with ``wait=False`` a `Saving`.
 
     Raises:
-        CheckpointError: params, state or optimizer do not fit the model, or cannot be written; a save
-            to this path with ``wait=False`` is not finished; another pipeline of this job saves to this
-            path; or safetensors is not installed.
-        RanksError, PeerError: the processes do not fit together, or one of them failed; the checkpoint
-            before stays.
+        CheckpointError: params, state or optimizer do not fit the model, or cannot be written; a
+            save to this path with ``wait=False`` is not finished; another pipeline of this job
+            saves to this path; or safetensors is not installed.
+        RanksError, PeerError: the processes do not fit together, or one of them failed; the
+            checkpoint before stays.
         OSError: the files cannot be written.
     """
     group = OneProcess() if ranks is None else ranks
@@ -170,7 +176,10 @@ def save(
         found = entries(model, trees, group.stages)
         written, moments = write_optimizer(optimizer, found)
         end = f"-{group.rank:05d}.safetensors"
-        rows = {f"model{end}": _own_tensors(found, first=group.rank == 0), f"optimizer{end}": moments}
+        rows = {
+            f"model{end}": _own_tensors(found, first=group.rank == 0),
+            f"optimizer{end}": moments,
+        }
         faults = [fault for row in rows.values() for fault in unwritable(row)]
         title = "these tensors cannot be written, and nothing was:"
         raise_all(title, faults, CheckpointError, most=8)
@@ -178,8 +187,13 @@ def save(
         header = SaveHeader(
             folder=f"step-{step:012d}-{os.urandom(4).hex()}",
             unfinished=any(saving.path == target for saving in [*_unfinished]),
-            claimed=claimed_by(str(target), group.members) if group.members and _leads(group) else (),
-            forms={file: {name: _form(leaf) for name, leaf in row.items()} for file, row in rows.items()},
+            claimed=claimed_by(str(target), group.members)
+            if group.members and _leads(group)
+            else (),
+            forms={
+                file: {name: _form(leaf) for name, leaf in row.items()}
+                for file, row in rows.items()
+            },
             written=written,
         )
         headers: list[SaveHeader] = group.exchange("what a checkpoint has", header)
@@ -225,7 +239,8 @@ class SaveHeader(NamedTuple):
 
 
 def _own_tensors(found: Sequence[Entry], *, first: bool) -> dict[str, Tensor]:
-    """Return the tensors of the model that this process saves. The ``first`` rank saves the rest, too."""
+    """Return the tensors of the model that this process saves. The ``first`` rank saves the rest,
+    too."""
     saved = {entry.name: entry for entry in reversed(found)}  # the first entry of each name
     tensors = {name: entry.leaf for name, entry in saved.items() if first or entry.kind != "rest"}
     return {name: leaf for name, leaf in tensors.items() if leaf is not None}
@@ -254,9 +269,9 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
     if claimed:
         raise CheckpointError(
             f"the pipeline of processes {', '.join(map(str, claimed))} saves to {path}, and two "
-            "that save to one path destroy each other's checkpoints; give each pipeline a path of "
-            "its own, with its coordinates in the mesh, or replicas of one model one pipeline: "
-            "fp.ranks(plan, mesh, dp=...)"
+            "that save to one path destroy each other's checkpoints; give each pipeline a path "
+            "of its own, with its coordinates in the mesh, or replicas of one model one "
+            "pipeline: fp.ranks(plan, mesh, dp=...)"
         )
     unfinished = [str(rank) for rank, header in enumerate(headers) if header.unfinished]
     if unfinished:
@@ -271,8 +286,8 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
         for file, mine in header.forms.items():
             theirs = first[of].forms[file]
             faults += [
-                f"{name!r} of the {file.split('-')[0]}: rank {rank} has {mine.get(name)}, "
-                f"rank {of} has {theirs.get(name)}"
+                f"{name!r} of the {file.split('-')[0]}: rank {rank} has {mine.get(name)}, rank "
+                f"{of} has {theirs.get(name)}"
                 for name in sorted({*mine, *theirs})
                 if mine.get(name) != theirs.get(name)
             ]
@@ -280,7 +295,8 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
 
 
 def _gather(group: SaveGroup, row: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """Return whole tensors in the first replica. All replicas give their parts of spread tensors."""
+    """Return whole tensors in the first replica. All replicas give their parts of spread
+    tensors."""
     whole: dict[str, Tensor] = {}
     for name, tensor in sorted(row.items()):  # the optimizers of replicas may have another order
         gathered = group.whole(tensor)

@@ -1,6 +1,7 @@
 """The demo: a U-Net-like classifier on scikit-learn's digits, trained through a pipeline.
 
-1797 real images of 8x8 pixels. Real skips (e1, e2), batch norm, dropout; up to four stages on any number of lanes.
+1797 real images of 8x8 pixels. Real skips (e1, e2), batch norm, dropout; up to four stages on any
+number of lanes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class DemoOptions:
     epochs: int = option(8, "sweeps over the images; default: %(default)s", type=int)
     batch: int = option(128, "rows of a batch; default: %(default)s", type=int)
     trace: str | None = option(None, "write the last step's timeline for Perfetto", metavar="FILE")
-    report: str | None = option(None, "write a report of the last step as an HTML page", metavar="FILE")
+    report: str | None = option(
+        None, "write a report of the last step as an HTML page", metavar="FILE"
+    )
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -76,7 +79,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 def block(inputs: int, outputs: int) -> nn.Sequential:
     """Convolution, batch norm, ReLU, dropout."""
     convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.1))
+    return nn.Sequential(
+        convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.1)
+    )
 
 
 def keep(name: str) -> fp.Stage:
@@ -109,7 +114,11 @@ def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tup
             (join("e2"), *nothing),
             fp.from_module(block(192, 64), name="up2"),
         ],
-        [(join("e1"), *nothing), fp.from_module(block(96, 32), name="up1"), fp.from_module(head, name="head")],
+        [
+            (join("e1"), *nothing),
+            fp.from_module(block(96, 32), name="up1"),
+            fp.from_module(head, name="head"),
+        ],
     ]
     size = len(parts) // num_stages
     groups = [list(chain(*parts[start : start + size])) for start in range(0, len(parts), size)]
@@ -120,11 +129,14 @@ def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tup
 
 
 def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images [N, 1, 8, 8] in bytes, 0..16, and labels [N], for training (1497) and for the test (300)."""
+    """Images [N, 1, 8, 8] in bytes, 0..16, and labels [N], for training (1497) and for the test
+    (300)."""
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
-        raise SystemExit("the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'") from error
+        raise SystemExit(
+            "the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'"
+        ) from error
     dataset: Any = load_digits()
     images = torch.tensor(dataset.images, dtype=torch.uint8).unsqueeze(1)
     labels = torch.tensor(dataset.target, dtype=torch.long)
@@ -135,22 +147,34 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def refuse(options: DemoOptions) -> None:
     """Check the options before any work. Raises FuncpipeError with all faults."""
-    counts = {name: getattr(options, name) for name in ("devices", "processes", "microbatches", "epochs", "batch")}
-    faults = [f"--{name} is a whole number from 1; got {value}" for name, value in counts.items() if value < 1]
+    counts = {
+        name: getattr(options, name)
+        for name in ("devices", "processes", "microbatches", "epochs", "batch")
+    }
+    faults = [
+        f"--{name} is a whole number from 1; got {value}"
+        for name, value in counts.items()
+        if value < 1
+    ]
     if options.processes > 1 and (options.devices % options.processes or options.device != "cpu"):
         faults.append(
-            f"--processes share --devices evenly, on the CPU; got {options.processes} for {options.devices} lanes on "
-            f"{options.device}"
+            f"--processes share --devices evenly, on the CPU; got {options.processes} for "
+            f"{options.devices} lanes on {options.device}"
         )
     if options.processes > 1 and options.report:
         faults.append("--report is of a run in one process")
     if options.batch > ROWS:
         faults.append(f"--batch is at most {ROWS}, the rows to train on; got {options.batch}")
     if options.microbatches > options.batch > 0:
-        faults.append(f"--microbatches is at most --batch; got {options.microbatches} for {options.batch} rows")
+        faults.append(
+            f"--microbatches is at most --batch; got {options.microbatches} for {options.batch} "
+            "rows"
+        )
     wrong = [stage for stage in options.remat or () if not 0 <= stage < options.stages]
     if wrong:
-        faults.append(f"--remat names stages 0 to {options.stages - 1}; got {' '.join(map(str, wrong))}")
+        faults.append(
+            f"--remat names stages 0 to {options.stages - 1}; got {' '.join(map(str, wrong))}"
+        )
     if not 0 <= options.seed < 2**63:
         faults.append(f"--seed is a whole number from 0 to 2**63 - 1; got {options.seed}")
     for name, file in (("trace", options.trace), ("report", options.report)):
@@ -158,22 +182,32 @@ def refuse(options: DemoOptions) -> None:
         faults += [f"--{name} {reason}"] if reason else []
     try:
         torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # no such device type, or torch was built without it
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # no such device type, or torch was built without it
         faults.append(f"--device {options.device}: {str(error).splitlines()[0]}")
     if faults:
-        raise fp.FuncpipeError(faults[0] if len(faults) == 1 else bullets("the demo cannot run:", faults))
+        raise fp.FuncpipeError(
+            faults[0] if len(faults) == 1 else bullets("the demo cannot run:", faults)
+        )
 
 
 def main(options: DemoOptions) -> float:
     """Train, test, draw, prove. Returns the accuracy on the test images."""
     refuse(options)
     plan, params, _ = setup(options)
-    print(f"{ROWS} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {plan.schedule!r}")
+    print(
+        f"{ROWS} images, {sum(p.numel() for p in fp.leaves(params))} parameters, {plan.schedule!r}"
+    )
     learned = learn_in_processes(options) if options.processes > 1 else learn(options)
     params, state, batch, seed = learned.before
     expected = fp.run_sequential(plan, params, batch, state=state, seed=seed)
     verdict = proof(expected, learned)
-    print(f"test accuracy {learned.accuracy:.2%} on {learned.tested} images, trained for {learned.seconds:.1f} s\n")
+    print(
+        f"test accuracy {learned.accuracy:.2%} on {learned.tested} images, trained for "
+        f"{learned.seconds:.1f} s\n"
+    )
     print(fp.draw(learned.timeline))
     print("\n" + verdict)
     if options.trace:
@@ -187,13 +221,21 @@ def main(options: DemoOptions) -> float:
 
 def setup(options: DemoOptions) -> tuple[fp.Plan, tuple[Any, ...], tuple[Any, ...]]:
     """The plan, and params and state of all stages; the same in every process."""
-    schedule = FAMILIES[options.schedule](options.stages, options.microbatches, num_devices=options.devices)
+    schedule = FAMILIES[options.schedule](
+        options.stages, options.microbatches, num_devices=options.devices
+    )
     remat_stages = (0, 1) if options.remat is None else options.remat
     if remat_stages:
-        schedule = fp.schedules.remat(schedule, keep=lambda action: action.stage not in remat_stages)
+        schedule = fp.schedules.remat(
+            schedule, keep=lambda action: action.stage not in remat_stages
+        )
     torch.manual_seed(options.seed)
     stages, params, state = network(options.stages)
-    return fp.make_plan(stages, schedule, devices=options.device, loss=F.cross_entropy), params, state
+    return (
+        fp.make_plan(stages, schedule, devices=options.device, loss=F.cross_entropy),
+        params,
+        state,
+    )
 
 
 @dataclass(frozen=True)
@@ -232,10 +274,15 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
     def load(rows: Tensor) -> tuple[Tensor, Tensor]:
         return images[rows], labels[rows]
 
-    # While a step trains, the next batch is made ready: images to the first lane's device, labels to the last one's.
+    # While a step trains, the next batch is made ready: images to the first lane's device, labels
+    # to the last one's.
     move = fp.batches.to_device((options.device, options.device))
     loader = fp.batches.overlap(batches(len(labels), options), [load, decode, move])
-    lanes = fp.lanes(plan) if ranks is None and options.device == "cpu" and options.devices > 1 else nullcontext(ranks)
+    lanes = (
+        fp.lanes(plan)
+        if ranks is None and options.device == "cpu" and options.devices > 1
+        else nullcontext(ranks)
+    )
     bar = progress(steps) if ranks is None or ranks.rank == 0 else nullcontext(lambda loss: None)
     last: tuple[Any, ...] = ()
     start = perf_counter()
@@ -243,8 +290,16 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
         for step, batch in enumerate(loader):
             seed, is_last = fp.fold_in(options.seed, step), step == steps - 1
             if is_last:  # the step changes them
-                last = map_tensors(lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), params), state
-            result = fp.run(plan, params, batch, state=state, seed=seed, record=is_last, executor=executor)
+                last = (
+                    map_tensors(
+                        lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad),
+                        params,
+                    ),
+                    state,
+                )
+            result = fp.run(
+                plan, params, batch, state=state, seed=seed, record=is_last, executor=executor
+            )
             if is_last:
                 last = (last, batch, seed, result)
             fp.step(optimizer, params, result, max_norm=1.0)
@@ -255,13 +310,20 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
         (old_params, old_state), batch, seed, result = last
         timeline = result.timeline if ranks is None else ranks.timeline(result)
         accuracy = evaluate(plan, params, state, test, ranks)
-    report = fp.report(plan, result, params=params, title="digits") if options.report and ranks is None else None
+    report = (
+        fp.report(plan, result, params=params, title="digits")
+        if options.report and ranks is None
+        else None
+    )
     before = (old_params, old_state, batch, seed)
-    return Learned(before, result.loss, result.grads, timeline, accuracy, len(test[1]), seconds, report)
+    return Learned(
+        before, result.loss, result.grads, timeline, accuracy, len(test[1]), seconds, report
+    )
 
 
 def learn_in_processes(options: DemoOptions) -> Learned:
-    """Train with the lanes shared out to processes, each with its stages; what each has learned, put together."""
+    """Train with the lanes shared out to processes, each with its stages; what each has learned,
+    put together."""
     import multiprocessing
 
     import torch.distributed as dist
@@ -277,7 +339,9 @@ def learn_in_processes(options: DemoOptions) -> Learned:
         process.start()
         pipe.close()  # its end is there; when that process ends, reading ends too
     try:
-        learned: list[Learned] = [torch.load(BytesIO(pipe.recv()), weights_only=False) for pipe, _ in pipes]
+        learned: list[Learned] = [
+            torch.load(BytesIO(pipe.recv()), weights_only=False) for pipe, _ in pipes
+        ]
     except EOFError:
         raise SystemExit("a process has ended before its time; what it printed says why") from None
     for process in processes:
@@ -285,13 +349,23 @@ def learn_in_processes(options: DemoOptions) -> Learned:
 
     def whole(trees: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
         """Of each stage the tree of the process that has it."""
-        return tuple([next((tree for tree in row if tree is not None), ()) for row in zip(*trees, strict=True)])
+        return tuple(
+            [
+                next((tree for tree in row if tree is not None), ())
+                for row in zip(*trees, strict=True)
+            ]
+        )
 
     last = learned[-1]
-    params, state = whole(each.before[0] for each in learned), whole(each.before[1] for each in learned)
+    params, state = (
+        whole(each.before[0] for each in learned),
+        whole(each.before[1] for each in learned),
+    )
     accuracy = next(each.accuracy for each in learned if each.accuracy == each.accuracy)
     before = (params, state, *last.before[2:])
-    return replace(last, before=before, grads=whole(each.grads for each in learned), accuracy=accuracy)
+    return replace(
+        last, before=before, grads=whole(each.grads for each in learned), accuracy=accuracy
+    )
 
 
 def learn_as_rank(rank: int, options: DemoOptions, port: int, pipe: Any) -> None:
@@ -310,7 +384,8 @@ def learn_as_rank(rank: int, options: DemoOptions, port: int, pipe: Any) -> None
 
 
 def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
-    """Indices of the rows of each step, shuffled anew each epoch; rows that make no whole batch are left out."""
+    """Indices of the rows of each step, shuffled anew each epoch; rows that make no whole batch are
+    left out."""
     generator = torch.Generator().manual_seed(options.seed)
     for _ in range(options.epochs):
         order = torch.randperm(count, generator=generator)
@@ -330,7 +405,8 @@ def evaluate(
     test: tuple[Tensor, Tensor],
     ranks: fp.typing.Ranks | None = None,
 ) -> float:
-    """The share of test images that are classified correctly, by the forwards of the plan's schedule.
+    """The share of test images that are classified correctly, by the forwards of the plan's
+    schedule.
 
     It is nan in processes that do not have the outputs.
     """
@@ -343,14 +419,18 @@ def evaluate(
 
 
 def proof(expected: fp.Result, result: Learned) -> str:
-    """Check that loss and gradients are, bit for bit, those of a plain loop over the same stages."""
+    """Check that loss and gradients are, bit for bit, those of a plain loop over the same
+    stages."""
     pairs = list(zip(fp.leaves(expected.grads), fp.leaves(result.grads), strict=True))
     same = [torch.equal(a, b) for a, b in pairs]
     if not (all(same) and torch.equal(expected.loss, result.loss)):
-        raise SystemExit(f"NOT PROVEN: {same.count(False)} of {len(same)} gradients differ from the sequential oracle")
+        raise SystemExit(
+            f"NOT PROVEN: {same.count(False)} of {len(same)} gradients differ from the sequential "
+            "oracle"
+        )
     return (
-        f"proven: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch equal the sequential "
-        "oracle bit for bit"
+        f"proven: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch "
+        "equal the sequential oracle bit for bit"
     )
 
 
@@ -358,7 +438,13 @@ def proof(expected: fp.Result, result: Learned) -> str:
 def progress(total: int) -> Generator[Callable[[float], None]]:
     """A progress bar with the loss: rich's if it is installed, else a line now and then."""
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
     except ImportError:
         done = 0
 
@@ -371,6 +457,8 @@ def progress(total: int) -> Generator[Callable[[float], None]]:
         yield tell
         return
     loss_column = TextColumn("loss {task.fields[loss]:.4f}")
-    with Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column) as bar:
+    with Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column
+    ) as bar:
         task = bar.add_task("training", total=total, loss=float("nan"))
         yield lambda loss: bar.update(task, advance=1, loss=loss)

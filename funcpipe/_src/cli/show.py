@@ -40,14 +40,18 @@ def colored() -> bool:
 
 
 def picture(timeline: fp.Timeline, width: int | None) -> None:
-    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut, with a note."""
+    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut,
+    with a note."""
     lines = fp.draw(timeline).text(width, color=colored()).split("\n")
     widest, room = max(map(_columns_of, lines)), size()
     if not sys.stdout.isatty() or widest <= room:
         print("\n".join(lines))
         return
     print("\n".join(cut(line, room) for line in lines))
-    note = f"cut: the picture has {widest} columns, the terminal {room}; `| less -S` scrolls, --output writes a file"
+    note = (
+        f"cut: the picture has {widest} columns, the terminal {room}; `| less -S` scrolls, "
+        "--output writes a file"
+    )
     print("\n".join(textwrap.wrap(note, room)))
 
 
@@ -83,7 +87,8 @@ def cut(line: str, room: int) -> str:
 
 
 def wrapped(text: str, width: int | None = None) -> str:
-    """The text of a help, wrapped at the terminal's width; what stands in columns goes on below itself.
+    """The text of a help, wrapped at the terminal's width; what stands in columns goes on below
+    itself.
 
     >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 20))
     Words that are
@@ -112,14 +117,19 @@ def wrapped(text: str, width: int | None = None) -> str:
 def _wrap(line: str, width: int, hang: int) -> str:
     if line.startswith(_EXAMPLE):
         return line
-    fill = textwrap.TextWrapper(width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+    fill = textwrap.TextWrapper(
+        width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(fill.wrap(line))
 
 
 def found(result: fp.typing.Found) -> None:
     """Print what a search found, one fact per line."""
     schedule, timeline = result.schedule, result.timeline
-    print(f"{schedule.num_stages} stages on {schedule.num_devices} devices, {schedule.num_microbatches} microbatches\n")
+    print(
+        f"{schedule.num_stages} stages on {schedule.num_devices} devices, "
+        f"{schedule.num_microbatches} microbatches\n"
+    )
     hint = "; another run may find another" * (result.ended == "seconds")
     shows_span = result.objective == "span" or f"{result.span:.6g}" != f"{result.makespan:.6g}"
     looped = schedule.num_stages > schedule.num_devices
@@ -127,7 +137,11 @@ def found(result: fp.typing.Found) -> None:
         *([("placement", ",".join(map(str, schedule.device_of)))] if looped else []),
         ("source", result.source),
         ("makespan", f"{result.makespan:.6g}, bubble {percent(timeline.bubble)}"),
-        *([("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")] if shows_span else []),
+        *(
+            [("span", f"{result.span:.6g}, bubble {percent(timeline.span_bubble)}")]
+            if shows_span
+            else []
+        ),
         ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
         ("peak memory", f"{max(result.peak):.6g}"),
         ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
@@ -138,4 +152,6 @@ def found(result: fp.typing.Found) -> None:
 
 def proof(result: fp.typing.Found) -> str:
     """How far from the shortest a schedule is."""
-    return f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
+    return (
+        f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
+    )

@@ -69,7 +69,8 @@ def source(
         result = read(schedule)
         if stages or microbatches or devices or slices:
             raise fp.FuncpipeError(
-                f"{schedule} says its own counts: leave out --stages, --microbatches, --devices, --slices"
+                f"{schedule} says its own counts: leave out --stages, --microbatches, --devices, "
+                "--slices"
             )
     elif not stages or not microbatches:
         raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
@@ -77,7 +78,9 @@ def source(
         raise fp.FuncpipeError(f"{schedule} is of whole microbatches: leave out --slices")
     else:
         bounded(stages, microbatches * (slices or 1))
-        result = family(stages, microbatches, num_devices=devices, **({"num_slices": slices} if slices else {}))
+        result = family(
+            stages, microbatches, num_devices=devices, **({"num_slices": slices} if slices else {})
+        )
     return fp.schedules.remat(result) if remat else result
 
 
@@ -88,7 +91,9 @@ def read(name: str) -> fp.Schedule:
     if suffix not in FORMATS:
         near = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; the families are {', '.join(FAMILIES)}"
-        raise fp.FuncpipeError(f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}")
+        raise fp.FuncpipeError(
+            f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}"
+        )
     text = path.read_text(encoding="utf-8")
     try:
         match suffix:
@@ -109,7 +114,9 @@ def writable(name: str, suffixes: tuple[str, ...]) -> None:
     """Refuse a file that cannot be written, before the work that makes it."""
     path = Path(name)
     if path.suffix.lower() not in suffixes:
-        raise fp.FuncpipeError(f"{name} does not end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}")
+        raise fp.FuncpipeError(
+            f"{name} does not end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}"
+        )
     if reason := unwritable(name):
         raise fp.FuncpipeError(reason)
 
@@ -121,7 +128,10 @@ def unwritable(name: str) -> str:
         if path.is_dir():
             return f"{name} cannot be written: it is a folder"
         if not path.parent.is_dir():
-            return f"{name} cannot be written: there is no folder {path.parent if Path(name).is_symlink() else Path(name).parent}"
+            return (
+                f"{name} cannot be written: there is no folder "
+                f"{path.parent if Path(name).is_symlink() else Path(name).parent}"
+            )
         if path.exists():
             return "" if os.access(path, os.W_OK) else f"{name} cannot be written: no permission"
         path.touch()  # only a write shows a read-only disk or a name that is too long
@@ -134,7 +144,9 @@ def unwritable(name: str) -> str:
 def bounded(stages: int, microbatches: int) -> None:
     """Refuse counts that would take minutes."""
     if stages * microbatches > _MOST:
-        raise fp.FuncpipeError(f"{stages} stages times {microbatches} microbatches are more than {_MOST} forwards")
+        raise fp.FuncpipeError(
+            f"{stages} stages times {microbatches} microbatches are more than {_MOST} forwards"
+        )
 
 
 def as_count(text: str, least: int = 1) -> int:
@@ -166,7 +178,8 @@ def as_limits(text: str) -> float | tuple[float, ...]:
 
 
 def as_placement(text: str) -> str | tuple[int, ...]:
-    """``line``, ``loop``, ``v``, or the device of each stage as ``0,1,1,0``; the type of an option."""
+    """``line``, ``loop``, ``v``, or the device of each stage as ``0,1,1,0``; the type of an
+    option."""
     if text in SHAPES:
         return text
     try:
@@ -187,7 +200,11 @@ def as_cost(text: str) -> fp.Cost:
     try:
         if "=" not in text:
             loaded = fp.schedules.from_json(Path(text).read_text(encoding="utf-8"))
-            return loaded if isinstance(loaded, fp.Cost) else refuse(f"{text} is a {type(loaded).__name__}, not a cost")
+            return (
+                loaded
+                if isinstance(loaded, fp.Cost)
+                else refuse(f"{text} is a {type(loaded).__name__}, not a cost")
+            )
         fields: dict[str, Any] = {}
         for part in text.split(","):
             name, _, number = (word.strip() for word in part.partition("="))

@@ -1,4 +1,5 @@
-"""The warning of a stage that is traced over and over: which Python number changes, or that there are many sizes."""
+"""The warning of a stage that is traced over and over: which Python number changes, or that there
+are many sizes."""
 
 from __future__ import annotations
 
@@ -19,27 +20,39 @@ _VALUES = 4
 _NUMBERS = (float, int)
 
 
-def advice(compiled: Compiled, bound: EagerBound, args: StageArgs, signature: tuple[ValuesKey, Hashable]) -> str:
+def advice(
+    compiled: Compiled, bound: EagerBound, args: StageArgs, signature: tuple[ValuesKey, Hashable]
+) -> str:
     """The text of a warning after the trace of a signature; "": there is none, yet."""
     count, limit = compiled.made, compiled.max_programs
     name = f"stage {bound.stage.name!r} (compiled)"
     form, numbers = _apart(signature)
-    alike = [values for other, values in map(_apart, compiled.found) if other == form and values != numbers]
+    alike = [
+        values
+        for other, values in map(_apart, compiled.found)
+        if other == form and values != numbers
+    ]
     if len(alike) >= max(1, min(_VALUES, limit) - 1):
         rows = zip([*_read_names(signature[0]), *_names(bound, args)], numbers, *alike, strict=True)
-        changing = {path: list(dict.fromkeys([*past, new])) for path, new, *past in rows if {*past} != {new}}
-        listed = "; ".join(f"{path} was {', '.join(map(str, values))}" for path, values in changing.items())
+        changing = {
+            path: list(dict.fromkeys([*past, new])) for path, new, *past in rows if {*past} != {new}
+        }
+        listed = "; ".join(
+            f"{path} was {', '.join(map(str, values))}" for path, values in changing.items()
+        )
         last = next(iter(changing.values()))[-1]
         return (
-            f"{name} is traced anew for each value of a Python number: {listed}. Numbers in tensors are not looked "
-            f"at: give torch.tensor({last}), in a batch or in feeds fp.Replicate(torch.tensor({last}))"
+            f"{name} is traced anew for each value of a Python number: {listed}. Numbers in "
+            f"tensors are not looked at: give torch.tensor({last}), in a batch or in feeds "
+            f"fp.Replicate(torch.tensor({last}))"
         )
     if count < 2 * limit:
         return ""
     return (
-        f"{name} was traced {count} times, each time for another signature (shapes, types, values that are no "
-        f"tensors), and keeps programs for {limit}. Cut or pad batches to a few sizes (DataLoader(drop_last=True) "
-        f"leaves out a last, smaller one), or keep more: fp.compile_stage(stage, max_programs={4 * limit})"
+        f"{name} was traced {count} times, each time for another signature (shapes, types, values "
+        f"that are no tensors), and keeps programs for {limit}. Cut or pad batches to a few sizes "
+        "(DataLoader(drop_last=True) leaves out a last, smaller one), or keep more: "
+        f"fp.compile_stage(stage, max_programs={4 * limit})"
     )
 
 
@@ -67,8 +80,18 @@ def _names(bound: EagerBound, args: StageArgs) -> list[str]:
         ("state", bound.state),
         ("x", args.x.tree()),
     ]
-    for kind, names, borders in (("skips", bound.stage.pop, args.skips), ("feeds", bound.stage.feeds, args.feeds)):
-        trees += [(f"{kind}[{name!r}]", border.tree()) for name, border in zip(names, borders, strict=True)]
+    for kind, names, borders in (
+        ("skips", bound.stage.pop, args.skips),
+        ("feeds", bound.stage.feeds, args.feeds),
+    ):
+        trees += [
+            (f"{kind}[{name!r}]", border.tree())
+            for name, border in zip(names, borders, strict=True)
+        ]
     trees += [] if args.target is None else [("target", args.target.tree())]
-    pairs = [pair for root, tree in trees for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)]
+    pairs = [
+        pair
+        for root, tree in trees
+        for pair in zip(locations(tree, root), flatten(tree)[0], strict=True)
+    ]
     return [name for name, leaf in pairs if type(leaf) in _NUMBERS]

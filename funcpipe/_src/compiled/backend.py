@@ -16,7 +16,8 @@ from funcpipe._src.devices.stream import Place
 from funcpipe._src.stages.context import no_autocast
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
-"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row (torch.compile)."""
+"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row
+(torch.compile)."""
 
 
 def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -28,20 +29,27 @@ def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., A
     reason = f"{', '.join(map(str, devices)) or 'nothing'} has none"
     if recorder is not None:
         try:
-            zeros = [example.zero_() for example in examples]  # what is in the examples may be no index of anything
-            recorded = Recorded(recorder, devices[0], zeros, lambda inputs: graph(*inputs), steady=True)
+            zeros = [
+                example.zero_() for example in examples
+            ]  # what is in the examples may be no index of anything
+            recorded = Recorded(
+                recorder, devices[0], zeros, lambda inputs: graph(*inputs), steady=True
+            )
             return lambda *inputs: recorded(inputs)
         except Unrecordable as error:
             reason = str(error)
     size = len(graph.graph.nodes)
     warnings.warn(
-        f'backend "cudagraphs": a program of {size} nodes is not a graph ({reason}) and runs as it is', stacklevel=2
+        f'backend "cudagraphs": a program of {size} nodes is not a graph ({reason}) and runs as it '
+        "is",
+        stacklevel=2,
     )
     return graph.forward
 
 
 class Kernel:
-    """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row in, a row out.
+    """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row
+    in, a row out.
 
     Args:
         nodes, reads, outs: the operations, the values that they read, and those that they give.
@@ -80,17 +88,22 @@ class Kernel:
                 # As it is called, whatever is on while it is built.
                 with torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
                     examples = [
-                        torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                        torch.empty_strided(
+                            like.shape, like.stride(), dtype=like.dtype, device=like.device
+                        )
                         for like in self._likes
                     ]
                     self._function = self.backend(self.graph, examples)
             return self._function
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run it, built first if it is not; what it lays out in another way than was traced is copied."""
+        """Run it, built first if it is not; what it lays out in another way than was traced is
+        copied."""
         outs = (self._function or self.build())(*inputs)
         if self._odd is None:
-            self._odd = [number for number, out in enumerate(outs) if not lies_as(out, self._gives[number])]
+            self._odd = [
+                number for number, out in enumerate(outs) if not lies_as(out, self._gives[number])
+            ]
         if self._odd:
             outs = list(outs)
             for number in self._odd:
@@ -108,4 +121,6 @@ def lies_as(value: Any, traced: Any) -> bool:
 
 def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
     """A copy with these strides."""
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
+        value
+    )

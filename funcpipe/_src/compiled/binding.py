@@ -34,11 +34,12 @@ def path_of(value: Any) -> str:
 
 
 def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """The fastest function that makes the call of a node, and its arguments: torch's own binding if it does just that.
+    """The fastest function that makes the call of a node, and its arguments: torch's own binding if
+    it does just that.
 
-    An overload called from Python finds its kernel through a slower path. Whether a binding of the same name makes this
-    very call is tried, on the fake tensors of the trace; some have other defaults than the operation, so it is tried
-    with all arguments written out as well.
+    An overload called from Python finds its kernel through a slower path. Whether a binding of the
+    same name makes this very call is tried, on the fake tensors of the trace; some have other
+    defaults than the operation, so it is tried with all arguments written out as well.
     """
     target: Any = node.target
     unchanged = target, node.args, node.kwargs
@@ -47,12 +48,19 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
     name = schema(target).name.removeprefix("aten::")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])  # pyright: ignore
     mode: Any = next(
-        (leaf.fake_mode for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "fake_mode")), None
+        (
+            leaf.fake_mode
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if hasattr(leaf, "fake_mode")
+        ),
+        None,
     )
     if mode is None:
         return unchanged
     left_out = tuple(
-        argument.default_value for argument in schema(target).arguments[len(args) :] if not argument.kwarg_only
+        argument.default_value
+        for argument in schema(target).arguments[len(args) :]
+        if not argument.kwarg_only
     )
     for candidate in [getattr(holder, name) for _, holder in BINDINGS if hasattr(holder, name)]:
         for defaults in ((), left_out) if left_out else ((),):
@@ -77,8 +85,14 @@ def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mo
 def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, those left out with their defaults; tensors by identity."""
     arguments = schema(target).arguments
-    values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    values = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
+    values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(
+        kwargs
+    )
     return {
         name: [id(leaf) if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(value)]
         for name, value in values.items()

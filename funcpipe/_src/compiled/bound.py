@@ -13,7 +13,13 @@ from funcpipe._src.compiled.joint import OutputSpec, tensors
 from funcpipe._src.compiled.programs import Programs
 from funcpipe._src.compiled.residual import ProgramResidual
 from funcpipe._src.compiled.source import Code, laid_out
-from funcpipe._src.core.border import LEAF, Border, add_gradients, dense, mark_memory_handed_on_twice
+from funcpipe._src.core.border import (
+    LEAF,
+    Border,
+    add_gradients,
+    dense,
+    mark_memory_handed_on_twice,
+)
 from funcpipe._src.core.cache_key import border_key, border_key_or_none, leaf_key, switches_key
 from funcpipe._src.core.errors import TraceError
 from funcpipe._src.core.tree import Tree, unflatten
@@ -35,7 +41,8 @@ _ALL_THERE: frozenset[int] = frozenset()
 
 
 class _Identity:
-    """The key of an object that may have no hash of its own: equal for the same object alone, which it keeps."""
+    """The key of an object that may have no hash of its own: equal for the same object alone, which
+    it keeps."""
 
     def __init__(self, thing: object) -> None:
         self.thing = thing
@@ -51,7 +58,8 @@ class CompiledBound:
     """A stage run by its programs, as ``compiled`` makes them.
 
     Attributes:
-        eager: the same stage by autograd, for what cannot be a program. Parameters, state and losses are its own.
+        eager: the same stage by autograd, for what cannot be a program. Parameters, state and
+            losses are its own.
     """
 
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
@@ -92,7 +100,8 @@ class CompiledBound:
         for remembered in (self._complete, self._met):
             remembered.clear()
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward
+    # -------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """F, as its program; a stage that cannot be one runs eagerly if it may fall back."""
@@ -101,18 +110,29 @@ class CompiledBound:
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                self.eager.forward(args, keep=False)  # an error of the stage itself is raised where it occurs
+                self.eager.forward(
+                    args, keep=False
+                )  # an error of the stage itself is raised where it occurs
             programs = self._programs(args, signature)  # this error says how to go on
         if programs is None:
             return self.eager.forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
-        keys = [Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)] if joint.draws else []
+        keys = (
+            [Keyring(self.eager.keys, self.eager.index, joint.draws, args.microbatch)]
+            if joint.draws
+            else []
+        )
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
         if len(y.leaves) > 1:
             mark_memory_handed_on_twice(y)
-        if self.eager.guessed and programs.means and report.loss is not None and report.loss.weight is None:
+        if (
+            self.eager.guessed
+            and programs.means
+            and report.loss is not None
+            and report.loss.weight is None
+        ):
             refuse_left_out(_means(programs.means, args))
         if program.gives is None:
             program.gives = border_key_or_none(y)
@@ -158,10 +178,16 @@ class CompiledBound:
         leaves = (*params.leaves, *params.state_leaves)
         return (flags, switches_key(), params.spec, eager.state_spec, *map(leaf_key, leaves))
 
-    # -- backward ----------------------------------------------------------------------------------------------------
+    # -- backward
+    # -------------------------------------------------------------------------------
 
     def backward(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
+        self,
+        residual: Any,
+        y: Gradients | None,
+        stash: dict[str, list[Gradients]],
+        *,
+        split: bool = False,
     ) -> tuple[Cotangents, Any]:
         """B, as one program; with ``split`` I: the gradients of the inputs, and what W needs."""
         if isinstance(residual, EagerResidual):
@@ -169,12 +195,16 @@ class CompiledBound:
         programs = residual.programs
         cotangents, missing = self._roots(residual, y, stash)
         if not split:
-            x, *skips = self._run(programs, programs.half(missing).whole, residual.values, cotangents, self._totals())
+            x, *skips = self._run(
+                programs, programs.half(missing).whole, residual.values, cotangents, self._totals()
+            )
             return Cotangents(x, skips), None
         program = programs.half(missing).inputs
         sums = [] if program.part.sums is None else [self._totals()]
         (x, *skips), left = self._run(programs, program, residual.values, cotangents, *sums)
-        return Cotangents(x, skips), ProgramResidual(left, programs, residual.microbatch, missing=missing)
+        return Cotangents(x, skips), ProgramResidual(
+            left, programs, residual.microbatch, missing=missing
+        )
 
     def backward_weight(self, residual: Any) -> None:
         """W: adds the gradients of the parameters into their sums."""
@@ -182,7 +212,9 @@ class CompiledBound:
             self.eager.backward_weight(residual)
             return
         programs = residual.programs
-        self._run(programs, programs.half(residual.missing).weights, residual.values, self._totals())
+        self._run(
+            programs, programs.half(residual.missing).weights, residual.values, self._totals()
+        )
 
     def _totals(self) -> list[Tensor]:
         """The sums of the trainable leaves."""
@@ -196,7 +228,11 @@ class CompiledBound:
         """The gradients that come in, by root, and the roots that have none."""
         cotangents: list[Tensor | None] = []
         missing = _ALL_THERE
-        added = {name: add_gradients(None, *parts) or () for name, parts in stash.items()} if stash else {}
+        added = (
+            {name: add_gradients(None, *parts) or () for name, parts in stash.items()}
+            if stash
+            else {}
+        )
         ends: dict[str, Tensor | None] = {}
         if residual.loss is not None:
             ends["loss"] = self.eager.loss_gradient(residual.loss, residual.microbatch)
@@ -218,15 +254,20 @@ class CompiledBound:
 
 
 def _means(means: Sequence[tuple[bool, int]], args: StageArgs) -> list[MeanOverTargets]:
-    """The means of a program, each with every tensor that may be its targets: the plan's, or any whole numbers."""
+    """The means of a program, each with every tensor that may be its targets: the plan's, or any
+    whole numbers."""
     target = [] if args.target is None else tensors(args.target.leaves)
     leaves = [
-        leaf for leaf in target or tensors(*(border.leaves for border in args.borders())) if not leaf.is_complex()
+        leaf
+        for leaf in target or tensors(*(border.leaves for border in args.borders()))
+        if not leaf.is_complex()
     ]
     return [MeanOverTargets(leaf, *mean) for mean in means for leaf in leaves]
 
 
-def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardReport, dict[str, Border]]:
+def _close(
+    spec: OutputSpec, outs: Sequence[Tensor]
+) -> tuple[Border, ForwardReport, dict[str, Border]]:
     """Output, report and stash of a forward, from its program's tensors."""
     if spec.plain:  # most of the time
         report = _NOTHING if spec.report is None else ForwardReport((), Loss(outs[1]), None)
@@ -238,10 +279,16 @@ def _close(spec: OutputSpec, outs: Sequence[Tensor]) -> tuple[Border, ForwardRep
 
     def border(structure: Any, flags: Sequence[bool]) -> Border:
         part = [next(rest) for _ in flags]
-        return Border([dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], structure, flags)
+        return Border(
+            [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in part], structure, flags
+        )
 
     y, stash = border(*spec.y), {name: border(*part) for name, part in spec.stash.items()}
-    return y, _NOTHING if spec.report is None else ForwardReport(*unflatten(spec.report, list(rest))), stash
+    return (
+        y,
+        _NOTHING if spec.report is None else ForwardReport(*unflatten(spec.report, list(rest))),
+        stash,
+    )
 
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:

@@ -1,4 +1,5 @@
-"""Which operation of a joint graph belongs to F, which to I, which to W, and what crosses between them."""
+"""Which operation of a joint graph belongs to F, which to I, which to W, and what crosses between
+them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ class Part:
     Attributes:
         name: of its function.
         takes: its arguments, and the values that each holds.
-        gives: what it returns: a list of values, a list of such lists, a tuple of both; None: nothing.
-        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has no ``S``.
+        gives: what it returns: a list of values, a list of such lists, a tuple of both; None:
+            nothing.
+        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has
+            no ``S``.
         fused: the numbers of sums to which a product of two matrices is added in one operation.
         nodes: its operations, in order.
         reads: the values that it gets from outside, in the order of the graph.
@@ -56,7 +59,8 @@ Program = TypeVar("Program")
 
 
 class CutBackward(NamedTuple, Generic[Program]):
-    """The backward of a stage in one piece and in two: as parts of the graph, or as the functions written from them.
+    """The backward of a stage in one piece and in two: as parts of the graph, or as the functions
+    written from them.
 
     Attributes:
         whole: B.
@@ -74,9 +78,10 @@ class CutBackward(NamedTuple, Generic[Program]):
 class Cut:
     """The cut of a joint graph.
 
-    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W; the first that
-    needs it has it, so nothing is computed twice. Without ``fuse`` I also adds to the sums to which I of the eager stage
-    does: where W come in another order than I, these sums would else be added in another order than eagerly.
+    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W;
+    the first that needs it has it, so nothing is computed twice. Without ``fuse`` I also adds to
+    the sums to which I of the eager stage does: where W come in another order than I, these sums
+    would else be added in another order than eagerly.
 
     Args:
         joint: the graph.
@@ -94,7 +99,9 @@ class Cut:
         self._forward = {*above(joint.outs), *joint.params, *joint.inputs}
         outside = self._forward | {*joint.cotangents}
         ops, left = self._inputs(joint.wanted, joint.sums)
-        reads = gather(nodes_in([joint.wanted, [node for node in left if node in ops]]), stop=outside)[1]
+        reads = gather(
+            nodes_in([joint.wanted, [node for node in left if node in ops]]), stop=outside
+        )[1]
         crossing = {*reads, *left} - {*joint.params} - {*joint.cotangents} - ops
         self.kept = [node for node in joint.module.graph.nodes if node in crossing]
         takes = {"P": joint.params, "X": joint.inputs, **({"R": []} if joint.draws else {})}
@@ -103,7 +110,9 @@ class Cut:
         bare = joint.params[: len(joint.params) - len(joint.once)]
         self.once = _part("C", {"P": bare}, joint.once) if joint.once else None
 
-    def _inputs(self, wanted: Any, sums: Sequence[fx.Node | None]) -> tuple[set[fx.Node], list[fx.Node]]:
+    def _inputs(
+        self, wanted: Any, sums: Sequence[fx.Node | None]
+    ) -> tuple[set[fx.Node], list[fx.Node]]:
         """The operations of I, and what W reads besides parameters."""
         ops = _whole_ops(above(nodes_in(wanted)) - self._forward)
         reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *ops})[1]
@@ -111,14 +120,20 @@ class Cut:
         return ops, [node for node in reads if node not in params]
 
     def backward(self, missing: frozenset[int]) -> CutBackward[Part]:
-        """The backward where some roots (by number) have no gradient: what depends on these alone has none either.
+        """The backward where some roots (by number) have no gradient: what depends on these alone
+        has none either.
 
-        As in autograd, which does not go where no gradient comes from, and adds nothing to what has none.
+        As in autograd, which does not go where no gradient comes from, and adds nothing to what has
+        none.
         """
         joint = self.joint
         wanted, sums = joint.wanted, joint.sums
         if missing:
-            replaced = _prune(joint.module.graph, joint.cotangents, {joint.cotangents[number] for number in missing})
+            replaced = _prune(
+                joint.module.graph,
+                joint.cotangents,
+                {joint.cotangents[number] for number in missing},
+            )
             wanted = [[replaced.get(node, node) for node in row] for row in wanted]  # pyright: ignore
             sums = [replaced.get(node, node) for node in sums]  # pyright: ignore
         early = set[int]() if self.fuse else joint.early(missing)
@@ -165,12 +180,16 @@ def product(node: fx.Node) -> Product:
 
 
 def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
-    """The numbers of the weight gradients that are products of two matrices and that only one sum reads."""
+    """The numbers of the weight gradients that are products of two matrices and that only one sum
+    reads."""
     times = Counter(sums)
     return [
         number
         for number, node in enumerate(sums)
-        if node in nodes and node.target is _aten.mm.default and times[node] == 1 and nodes.isdisjoint(node.users)
+        if node in nodes
+        and node.target is _aten.mm.default
+        and times[node] == 1
+        and nodes.isdisjoint(node.users)
     ]
 
 
@@ -188,12 +207,19 @@ def above(roots: Iterable[Any]) -> set[fx.Node]:
 
 def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
     """The nodes, and the other pieces of operations that give several values."""
-    pieces = {user for node in nodes if not is_view(node) for user in node.users if user.target is operator.getitem}
+    pieces = {
+        user
+        for node in nodes
+        if not is_view(node)
+        for user in node.users
+        if user.target is operator.getitem
+    }
     return nodes | pieces
 
 
 def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The operations that compute some values from those in ``stop`` (views anew), and which of these they read."""
+    """The operations that compute some values from those in ``stop`` (views anew), and which of
+    these they read."""
     inside: set[fx.Node] = set()
     reads: set[fx.Node] = set()
     todo = list(roots)
@@ -210,8 +236,11 @@ def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Nod
     return [node for node in nodes if node in inside], [node for node in nodes if node in reads]
 
 
-def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """What replaces each gradient when some cotangents are missing, None for none. Adds operations to the graph."""
+def _prune(
+    graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]
+) -> dict[fx.Node, fx.Node | None]:
+    """What replaces each gradient when some cotangents are missing, None for none. Adds operations
+    to the graph."""
     instead: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
     flowing = {*cotangents}
     for node in list(graph.nodes):
@@ -228,19 +257,25 @@ def _prune(graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]
         elif any(source in instead for source in inputs):
             with graph.inserting_before(node):
                 zeros = {source: _zeros(graph, source) for source in dead}
-                instead[node] = graph.node_copy(node, lambda arg: zeros.get(arg) or instead.get(arg, arg))  # noqa: B023  # pyright: ignore
+                copies = {**instead, **zeros}
+                instead[node] = graph.node_copy(
+                    node, lambda arg, copies=copies: copies.get(arg, arg)
+                )
             flowing.add(instead[node])  # pyright: ignore[reportArgumentType]
     return instead
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
     val = like.meta["val"]
-    node = graph.call_function(_aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})
+    node = graph.call_function(
+        _aten.zeros.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device}
+    )
     node.meta["val"] = val
     return node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Is it a view, or a piece of one that has several. Its base crosses, and each program makes its own."""
+    """Is it a view, or a piece of one that has several. Its base crosses, and each program makes
+    its own."""
     target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
     return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

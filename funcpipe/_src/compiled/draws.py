@@ -47,7 +47,8 @@ class Watch(WatchingMode):
 
     Attributes:
         draws: in order.
-        steps: a line for each operation: two calls of a pure function with the same shapes leave the same.
+        steps: a line for each operation: two calls of a pure function with the same shapes leave
+            the same.
     """
 
     def __init__(self, places: Mapping[int, str]) -> None:
@@ -68,7 +69,9 @@ class Watch(WatchingMode):
             return number
         out = func(*args, **kwargs)
         self._known.note(func, args, kwargs, out)
-        if getattr(func, "namespace", "") != "prim":  # questions about a tensor, asked when the answer is not at hand
+        if (
+            getattr(func, "namespace", "") != "prim"
+        ):  # questions about a tensor, asked when the answer is not at hand
             numbers = f" {_digest(args[0])}" if func is torch.ops.aten.lift_fresh.default else ""
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}{numbers}")
         if draws(func, args, kwargs, out):

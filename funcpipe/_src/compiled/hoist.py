@@ -1,4 +1,5 @@
-"""Loop-invariant code motion: compute what depends on parameters and state alone once a run, not once a microbatch."""
+"""Loop-invariant code motion: compute what depends on parameters and state alone once a run, not
+once a microbatch."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ _SMALL = 2**20
 
 
 def hoist(joint: Joint) -> None:
-    """Take values of parameters and state alone out of a microbatch's graph: they become placeholders of parameters.
+    """Take values of parameters and state alone out of a microbatch's graph: they become
+    placeholders of parameters.
 
-    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views of parameters,
-    small masks and positions. What others read of these would lie in memory all the time; so a value that is larger
-    than the parameters that it comes from is read by none of them, and made again by each microbatch where it has to
-    be.
+    Casts of weights under autocast, weights that are computed (weight norm, merged adapters), views
+    of parameters, small masks and positions. What others read of these would lie in memory all the
+    time; so a value that is larger than the parameters that it comes from is read by none of them,
+    and made again by each microbatch where it has to be.
     """
     graph = joint.module.graph
     sources: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset([node]) for node in joint.params}
@@ -36,14 +38,20 @@ def hoist(joint: Joint) -> None:
         readers = _readers(node, sources)
         if not readers or _stays(node, sources[node]):
             continue
-        if any(user in sources for user in node.users):  # some need it on the way: the others make their own
+        if any(
+            user in sources for user in node.users
+        ):  # some need it on the way: the others make their own
             with graph.inserting_after(node):
                 node.replace_all_uses_with(graph.node_copy(node), readers.__contains__)
         else:
             del sources[node]
         # Either way, what it is made of has a reader now.
     with graph.inserting_before(next(iter(graph.nodes))):
-        for node in [node for node in sources if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]:
+        for node in [
+            node
+            for node in sources
+            if node.op == "call_function" and isinstance(node.meta["val"], Tensor)
+        ]:
             readers = _readers(node, sources)
             if not readers:
                 continue
@@ -55,12 +63,14 @@ def hoist(joint: Joint) -> None:
 
 
 def _readers(node: fx.Node, sources: Container[fx.Node]) -> set[fx.Node]:
-    """The operations of a microbatch that read a value. Not the output: each caller may write into its own."""
+    """The operations of a microbatch that read a value. Not the output: each caller may write into
+    its own."""
     return {user for user in node.users if user not in sources and user.op != "output"}
 
 
 def _stays(node: fx.Node, sources: Iterable[fx.Node]) -> bool:
-    """May a value lie in memory from the first microbatch to the last. Memory of parameters does so anyway."""
+    """May a value lie in memory from the first microbatch to the last. Memory of parameters does so
+    anyway."""
     taken = memory_of([node])
     for storage in memory_of(sources):
         taken.pop(storage, None)

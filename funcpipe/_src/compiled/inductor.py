@@ -13,12 +13,18 @@ from funcpipe._src.core.log import log
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it; on the CPU its kernels are called from C++, where that can be.
+    """A graph as torch's compiler makes it; on the CPU its kernels are called from C++, where that
+    can be.
 
-    Python takes its time where they are short, and keeps the interpreter from other lanes. Where the compiler cannot write
-    the C++, they are called from Python.
+    Python takes its time where they are short, and keeps the interpreter from other lanes. Where
+    the compiler cannot write the C++, they are called from Python.
     """
-    devices = {tensor.device.type for node in graph.graph.nodes if "val" in node.meta for tensor in tensors_of(node)}
+    devices = {
+        tensor.device.type
+        for node in graph.graph.nodes
+        if "val" in node.meta
+        for tensor in tensors_of(node)
+    }
     if devices != {"cpu"}:
         return torch_names.inductor(graph, examples, {})
     try:

@@ -16,7 +16,12 @@ from funcpipe._src.compiled.tidy import tidy
 from funcpipe._src.core.border import LEAF, Border
 from funcpipe._src.core.errors import TraceError
 from funcpipe._src.core.gradient_graph import nodes_of
-from funcpipe._src.core.torch_names import FakeTensorMode, FunctionalTensorMode, NumbersWanted, functionalized
+from funcpipe._src.core.torch_names import (
+    FakeTensorMode,
+    FunctionalTensorMode,
+    NumbersWanted,
+    functionalized,
+)
 from funcpipe._src.core.tracing import tracing
 from funcpipe._src.core.tree import Spec, flatten, unflatten
 from funcpipe._src.stages.bound import StageArgs, StageOut
@@ -67,14 +72,17 @@ class Joint:
 
     Attributes:
         module: holds the graph and its constants.
-        params: placeholders of the tensors among the leaves of parameters and state, and of what is in ``once``.
+        params: placeholders of the tensors among the leaves of parameters and state, and of what is
+            in ``once``.
         inputs: placeholders of the tensors among the leaves of input, skips, feeds and target.
         cotangents: placeholders, one for each root.
         outs: what the forward gives, in the order of ``spec.slots``.
-        wanted: gradients of input leaves: one list for the input, one for each skip; None where there is none.
+        wanted: gradients of input leaves: one list for the input, one for each skip; None where
+            there is none.
         sums: gradients of the trainable leaves.
         spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
-        early: for the numbers of roots that have no gradient, those of the sums to which I of the eager stage adds.
+        early: for the numbers of roots that have no gradient, those of the sums to which I of the
+            eager stage adds.
         once: what is computed of parameters and state alone, once a run (`hoist`).
     """
 
@@ -98,7 +106,8 @@ def tensors(*trees: Sequence[Any]) -> list[Tensor]:
 
 
 def trace(bound: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
-    """Trace a bound stage with its backward, for arguments like these. ``values`` notes the code that runs.
+    """Trace a bound stage with its backward, for arguments like these. ``values`` notes the code
+    that runs.
 
     Raises:
         TraceError: the stage cannot be a program; it says why.
@@ -120,16 +129,19 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     arguments = tensors(*(border.leaves for border in args.borders()))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
-        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that dies with this
-        # thread, and the next trace in another thread ends the process.
+        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that
+        # dies with this thread, and the next trace in another thread ends the process.
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
     with mode:
-        # Where a microbatch begins in the batch's memory, and how large that is, is in no signature: no trace sees it.
+        # Where a microbatch begins in the batch's memory, and how large that is, is in no
+        # signature: no trace sees it.
         fakes += [
-            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
             for tensor in arguments
         ]
     with mode, torch.set_grad_enabled(real.backwards):
@@ -141,7 +153,9 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
         again = _TracedForward(real, args, fakes, first.bound)
         draws.look()
     _refuse_changes(first, again, draws.named(values.executed) + values.changes())
-    cotangents = [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
+    cotangents = (
+        [mode.from_tensor(torch.empty_like(root)) for root in first.ends] if first.ends else []
+    )
     calls: list[_TracedForward] = []
 
     def joint(*flat: Tensor) -> Any:
@@ -159,8 +173,9 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
         try:
             module = graph(joint)
         except NumbersWanted:
-            # Code that asks for fake tensors before it looks at numbers (masks in transformers) does not know
-            # functional ones: it did not look in the calls above. It gets fake ones, and that graph is made functional.
+            # Code that asks for fake tensors before it looks at numbers (masks in transformers)
+            # does not know functional ones: it did not look in the calls above. It gets fake ones,
+            # and that graph is made functional.
             module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))
     call = calls[0]
     for bound in (first.bound, call.bound):
@@ -169,9 +184,23 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     tidy(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     outs, wanted, sums = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    params, inputs, ends = placeholders[: len(fixed)], placeholders[len(fixed) : len(fakes)], placeholders[len(fakes) :]
+    params, inputs, ends = (
+        placeholders[: len(fixed)],
+        placeholders[len(fixed) : len(fakes)],
+        placeholders[len(fakes) :],
+    )
     return Joint(
-        module, params, inputs, ends, outs, wanted, sums, first.spec, first.roots, call.watch.draws, first.early
+        module,
+        params,
+        inputs,
+        ends,
+        outs,
+        wanted,
+        sums,
+        first.spec,
+        first.roots,
+        call.watch.draws,
+        first.early,
     )
 
 
@@ -179,7 +208,11 @@ class _TracedForward:
     """One forward of the stage on given tensors, with its graph."""
 
     def __init__(
-        self, real: EagerBound, args: StageArgs, flat: Sequence[Tensor], bound: EagerBound | None = None
+        self,
+        real: EagerBound,
+        args: StageArgs,
+        flat: Sequence[Tensor],
+        bound: EagerBound | None = None,
     ) -> None:
         values = iter(flat)
 
@@ -195,7 +228,11 @@ class _TracedForward:
             unflatten(real.params.spec, put(real.params.leaves)),
             unflatten(real.state_spec, put(real.params.state_leaves)),
         )
-        x, skips, feeds = border(args.x), [border(skip) for skip in args.skips], [border(feed) for feed in args.feeds]
+        x, skips, feeds = (
+            border(args.x),
+            [border(skip) for skip in args.skips],
+            [border(feed) for feed in args.feeds],
+        )
         traced = StageArgs(x, skips, feeds, args.target and border(args.target), args.microbatch)
         if bound is None:
             options: dict[str, Any] = {
@@ -228,34 +265,49 @@ class _TracedForward:
             places.append(("loss", "", 0, residual.total))
         if residual.side is not None:
             places.append(("side", "", 0, residual.side[0]))
-        live = [place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad]
+        live = [
+            place for place in places if isinstance(place[3], Tensor) and place[3].requires_grad
+        ]
         ends = [end for *_, end in live]
         return [Root(kind, name, leaf, tuple(end.stride())) for kind, name, leaf, end in live], ends
 
     def has_own_backward(self, names: Collection[str]) -> bool:
-        """Is there a backward of the user's, or a hook: the code that ran, which used these names, says so."""
+        """Is there a backward of the user's, or a hook: the code that ran, which used these names,
+        says so."""
         nodes = nodes_of(self.ends)
         return any(name.startswith("register_") for name in names) or any(
             isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
         )
 
     def early(self, missing: frozenset[int]) -> set[int]:
-        """The numbers of the sums to which I of the eager stage adds, where the roots with these numbers have no gradient."""
-        parameters, roots = self.parameters, [end for number, end in enumerate(self.ends) if number not in missing]
+        """The numbers of the sums to which I of the eager stage adds, where the roots with these
+        numbers have no gradient."""
+        parameters, roots = (
+            self.parameters,
+            [end for number, end in enumerate(self.ends) if number not in missing],
+        )
         count = len(parameters)
         if self.bound.whole:
             return {*range(count)}
         return {*range(count)} - numbers_that_wait(roots, self.residual.inputs(), parameters)
 
-    def gradients(self, cotangents: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Gradients of the leaves at the inputs, in their layout, and of the trainable parameters."""
+    def gradients(
+        self, cotangents: Sequence[Tensor]
+    ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Gradients of the leaves at the inputs, in their layout, and of the trainable
+        parameters."""
         residual = self.residual
         borders = [(residual.x_count, residual.x), *residual.skips]
-        leaves = [*(leaf for _, by_number in borders for leaf in by_number.values()), *self.bound.params.inputs]
+        leaves = [
+            *(leaf for _, by_number in borders for leaf in by_number.values()),
+            *self.bound.params.inputs,
+        ]
         gradients: list[Tensor | None] = [None] * len(leaves)
         if leaves and self.ends:
             with no_autocast():
-                gradients = list(torch.autograd.grad(self.ends, leaves, list(cotangents), allow_unused=True))
+                gradients = list(
+                    torch.autograd.grad(self.ends, leaves, list(cotangents), allow_unused=True)
+                )
         rest = iter(gradients)
         rows: list[list[Tensor | None]] = []
         for count, by_number in borders:
@@ -264,13 +316,16 @@ class _TracedForward:
                 row[number] = _like(next(rest), leaf)
             rows.append(row)
         return rows, [
-            gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+            gradient
+            if gradient is None or gradient.layout is torch.strided
+            else gradient.to_dense()
             for gradient in rest
         ]
 
 
 def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """A gradient in the layout of its leaf, which autograd keeps to as well where it adds into ``.grad``."""
+    """A gradient in the layout of its leaf, which autograd keeps to as well where it adds into
+    ``.grad``."""
     if gradient is None or gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf).copy_(gradient)
@@ -285,39 +340,48 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
     leaves += [] if silent else reported
     slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     no_stats = type(stats) is tuple and not stats
-    mean = silent or (no_stats and side is None and loss is not None and loss.weight is None and loss.aux is None)
+    mean = silent or (
+        no_stats and side is None and loss is not None and loss.weight is None and loss.aux is None
+    )
     spec = OutputSpec(
         y=(out.y.spec, tuple(out.y.flags)),
         stash={name: (border.spec, tuple(border.flags)) for name, border in out.stash.items()},
         report=None if silent else report,
         leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         slots=slots,
-        plain=mean and out.y.spec is LEAF and not out.stash and slots == list(range(1 if silent else 2)),
+        plain=mean
+        and out.y.spec is LEAF
+        and not out.stash
+        and slots == list(range(1 if silent else 2)),
     )
     return spec, [leaves[number] for number in slots]
 
 
 def _refuse_changes(first: _TracedForward, again: _TracedForward, changes: Sequence[str]) -> None:
-    """Raise TraceError if a second call does not do what the first did: its Python state would be frozen."""
+    """Raise TraceError if a second call does not do what the first did: its Python state would be
+    frozen."""
     if first.watch.steps == again.watch.steps and first.spec == again.spec and not changes:
         return
     pairs = zip(first.watch.steps, again.watch.steps, strict=False)
     differing = [*changes, *(f"{a} in one call, {b} in the next" for a, b in pairs if a != b)]
     detail = f": {differing[0]}" if differing else ""
     raise TraceError(
-        f"it does something else when it is called again{detail}. It keeps state in Python (a counter, a cache, random "
-        "numbers that are not torch's), which a program would freeze: hand it in by feeds or state"
+        f"it does something else when it is called again{detail}. It keeps state in Python (a "
+        "counter, a cache, random numbers that are not torch's), which a program would freeze: "
+        "hand it in by feeds or state"
     )
 
 
 def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
     """Mark each node that draws with the number of its draw. Raises TraceError."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    nodes = [node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))]
+    nodes = [
+        node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))
+    ]
     if len(nodes) > len(drawn):
         raise TraceError(
-            "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), which a program would "
-            "draw anew; use fp.schedules.remat instead of checkpoint"
+            "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), "
+            "which a program would draw anew; use fp.schedules.remat instead of checkpoint"
         )
     if len(nodes) < len(drawn):
         raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")
@@ -326,8 +390,8 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
 
 
 NOT_GIVEN = (
-    "it computes with a tensor that it was not given (closed over, or an attribute of a module that is no buffer): "
-    "hand it in by params, state or feeds"
+    "it computes with a tensor that it was not given (closed over, or an attribute of a module "
+    "that is no buffer): hand it in by params, state or feeds"
 )
 _TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"
 _BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"
@@ -337,7 +401,9 @@ _REASONS = {
     "Cannot access data pointer": _TAKEN_OUT,
     "DataDependent": _BRANCH,
     "data-dependent": _BRANCH,
-    "DynamicOutputShape": "the shape of a result depends on numbers in tensors (nonzero, a mask, unique)",
+    "DynamicOutputShape": (
+        "the shape of a result depends on numbers in tensors (nonzero, a mask, unique)"
+    ),
 }
 
 

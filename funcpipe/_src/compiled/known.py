@@ -1,4 +1,5 @@
-"""Numbers that a trace knows: tensors computed from constants alone, such as positions and masks."""
+"""Numbers that a trace knows: tensors computed from constants alone, such as positions and
+masks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from funcpipe._src.core.torch_names import OpOverload, pytree, schema, without_m
 _MOST = 1 << 18
 """The most numbers that a tensor may have whose numbers are kept."""
 
-_NUMBERS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+_NUMBERS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+}
 """Operations that take numbers out of a tensor."""
 
 UNKNOWN: Any = object()
@@ -22,7 +27,8 @@ UNKNOWN: Any = object()
 class Known:
     """The numbers of those tensors of a trace that depend on no input.
 
-    A stage may branch on them: whether positions run on, whether a mask masks anything. It decides as in eager.
+    A stage may branch on them: whether positions run on, whether a mask masks anything. It decides
+    as in eager.
     """
 
     def __init__(self) -> None:
@@ -30,7 +36,8 @@ class Known:
         self._real: dict[int, tuple[Tensor, Tensor]] = {}
 
     def number(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of an operation that takes numbers out; UNKNOWN for other tensors and other operations."""
+        """The result of an operation that takes numbers out; UNKNOWN for other tensors and other
+        operations."""
         if func not in _NUMBERS:
             return UNKNOWN
         arguments = self._of(args, kwargs)
@@ -43,11 +50,23 @@ class Known:
         """Compute an operation that has run on the numbers that are known, too."""
         if not isinstance(func, OpOverload):
             return
-        arguments = None if torch.Tag.nondeterministic_seeded in func.tags else self._of(args, kwargs)
+        arguments = (
+            None if torch.Tag.nondeterministic_seeded in func.tags else self._of(args, kwargs)
+        )
         results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if arguments is None or any(tensor.numel() > _MOST for tensor in results) or "empty" in str(func):
+        if (
+            arguments is None
+            or any(tensor.numel() > _MOST for tensor in results)
+            or "empty" in str(func)
+        ):
             if schema(func).is_mutable:
-                self._forget([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+                self._forget(
+                    [
+                        leaf
+                        for leaf in pytree.tree_leaves((args, kwargs))
+                        if isinstance(leaf, Tensor)
+                    ]
+                )
             return
         try:
             with without_modes(), torch.no_grad():
@@ -55,22 +74,30 @@ class Known:
         except Exception:  # its error shows elsewhere
             return
         pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True)
-        self._real.update({id(traced): (traced, value) for traced, value in pairs if isinstance(traced, Tensor)})
+        self._real.update(
+            {id(traced): (traced, value) for traced, value in pairs if isinstance(traced, Tensor)}
+        )
 
     def _of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """The arguments with numbers for tensors; None where one has none, or lies on a device that computes late."""
+        """The arguments with numbers for tensors; None where one has none, or lies on a device that
+        computes late."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if any(isinstance(leaf, Tensor) and id(leaf) not in self._real for leaf in leaves):
             return None
         if any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
-            leaves = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+            leaves = [
+                torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves
+            ]
         values = [self._real[id(leaf)][1] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(values, spec)
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Forget the numbers of these tensors, which were written into, and of all that share memory with them."""
+        """Forget the numbers of these tensors, which were written into, and of all that share
+        memory with them."""
         reals = [self._real[id(tensor)][1] for tensor in written if id(tensor) in self._real]
         storages = {real.untyped_storage().data_ptr() for real in reals}
         self._real = {
-            key: pair for key, pair in self._real.items() if pair[1].untyped_storage().data_ptr() not in storages
+            key: pair
+            for key, pair in self._real.items()
+            if pair[1].untyped_storage().data_ptr() not in storages
         }

@@ -16,16 +16,20 @@ from funcpipe._src.core.shown import guarded
 from funcpipe._src.core.tracing import tracing
 from funcpipe._src.core.words import size_of
 
-_CROSS_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_CROSS_ENTROPIES = (
+    torch.ops.aten.nll_loss_forward.default,
+    torch.ops.aten.nll_loss2d_forward.default,
+)
 """Called with scores, target, weight, reduction (1 for a mean) and ignore_index."""
 
 
 class Programs:
     """The programs of one stage for one signature; printed, their text.
 
-    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run; ``X`` those of
-    input, skips, feeds and target, ``R`` the keys of random draws, ``K`` what F keeps, ``G`` the gradients that come
-    in, ``L`` what I leaves for W, ``S`` the sums into which the gradients of the parameters are added.
+    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run;
+    ``X`` those of input, skips, feeds and target, ``R`` the keys of random draws, ``K`` what F
+    keeps, ``G`` the gradients that come in, ``L`` what I leaves for W, ``S`` the sums into which
+    the gradients of the parameters are added.
 
     Attributes:
         joint: the traced graph.
@@ -33,8 +37,8 @@ class Programs:
         forward: ``F(P, X) -> outputs, K``.
         alone: ``A(P, X) -> outputs``, where no backward follows.
         residual_bytes: of K: what lies in memory between F and its backward.
-        once_bytes: of what C computes: it lies in memory from the first F to the end of the run, or until parameters that
-            are gathered give their memory back.
+        once_bytes: of what C computes: it lies in memory from the first F to the end of the run, or
+            until parameters that are gathered give their memory back.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
@@ -42,13 +46,18 @@ class Programs:
         self._backwards: dict[frozenset[int], CutBackward[Code]] = {}
         self.residual_bytes = sum(memory_of(self._cut.kept).values())
         once = self._cut.once
-        self.once = None if once is None else Code(once, joint.module)  # it runs once: no backend builds it
+        self.once = (
+            None if once is None else Code(once, joint.module)
+        )  # it runs once: no backend builds it
         present = memory_of(joint.params[: len(joint.params) - len(joint.once)])
-        self.once_bytes = sum(size for memory, size in memory_of(joint.once).items() if memory not in present)
+        self.once_bytes = sum(
+            size for memory, size in memory_of(joint.once).items() if memory not in present
+        )
 
     @cached_property
     def means(self) -> list[tuple[bool, int]]:
-        """The means of cross entropies in the graph: are their classes weighed, and which class is left out."""
+        """The means of cross entropies in the graph: are their classes weighed, and which class is
+        left out."""
         nodes = [node for node in self.joint.module.graph.nodes if node.target in _CROSS_ENTROPIES]
         return [(node.args[2] is not None, node.args[4]) for node in nodes if node.args[3] == 1]
 
@@ -101,7 +110,8 @@ class Programs:
         return backward
 
     def build(self, *, split: bool, remat: bool) -> None:
-        """Have a backend build what a step needs: F, A as well for ``remat``, and I and W for ``split``, else B."""
+        """Have a backend build what a step needs: F, A as well for ``remat``, and I and W for
+        ``split``, else B."""
         half = self.half()
         forwards = (self.forward, self.alone) if remat else (self.forward,)
         for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):
@@ -110,8 +120,16 @@ class Programs:
     @guarded
     def __repr__(self) -> str:
         backend = "graph" if self._backend is None else "built by a backend"
-        return f"<Programs: {backend}; {size_of(self.residual_bytes)} kept from F to B; print them to read them>"
+        return (
+            f"<Programs: {backend}; {size_of(self.residual_bytes)} kept from F to B; print them "
+            "to read them>"
+        )
 
     def __str__(self) -> str:
         parts = [] if self.once is None else [self.once]
-        return "\n".join(map(str, (*parts, self.forward, self.backward, self.backward_input, self.backward_weight)))
+        return "\n".join(
+            map(
+                str,
+                (*parts, self.forward, self.backward, self.backward_input, self.backward_weight),
+            )
+        )

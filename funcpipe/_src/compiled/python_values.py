@@ -1,4 +1,5 @@
-"""The Python values that a stage and a loss read besides their arguments: a program has them as they were at its trace.
+"""The Python values that a stage and a loss read besides their arguments: a program has them as
+they were at its trace.
 
 Tensors are not among them: a trace refuses those that it was not given.
 """
@@ -25,7 +26,8 @@ from funcpipe._src.core.torch_names import children_of
 from funcpipe._src.data.stage import Stage
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "optree"} - {"__main__"}
-"""Packages whose code reads no values of the user's, but through attributes of objects that the user's code names."""
+"""Packages whose code reads no values of the user's, but through attributes of objects that the
+user's code names."""
 
 _LAYERS = "torch.nn.modules."
 
@@ -47,10 +49,11 @@ _ABSENT: Any = object()
 
 
 class Executed:
-    """While on, notes the Python code that this thread runs, of the user's and of layers of torch's.
+    """While on, notes the Python code that this thread runs, of the user's and of layers of
+    torch's.
 
-    Code of installed packages counts only where the stage or the loss is from them (``roots``): others count and log for
-    themselves, in callbacks of the garbage collector, say.
+    Code of installed packages counts only where the stage or the loss is from them (``roots``):
+    others count and log for themselves, in callbacks of the garbage collector, say.
 
     Attributes:
         codes: of the user's functions.
@@ -82,15 +85,25 @@ class Executed:
         self._seen.add(code)
         module = frame.f_globals.get("__name__") or ""
         self.draws |= module == "random"
-        if _is_foreign(module, code) or (_is_installed(code) and module.partition(".")[0] not in self._roots):
+        if _is_foreign(module, code) or (
+            _is_installed(code) and module.partition(".")[0] not in self._roots
+        ):
             if module.startswith(_LAYERS):
                 self.names.update(code.co_names)
             return
         self.codes.add(code)
-        names = {*code.co_names, *(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())}
+        names = {
+            *code.co_names,
+            *(text for text in code.co_consts if isinstance(text, str) and text.isidentifier()),
+        }
         self.names |= names
-        for namespace, kinds in ((frame.f_globals, ("LOAD_GLOBAL", "LOAD_NAME")), (sys.modules, ("IMPORT_NAME",))):
-            used = {row.argval for row in dis.get_instructions(code) if row.opname in kinds} & namespace.keys()
+        for namespace, kinds in (
+            (frame.f_globals, ("LOAD_GLOBAL", "LOAD_NAME")),
+            (sys.modules, ("IMPORT_NAME",)),
+        ):
+            used = {
+                row.argval for row in dis.get_instructions(code) if row.opname in kinds
+            } & namespace.keys()
             if used:
                 self.namespaces.setdefault(id(namespace), (namespace, set()))[1].update(used)
 
@@ -112,14 +125,20 @@ def _roots_of(stage: Stage, loss: Any) -> set[str]:
     for part in stage.simple():
         skeleton = getattr(part.fn, "skeleton", None)
         found += [part.fn, type(part.fn), getattr(part.fn, "func", None)]
-        found += [kind for layer in skeleton.modules() for kind in type(layer).__mro__] if skeleton is not None else []
+        found += (
+            [kind for layer in skeleton.modules() for kind in type(layer).__mro__]
+            if skeleton is not None
+            else []
+        )
     return {(getattr(each, "__module__", None) or "").partition(".")[0] for each in found}
 
 
 class PythonValues:
-    """The values that are reached from a stage's functions and a loss by the code that was seen to run.
+    """The values that are reached from a stage's functions and a loss by the code that was seen to
+    run.
 
-    `key` costs next to nothing where nothing has changed: each value is looked up where it was found, and compared.
+    `key` costs next to nothing where nothing has changed: each value is looked up where it was
+    found, and compared.
 
     Attributes:
         found: what was found, by its path.
@@ -140,7 +159,10 @@ class PythonValues:
         self._alive: dict[int, Any] = {}  # ids stay their own
         for part in self.stage.simple():
             skeleton = getattr(part.fn, "skeleton", None)  # a module's runs are on copies of it
-            self._any("the module" if skeleton is not None else "", part.fn if skeleton is None else skeleton)
+            self._any(
+                "the module" if skeleton is not None else "",
+                part.fn if skeleton is None else skeleton,
+            )
         if self.loss is not None:
             self._any("loss", self.loss)
         for namespace, names in [*self.executed.namespaces.values()]:
@@ -166,16 +188,25 @@ class PythonValues:
         return all(array.tobytes() == numbers for array, numbers in self._arrays)
 
     def changes(self) -> list[str]:
-        """What a call has changed since the last look, in words; containers that it fills are no longer looked at."""
+        """What a call has changed since the last look, in words; containers that it fills are no
+        longer looked at."""
         found, generators = self.found, self.generators
         self.look()
-        changed = {path for path in {*found} | {*self.found} if found.get(path) != self.found.get(path)}
+        changed = {
+            path for path in {*found} | {*self.found} if found.get(path) != self.found.get(path)
+        }
         pairs = [(path, found.get(path), self.found.get(path)) for path in changed]
-        lines = [f"{path} was {old[1]}, then {new[1]}" for path, old, new in pairs if _is_value(old) and _is_value(new)]
+        lines = [
+            f"{path} was {old[1]}, then {new[1]}"
+            for path, old, new in pairs
+            if _is_value(old) and _is_value(new)
+        ]
         if changed and not lines:
             self.ignored |= changed | {path[4:-1] for path in changed if path.startswith("len(")}
             self.look()
-        drawing = [path for path, state in generators.items() if self.generators.get(path, state) != state]
+        drawing = [
+            path for path, state in generators.items() if self.generators.get(path, state) != state
+        ]
         return sorted(lines) + [f"the generator {path} drew numbers" for path in drawing]
 
     def same_code(self, other: PythonValues) -> bool:
@@ -183,14 +214,18 @@ class PythonValues:
         a, b = self.executed, other.executed
         return a.codes == b.codes and a.names == b.names and self.ignored == other.ignored
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- looking
+    # -------------------------------------------------------------------------------
 
     def _any(self, path: str, value: Any) -> None:
         """Note a value, and look into one that has others."""
         if path in self.ignored:
             return
         if isinstance(value, _VALUES) or _is_numpy(value, "generic"):
-            self._note(path, (type(value), repr(value) if isinstance(value, (float, complex)) else str(value)))
+            self._note(
+                path,
+                (type(value), repr(value) if isinstance(value, (float, complex)) else str(value)),
+            )
             return
         if isinstance(value, Tensor):
             self._note(path, ("tensor", str(value.dtype), tuple(value.shape)))
@@ -223,7 +258,9 @@ class PythonValues:
             self._note(f"{path}[:]", (str(value.dtype), value.shape, numbers))
             if numbers:
                 self._arrays.append((value, numbers))
-        elif isinstance(value, random.Random) or _is_numpy(value, "random.Generator", "random.RandomState"):
+        elif isinstance(value, random.Random) or _is_numpy(
+            value, "random.Generator", "random.RandomState"
+        ):
             self.generators[path] = _state(value)
         elif isinstance(value, ModuleType):
             self._table(path, vars(value).get, sorted(self.executed.names & vars(value).keys()))
@@ -241,7 +278,11 @@ class PythonValues:
         """Look at named values."""
         rows = [(name, get(name, _ABSENT)) for name in names]
         rows = [(name, value) for name, value in rows if not _never_changes(value)]
-        rows = [(name, value) for name, value in rows if f"{path}.{name}".lstrip(".") not in self.ignored]
+        rows = [
+            (name, value)
+            for name, value in rows
+            if f"{path}.{name}".lstrip(".") not in self.ignored
+        ]
         self._rows += [(get, name, value) for name, value in rows]
         for name, value in rows:
             if value is not _ABSENT:
@@ -251,15 +292,23 @@ class PythonValues:
         self._note(f"len({path})", len(container))
         if len(container) > _MANY:
             return
-        views = [container.keys(), container.values()] if isinstance(container, Mapping) else [container]
+        views = (
+            [container.keys(), container.values()]
+            if isinstance(container, Mapping)
+            else [container]
+        )
         if not isinstance(container, tuple):
             self._views += [(view, list(view)) for view in views]
-        for key, entry in container.items() if isinstance(container, Mapping) else enumerate(container):
+        for key, entry in (
+            container.items() if isinstance(container, Mapping) else enumerate(container)
+        ):
             self._any(f"{path}[{key!r}]", entry)
 
     def _function(self, path: str, fn: FunctionType) -> None:
         self._note(f"{path} (code)", fn.__code__)
-        if fn.__code__ not in self.executed.codes and not (fn.__module__ or "").startswith("funcpipe."):
+        if fn.__code__ not in self.executed.codes and not (fn.__module__ or "").startswith(
+            "funcpipe."
+        ):
             return
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if name in self.ignored or name == "__class__":
@@ -270,15 +319,26 @@ class PythonValues:
             if value is not _ABSENT:
                 self._any(name, value)
         names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-        defaults = dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
+        defaults = dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (
+            fn.__kwdefaults__ or {}
+        )
         for name, value in defaults.items():
             self._any(f"{name} of {fn.__name__}", value)
 
     def _object(self, path: str, value: Any) -> None:
-        """The attributes of an object, or a class, that the code names; those of its classes, too."""
+        """The attributes of an object, or a class, that the code names; those of its classes,
+        too."""
         names = self.executed.names
-        classes = [] if value is None else list((value if isinstance(value, type) else type(value)).__mro__)
-        classes = [kind for kind in classes if not _is_foreign(kind.__module__) and kind.__module__ != "builtins"]
+        classes = (
+            []
+            if value is None
+            else list((value if isinstance(value, type) else type(value)).__mro__)
+        )
+        classes = [
+            kind
+            for kind in classes
+            if not _is_foreign(kind.__module__) and kind.__module__ != "builtins"
+        ]
         of_classes = {name for kind in classes for name in names & vars(kind).keys()}
         own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
         is_ours = type(value).__module__.startswith("funcpipe.")
@@ -294,7 +354,9 @@ class PythonValues:
             slots = vars(kind).get("__slots__", ())
             if slots and not isinstance(value, type):
                 slots = [slots] if isinstance(slots, str) else slots
-                self._table(path, partial(getattr, value), [name for name in slots if name in names])
+                self._table(
+                    path, partial(getattr, value), [name for name in slots if name in names]
+                )
 
 
 class ValuesKey:
@@ -327,7 +389,9 @@ def _is_value(token: Any) -> TypeGuard[tuple[type, str]]:
 
 
 def _name_of(value: Any) -> str:
-    return value.__qualname__ if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else ""
+    return (
+        value.__qualname__ if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else ""
+    )
 
 
 def _content(cell: Any, name: str, default: Any) -> Any:
@@ -354,10 +418,11 @@ def _is_numpy(value: Any, *kinds: str) -> bool:
 
 
 class GlobalDraws:
-    """Tells whether the stage draws with the generators of Python and numpy, which the whole process shares.
+    """Tells whether the stage draws with the generators of Python and numpy, which the whole
+    process shares.
 
-    Another thread may draw at the same time. So only generators that the code names count, and of these only such as
-    every call moves.
+    Another thread may draw at the same time. So only generators that the code names count, and of
+    these only such as every call moves.
     """
 
     def __init__(self) -> None:
@@ -372,12 +437,17 @@ class GlobalDraws:
 
     def named(self, executed: Executed) -> list[str]:
         """Those that moved and are named in the code, in words."""
-        values = [space.get(name) for space, names in executed.namespaces.values() for name in names]
+        values = [
+            space.get(name) for space, names in executed.namespaces.values() for name in names
+        ]
         owners = [type(getattr(value, "__self__", None)) for value in values]
         named = "random" in executed.names
         kinds = {
-            "random": named or executed.draws or any(issubclass(owner, random.Random) for owner in owners),
-            "numpy.random": named or any(owner.__module__.startswith("numpy.random") for owner in owners),
+            "random": named
+            or executed.draws
+            or any(issubclass(owner, random.Random) for owner in owners),
+            "numpy.random": named
+            or any(owner.__module__.startswith("numpy.random") for owner in owners),
         }
         return [f"it draws with {name}" for name in sorted(self.moved) if kinds[name]]
 
@@ -391,5 +461,9 @@ def _global_states() -> dict[str, str]:
 def _state(generator: Any) -> str:
     if isinstance(generator, random.Random):
         return str(hash(generator.getstate()))
-    state = generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+    state = (
+        generator.bit_generator.state
+        if hasattr(generator, "bit_generator")
+        else generator.get_state()
+    )
     return str(state)

@@ -1,9 +1,10 @@
-"""What F keeps for its backward: as few bytes as a cut through the forward can have, the rest is computed again.
+"""What F keeps for its backward: as few bytes as a cut through the forward can have, the rest is
+computed again.
 
-Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations, norms, softmax,
-views) and needs what it is computed of. The least that must be kept is a minimum cut of that network between what
-cannot be computed again and what the backward reads (the idea of torch's own partitioner: min-cut rematerialization,
-functorch).
+Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations,
+norms, softmax, views) and needs what it is computed of. The least that must be kept is a minimum
+cut of that network between what cannot be computed again and what the backward reads (the idea of
+torch's own partitioner: min-cut rematerialization, functorch).
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ _CHEAP: set[Any] = {
 
 
 def recompute(joint: Joint) -> None:
-    """Rewrite the graph: what the backward reads and F need not keep is computed again, just before it is read."""
+    """Rewrite the graph: what the backward reads and F need not keep is computed again, just before
+    it is read."""
     forward = above(joint.outs)
-    needed = above([*(node for row in joint.wanted for node in row), *joint.sums]) - forward - {*joint.cotangents}
+    needed = (
+        above([*(node for row in joint.wanted for node in row), *joint.sums])
+        - forward
+        - {*joint.cotangents}
+    )
     again = _again(forward - {*joint.params}, needed)
     copies: dict[fx.Node, fx.Node] = {}
     graph = joint.module.graph
@@ -53,7 +59,11 @@ def recompute(joint: Joint) -> None:
         waiting = [node]
         while waiting:
             last = waiting[-1]
-            sources = [source for source in last.all_input_nodes if source in again and source not in copies]
+            sources = [
+                source
+                for source in last.all_input_nodes
+                if source in again and source not in copies
+            ]
             if last in copies or not sources:
                 waiting.pop()
                 if last not in copies:
@@ -87,7 +97,11 @@ def _again(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
             network.add_edge("start", (node, 0))
         whole = is_view(node) or not isinstance(node.meta["val"], Tensor)
         # A view is kept as what it is of, and what gives several values as its pieces.
-        network.add_edge((node, 0), (node, 1), **({} if whole and _repeats(node) else {"capacity": bytes_of(node)}))
+        network.add_edge(
+            (node, 0),
+            (node, 1),
+            **({} if whole and _repeats(node) else {"capacity": bytes_of(node)}),
+        )
         for user in node.users:
             if user in values and _repeats(user):
                 network.add_edge((node, 1), (user, 0))

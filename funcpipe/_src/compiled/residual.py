@@ -67,7 +67,9 @@ class ProgramResidual:
             and to.takes(tensor)
             and address(tensor) not in fixed
         }
-        copies, self._event = to.copy([tensor.as_strided((tensor.numel(),), (1,)) for tensor in moving.values()])
+        copies, self._event = to.copy(
+            [tensor.as_strided((tensor.numel(),), (1,)) for tensor in moving.values()]
+        )
         self._away = {number: (tensor.shape, tensor.stride()) for number, tensor in moving.items()}
         for number, copy in zip(moving, copies, strict=True):
             self.values[number] = copy

@@ -20,7 +20,8 @@ from funcpipe._src.core.tracing import tracing
 from funcpipe._src.stages.rng import twin_of
 
 EMPTIED = frozenset("KGL")
-"""The arguments whose values a program takes out of their list, so that each is dropped at its last use."""
+"""The arguments whose values a program takes out of their list, so that each is dropped at its last
+use."""
 
 
 class Line(NamedTuple):
@@ -34,14 +35,15 @@ class Line(NamedTuple):
 class Code:
     """A function with its text.
 
-    Its first call looks at the layout of every value. Where an operation lays its result out in another way than torch
-    says that it would (a few do), a copy in the layout that the rest was traced for is put into the text.
+    Its first call looks at the layout of every value. Where an operation lays its result out in
+    another way than torch says that it would (a few do), a copy in the layout that the rest was
+    traced for is put into the text.
 
     Args:
         part: what it computes.
         module: holds the constants.
-        backend: what builds the operations, but for sums, which are added to outside of it; None, or where the part
-            draws, for no backend knows keys: each operation is a line.
+        backend: what builds the operations, but for sums, which are added to outside of it; None,
+            or where the part draws, for no backend knows keys: each operation is a line.
 
     Attributes:
         call: the function.
@@ -76,7 +78,11 @@ class Code:
             self.kernel.build()
 
     def __str__(self) -> str:
-        built = "" if self.kernel is None else f"# What is built of it:\n{self.kernel.graph.code.strip()}\n"
+        built = (
+            ""
+            if self.kernel is None
+            else f"# What is built of it:\n{self.kernel.graph.code.strip()}\n"
+        )
         return self.text + built
 
     def _first(self, *values: Any) -> Any:
@@ -92,37 +98,56 @@ class Code:
     def _source(self, lines: Sequence[str]) -> str:
         """The text of the function with these lines."""
         arguments = [*self.part.takes, *([] if self.part.sums is None else ["S"])]
-        return f"def {self.part.name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+        return f"def {self.part.name}({', '.join(arguments)}):\n" + "".join(
+            f"    {line}\n" for line in lines
+        )
 
     def _function(self, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
         """The function with these lines."""
         scope = {**self._scope, **names}
         exec(compile(self._source(lines), f"<{self.part.name} of a compiled stage>", "exec"), scope)
-        return scope.pop(self.part.name)  # else function and scope would hold each other, and what a backend built
+        return scope.pop(
+            self.part.name
+        )  # else function and scope would hold each other, and what a backend built
 
     def _lines(self, *, look: bool = False, odd: Collection[fx.Node] = ()) -> list[str]:
-        """The lines, each with a ``del`` of what it read last; with a look at each value, or copies of odd ones."""
+        """The lines, each with a ``del`` of what it read last; with a look at each value, or copies
+        of odd ones."""
         last: dict[fx.Node, int] = {}
         for number, line in enumerate(self._body):
             last.update(dict.fromkeys(line.reads, number))
         kept, unread = set(self.handed), list[str]()
         for argument, values in self.part.takes.items():
             if argument in EMPTIED:
-                unread += [self._names[node] for node in values if node not in last and node not in self.handed]
+                unread += [
+                    self._names[node]
+                    for node in values
+                    if node not in last and node not in self.handed
+                ]
             else:
                 kept.update(values)
         lines = [*self._head, f"del {', '.join(unread)}"] if unread else list(self._head)
         for number, (text, reads, gives) in enumerate(self._body):
-            if look and gives is not None and isinstance(gives.meta.get("val"), Tensor) and not is_view(gives):
+            if (
+                look
+                and gives is not None
+                and isinstance(gives.meta.get("val"), Tensor)
+                and not is_view(gives)
+            ):
                 text += f"; {gives.name} = look({self._bind('node', gives)}, {gives.name})"
             elif gives is not None and gives in odd:
                 copy, stride = self._bind("laid_out", laid_out), gives.meta["val"].stride()
                 text += f"; {gives.name} = {copy}({gives.name}, {stride})"
-            dead = [self._names[node] for node in dict.fromkeys(reads) if last[node] == number and node not in kept]
+            dead = [
+                self._names[node]
+                for node in dict.fromkeys(reads)
+                if last[node] == number and node not in kept
+            ]
             lines.append(text + (f"; del {', '.join(dead)}" if dead else ""))
         return [*lines, self._tail]
 
-    # -- lines -----------------------------------------------------------------------------------------------------
+    # -- lines
+    # -------------------------------------------------------------------------------
 
     def _open(self) -> list[str]:
         """Take the values out of the arguments."""
@@ -130,15 +155,25 @@ class Code:
         needed = set(self.part.reads)
         for argument, values in self.part.takes.items():
             for number, node in enumerate(values):
-                self._names[node] = f"{argument.lower()}{number}" if node.op == "placeholder" else node.name
+                self._names[node] = (
+                    f"{argument.lower()}{number}" if node.op == "placeholder" else node.name
+                )
             if argument not in EMPTIED:
-                lines += [f"{self._names[n]} = {argument}[{i}]" for i, n in enumerate(values) if n in needed]
+                lines += [
+                    f"{self._names[n]} = {argument}[{i}]"
+                    for i, n in enumerate(values)
+                    if n in needed
+                ]
             elif values:
-                lines += [f"{', '.join(self._names[node] for node in values)}, = {argument}", f"{argument}.clear()"]
+                lines += [
+                    f"{', '.join(self._names[node] for node in values)}, = {argument}",
+                    f"{argument}.clear()",
+                ]
         return lines
 
     def _write(self) -> None:
-        """A line for each operation; gradients are added to their sums as soon as they are there."""
+        """A line for each operation; gradients are added to their sums as soon as they are
+        there."""
         sums = self.part.sums or ()
         direct = {sums[number]: number for number in self.part.fused}
         for node in self.part.reads:
@@ -176,9 +211,13 @@ class Code:
         """Add a product into its sum in one operation."""
         left, right, turned = product(node)
         if turned and left in self._names and node.args[0] not in self._names:
-            self._line(f"S[{number}].addmm_({self._names[left]}.t(), {self._word(right)})", [left, right])
+            self._line(
+                f"S[{number}].addmm_({self._names[left]}.t(), {self._word(right)})", [left, right]
+            )
         else:
-            self._line(f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes)
+            self._line(
+                f"S[{number}].addmm_({', '.join(map(self._word, node.args))})", node.all_input_nodes
+            )
 
     def _add(self, node: fx.Node) -> None:
         """Add a weight gradient to its sums."""
@@ -206,7 +245,10 @@ class Code:
         return f"{path_of(function) or self._bind(_plain_name(node.target), function)}({', '.join(args)})"
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-        return [*map(self._word, args), *(f"{key}={self._word(value)}" for key, value in kwargs.items())]
+        return [
+            *map(self._word, args),
+            *(f"{key}={self._word(value)}" for key, value in kwargs.items()),
+        ]
 
     def _draw(self, node: fx.Node, args: list[str]) -> str:
         """The expression of an operation that draws; ``R`` holds the keys."""
@@ -217,7 +259,8 @@ class Code:
         if not schema(func).name.endswith("_"):
             func = node.target
         else:
-            # It filled a tensor, and the trace lets it make one. How a draw fills memory depends on its layout.
+            # It filled a tensor, and the trace lets it make one. How a draw fills memory depends on
+            # its layout.
             first: Any = node.args[0]
             fresh = first.op == "call_function" and len(first.users) == 1 and not is_view(first)
             args[0] = args[0] if fresh else f"torch.clone({args[0]})"
@@ -262,7 +305,8 @@ class Code:
 
 
 def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
-    """The value in the layout that it was traced with; adds a node whose value has another to ``odd``."""
+    """The value in the layout that it was traced with; adds a node whose value has another to
+    ``odd``."""
     traced = node.meta["val"]
     if lies_as(value, traced):
         return value

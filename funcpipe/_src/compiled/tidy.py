@@ -1,4 +1,5 @@
-"""Clean a traced graph: what only autograd needed goes, and what makes several gradients at once is taken apart."""
+"""Clean a traced graph: what only autograd needed goes, and what makes several gradients at once is
+taken apart."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def tidy(module: fx.GraphModule) -> None:
 
 
 def _part(graph: fx.Graph, node: fx.Node) -> None:
-    """Make two calls of a convolution's backward: the gradients of input and weights come from separate kernels."""
+    """Make two calls of a convolution's backward: the gradients of input and weights come from
+    separate kernels."""
     *arguments, mask = node.args
     inputs, *weights = mask  # pyright: ignore
     if not (inputs and any(weights)):  # pyright: ignore[reportUnknownArgumentType]
@@ -59,7 +61,8 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
-    """Replace a sum that keeps its dimensions, and a view without them, by a sum that does not keep them."""
+    """Replace a sum that keeps its dimensions, and a view without them, by a sum that does not keep
+    them."""
     if total.target is not _aten.sum.dim_IntList or len(total.users) > 1 or total.kwargs:
         return
     x, dims, *keeps = total.args
@@ -70,6 +73,8 @@ def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
     if list(node.args[1]) != [size for dim, size in enumerate(shape) if dim not in dropped]:  # pyright: ignore
         return
     with graph.inserting_before(node):
-        plain = graph.create_node("call_function", _aten.sum.dim_IntList, (x, dims), name=total.name)
+        plain = graph.create_node(
+            "call_function", _aten.sum.dim_IntList, (x, dims), name=total.name
+        )
     plain.meta = dict(node.meta)
     node.replace_all_uses_with(plain)

@@ -32,8 +32,9 @@ def warmup(
 ) -> int:
     """Trace the compiled stages of a plan for a batch like this one, so that no step has to.
 
-    The forwards of one microbatch of each shape run once, in this thread; backwards are traced and written, and do not
-    run. Nothing of the caller's is touched. Safe to call while other threads run the plan.
+    The forwards of one microbatch of each shape run once, in this thread; backwards are traced and
+    written, and do not run. Nothing of the caller's is touched. Safe to call while other threads
+    run the plan.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x * w))
     >>> plan = fp.make_plan([layer], fp.schedules.one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
@@ -43,7 +44,8 @@ def warmup(
 
     Args:
         plan, params, batch, state, feeds, trainable: as in ``run``.
-        progress: True shows on stderr which stage is next; or a function that is told a `CallProgress`.
+        progress: True shows on stderr which stage is next; or a function that is told a
+            `CallProgress`.
 
     Returns:
         How many sets of programs were made.
@@ -55,7 +57,9 @@ def warmup(
     options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
     ready = prepare("warmup", plan, params, batch, options)
     shapes = _one_of_each(ready)
-    makers = {id(part.program): part.program for part in plan.stages if part.program is not None}.values()
+    makers = {
+        id(part.program): part.program for part in plan.stages if part.program is not None
+    }.values()
     before = sum(maker.made for maker in makers)
     kinds = {(action.kind, action.stage) for order in plan.schedule.orders for action in order}
     names, total, loop = names_of(plan.stages), len(shapes) * plan.num_stages, Loop(ready)
@@ -68,7 +72,9 @@ def warmup(
             CallerContext().computing(),
         ):
             told.phase(names[0], 0)
-            calls = (stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward))
+            calls = (
+                stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward)
+            )
             for done, stage in enumerate(calls, start=1):
                 bound = ready.bounds[stage]
                 if isinstance(bound, CompiledBound):
@@ -86,13 +92,19 @@ def warmup(
 def _one_of_each(ready: Prepared) -> list[int]:
     """A microbatch of each shape; of one in slices the numbers of its pieces."""
     batch = ready.batch
-    rows = [batch.inputs, *batch.feeds.values(), *([batch.target] if batch.target is not None else [])]
+    rows = [
+        batch.inputs,
+        *batch.feeds.values(),
+        *([batch.target] if batch.target is not None else []),
+    ]
     slices = batch.num_pieces // batch.num_microbatches
     seen: set[Hashable] = set()
     chosen: list[int] = []
     for microbatch in range(batch.num_microbatches):
         pieces = range(microbatch * slices, (microbatch + 1) * slices)
-        key = tuple(leaf_key(leaf) for piece in pieces for row in rows for leaf in row[piece].leaves)
+        key = tuple(
+            leaf_key(leaf) for piece in pieces for row in rows for leaf in row[piece].leaves
+        )
         if key not in seen:
             seen.add(key)
             chosen += pieces

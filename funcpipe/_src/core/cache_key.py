@@ -21,13 +21,16 @@ def leaf_key(leaf: Any) -> Hashable:
     """
     if isinstance(leaf, Tensor):
         if not (is_plain(leaf) or leaf.is_meta):
-            raise TraceError(f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor")
+            raise TraceError(
+                f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor"
+            )
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     try:
         hash(leaf)
     except Exception:
         raise TraceError(
-            f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, numbers or strings in"
+            f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, "
+            "numbers or strings in"
         ) from None
     # Floats by their digits: -0.0 differs from 0.0, and nan equals nan.
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
@@ -54,7 +57,10 @@ def border_key_or_none(border: Border) -> Hashable:
 
 def switches_key() -> Hashable:
     """The key of torch's global settings that pick operations or kernels."""
-    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    autocast = [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        for kind in ("cpu", "cuda")
+    ]
     kernels = tuple([enabled() for enabled in _KERNELS])
     return (torch.get_default_dtype(), torch.get_default_device(), *autocast, kernels)
 

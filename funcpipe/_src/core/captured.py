@@ -1,4 +1,5 @@
-"""The values that a function captures, those that were rebound since, and the modules that it calls."""
+"""The values that a function captures, those that were rebound since, and the modules that it
+calls."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch import nn
 
 
 def captured_values(fn: Any) -> dict[str, Any]:
-    """The values of the names that a function takes from around it: of enclosing functions, and global ones."""
+    """The values of the names that a function takes from around it: of enclosing functions, and
+    global ones."""
     if not isinstance(fn, FunctionType):
         return {}
     values: dict[str, Any] = {}
@@ -21,7 +23,9 @@ def captured_values(fn: Any) -> dict[str, Any]:
             values[name] = cell.cell_contents
         except ValueError:  # it is assigned later
             continue
-    return values | {name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__}
+    return values | {
+        name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__
+    }
 
 
 def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
@@ -37,13 +41,15 @@ def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
 def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
     """Modules that a function calls with parameters of its own, by id, with their names.
 
-    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as long as the call takes.
-    One whose own parameters are frozen is called as it is.
+    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as
+    long as the call takes. One whose own parameters are frozen is called as it is.
     """
     values, inner = captured_values(fn), dict[int, tuple[str, nn.Module]]()
     if isinstance(fn, FunctionType):
         names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-        values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
+        values |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (
+            fn.__kwdefaults__ or {}
+        )
     elif isinstance(fn, partial):
         values |= dict(enumerate(fn.args)) | fn.keywords
         inner = lent_modules(fn.func)
@@ -53,11 +59,17 @@ def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
 
 
 def _lends(value: Any) -> bool:
-    return isinstance(value, nn.Module) and any(leaf.requires_grad or leaf.is_meta for leaf in value.parameters())
+    return isinstance(value, nn.Module) and any(
+        leaf.requires_grad or leaf.is_meta for leaf in value.parameters()
+    )
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    yield from (instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL")
+    yield from (
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "LOAD_GLOBAL"
+    )
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals(constant)

@@ -1,4 +1,5 @@
-"""Containers that optree does not know by itself: how each is taken apart, and put together again."""
+"""Containers that optree does not know by itself: how each is taken apart, and put together
+again."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from funcpipe._src.core.errors import native
 from funcpipe._src.core.torch_names import pytree
 
 FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-"""How a container is taken apart (children, structure, entries), and put together of structure and children."""
+"""How a container is taken apart (children, structure, entries), and put together of structure and
+children."""
 
 _OF_ALL_ROWS = ("_encodings", "_n_sequences")
-"""Attributes of transformers' BatchEncoding that hold for the whole batch; in a microbatch they are None."""
+"""Attributes of transformers' BatchEncoding that hold for the whole batch; in a microbatch they are
+None."""
 
 
 class Attribute(str):
@@ -40,7 +43,8 @@ def flatten_fns_of(leaf: Any) -> FlattenFns | None:
 
 
 def unflatten_fn_of(kind: type) -> Callable[[Any, Any], Any] | None:
-    """How to put a container of this class together, of which no instance was met; None: such are leaves."""
+    """How to put a container of this class together, of which no instance was met; None: such are
+    leaves."""
     if issubclass(kind, (dict, UserDict)):
         return _mapping(kind)[1]
     return _record(kind)[1] if _may_be_record(kind) else None
@@ -52,7 +56,8 @@ def _may_be_record(kind: type) -> bool:
 
 
 def _is_record(leaf: Any) -> bool:
-    """Is this an instance of a dataclass, which keeps its fields itself and is nothing else besides."""
+    """Is this an instance of a dataclass, which keeps its fields itself and is nothing else
+    besides."""
     kind = type(leaf)
     if not _may_be_record(kind):
         return False
@@ -62,18 +67,35 @@ def _is_record(leaf: Any) -> bool:
 
 
 class _Attributes:
-    """What instances of a class hold in their slots and their ``__dict__``, past properties and ``__setattr__``."""
+    """What instances of a class hold in their slots and their ``__dict__``, past properties and
+    ``__setattr__``."""
 
     def __init__(self, kind: type) -> None:
-        members = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
-        self.slots = {name: value for name, value in members.items() if isinstance(value, MemberDescriptorType)}
-        self.computed = {name for name, value in members.items() if isinstance(value, functools.cached_property)}
+        members = {
+            name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()
+        }
+        self.slots = {
+            name: value
+            for name, value in members.items()
+            if isinstance(value, MemberDescriptorType)
+        }
+        self.computed = {
+            name for name, value in members.items() if isinstance(value, functools.cached_property)
+        }
 
     def of(self, instance: Any) -> dict[str, Any]:
         """All attributes by name, without those that are computed again when asked for."""
-        out = {name: slot.__get__(instance) for name, slot in self.slots.items() if hasattr(instance, name)}
+        out = {
+            name: slot.__get__(instance)
+            for name, slot in self.slots.items()
+            if hasattr(instance, name)
+        }
         out |= getattr(instance, "__dict__", {})
-        return {name: value for name, value in out.items() if name not in self.computed and not name.startswith("__")}
+        return {
+            name: value
+            for name, value in out.items()
+            if name not in self.computed and not name.startswith("__")
+        }
 
     def put(self, instance: Any, names: Iterable[str], values: Iterable[Any]) -> None:
         """Give a new instance its attributes."""
@@ -85,12 +107,15 @@ class _Attributes:
 
 
 def _record(kind: Any) -> FlattenFns:
-    """For a dataclass: its fields and other attributes; rebuilt without its ``__init__``, which may check."""
+    """For a dataclass: its fields and other attributes; rebuilt without its ``__init__``, which may
+    check."""
     fields = [field.name for field in dataclasses.fields(kind)]
     attributes = _Attributes(kind)
     # Never set on the instance, so the class has it: init=False with a default.
     defaults = {
-        name: value for name in fields if not hasattr(value := inspect.getattr_static(kind, name, kind), "__get__")
+        name: value
+        for name in fields
+        if not hasattr(value := inspect.getattr_static(kind, name, kind), "__get__")
     }
 
     def take(instance: Any) -> tuple[list[Any], tuple[str, ...], tuple[Attribute, ...]]:
@@ -108,7 +133,8 @@ def _record(kind: Any) -> FlattenFns:
 
 
 def _mapping(kind: Any) -> FlattenFns:
-    """For a mapping: its sorted items, then its attributes; rebuilt without its ``__init__``, which may compute."""
+    """For a mapping: its sorted items, then its attributes; rebuilt without its ``__init__``, which
+    may compute."""
     base, user = native(kind), issubclass(kind, UserDict)
     attributes = _Attributes(kind)
     fields = _fields_that_are_items(kind, base)
@@ -146,7 +172,8 @@ def _mapping(kind: Any) -> FlattenFns:
 
 
 def _fields_that_are_items(kind: Any, base: Any) -> tuple[str, ...]:
-    """The fields of a class that keeps each as an attribute and as an item (ModelOutput); None where it has no item."""
+    """The fields of a class that keeps each as an attribute and as an item (ModelOutput); None
+    where it has no item."""
     if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is base.__setitem__:  # noqa: B009
         return ()
     return tuple(field.name for field in dataclasses.fields(kind))
@@ -180,7 +207,8 @@ def _entry(key: Any) -> Any:
 
 
 class _ContainerKey:
-    """What torch's registry keeps of a container besides its children, in a form that every structure can have."""
+    """What torch's registry keeps of a container besides its children, in a form that every
+    structure can have."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

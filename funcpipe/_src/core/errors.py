@@ -1,4 +1,5 @@
-"""The exceptions of funcpipe: refusals list every fault, failures of stages say where they happened."""
+"""The exceptions of funcpipe: refusals list every fault, failures of stages say where they
+happened."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class TraceError(PlanError):
 
 
 class RanksError(PlanError):
-    """The processes that run one plan together do not fit: every rank raises it, and says which differ in what."""
+    """The processes that run one plan together do not fit: every rank raises it, and says which
+    differ in what."""
 
     everywhere = True
 
@@ -54,7 +56,8 @@ class PlacementError(FuncpipeError, ValueError):
 
 
 class CheckpointError(FuncpipeError, ValueError):
-    """A checkpoint is not there, not whole, damaged, or of something else than it is loaded into."""
+    """A checkpoint is not there, not whole, damaged, or of something else than it is loaded
+    into."""
 
 
 class DrawError(FuncpipeError, RuntimeError):
@@ -94,7 +97,8 @@ class Where(NamedTuple):
 
 
 class _StageErrors(type):
-    """The metaclass of StageError and of those that `_both` makes; pickle finds these by the classes they combine."""
+    """The metaclass of StageError and of those that `_both` makes; pickle finds these by the
+    classes they combine."""
 
 
 def _recipe(kind: type) -> str | tuple[Any, ...]:
@@ -113,10 +117,10 @@ _found_by_recipe(_StageErrors)
 class StageError(FuncpipeError, metaclass=_StageErrors):
     """User code failed inside a run.
 
-    What ``run`` raises for an ``Exception`` of the user's is an instance of this class *and* of the user's own type,
-    so both ``except StageError`` and ``except ValueError`` catch it. ``__cause__`` is the original. Exceptions that are
-    not an ``Exception`` (KeyboardInterrupt, SystemExit) arrive as the very object. Both carry `funcpipe`, the
-    coordinates, and a note that says them.
+    What ``run`` raises for an ``Exception`` of the user's is an instance of this class *and* of the
+    user's own type, so both ``except StageError`` and ``except ValueError`` catch it. ``__cause__``
+    is the original. Exceptions that are not an ``Exception`` (KeyboardInterrupt, SystemExit) arrive
+    as the very object. Both carry `funcpipe`, the coordinates, and a note that says them.
 
     >>> broken = fp.stage(lambda p, x: 1 / 0)
     >>> plan = fp.make_plan([broken], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
@@ -135,16 +139,19 @@ class NotFiniteError(StageError, ArithmeticError):
 
 
 class RunTimeout(FuncpipeError, TimeoutError):
-    """With ``timeout=``: nothing went on for so long. The message says what every lane did last and waits for."""
+    """With ``timeout=``: nothing went on for so long. The message says what every lane did last and
+    waits for."""
 
 
 class PeerError(FuncpipeError, ConnectionError):
-    """Another process of the plan failed, or is lost. The message contains its error, or the last known facts.
+    """Another process of the plan failed, or is lost. The message contains its error, or the last
+    known facts.
 
     Attributes:
-        rank: of that process, among all that run the plan (with replicas, those of one after those of the other); None:
-            nobody knows which.
-        process: the number of that process in the job, as in torch.distributed and in torchrun's logs; None: unknown.
+        rank: of that process, among all that run the plan (with replicas, those of one after those
+            of the other); None: nobody knows which.
+        process: the number of that process in the job, as in torch.distributed and in torchrun's
+            logs; None: unknown.
         funcpipe: the coordinates of its failure, where it failed inside of a stage.
     """
 
@@ -154,7 +161,8 @@ class PeerError(FuncpipeError, ConnectionError):
 
 
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
-    """One message for many faults: a title, then a line for each, or for so many and how many more there are."""
+    """One message for many faults: a title, then a line for each, or for so many and how many more
+    there are."""
     lines = list(faults)
     if most is not None and len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more"]
@@ -162,19 +170,25 @@ def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
 
 
 def raise_all(
-    title: str, faults: Collection[str], kind: type[Exception] = PlanError, *, most: int | None = None
+    title: str,
+    faults: Collection[str],
+    kind: type[Exception] = PlanError,
+    *,
+    most: int | None = None,
 ) -> None:
-    """Raise one error for all faults, if there are any; its message lists no more than ``most`` of them."""
+    """Raise one error for all faults, if there are any; its message lists no more than ``most`` of
+    them."""
     if faults:
         raise kind(bullets(title, faults, most))
 
 
 def located(error: BaseException, where: Where) -> BaseException:
-    """What a run raises for ``error``: it knows where it happened and keeps the type that the user raised.
+    """What a run raises for ``error``: it knows where it happened and keeps the type that the user
+    raised.
 
-    An ``Exception`` becomes an instance of StageError and of its own type, built without running the user's
-    ``__init__``. Types that refuse it (final classes, odd layouts) become a plain StageError. Anything else stays the
-    very object, with the coordinates attached.
+    An ``Exception`` becomes an instance of StageError and of its own type, built without running
+    the user's ``__init__``. Types that refuse it (final classes, odd layouts) become a plain
+    StageError. Anything else stays the very object, with the coordinates attached.
     """
     if isinstance(error, StageError) and "funcpipe" in error.__dict__:
         return error  # it has its coordinates
@@ -183,7 +197,9 @@ def located(error: BaseException, where: Where) -> BaseException:
         return error
     new = _twin(error)
     _attach(new, where)
-    error.with_traceback(without_own_frames(error.__traceback__))  # a frozen dataclass refuses assignments
+    error.with_traceback(
+        without_own_frames(error.__traceback__)
+    )  # a frozen dataclass refuses assignments
     new.__cause__ = error
     return new
 
@@ -192,7 +208,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package. A traceback with no other frames stays as it is.
+    """Return a traceback without the frames of this package. A traceback with no other frames stays
+    as it is.
 
     With ``FUNCPIPE_TRACEBACKS=full`` in the environment every frame stays.
     """
@@ -208,7 +225,8 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def at_batch(error: BaseException, where: Where) -> BaseException:
-    """The same error, which knows the batch of an overlap that it belongs to; what a run inside of it said stays."""
+    """The same error, which knows the batch of an overlap that it belongs to; what a run inside of
+    it said stays."""
     inner: Where | None = error.__dict__.get("funcpipe")
     _attach(error, where)
     if inner is not None and inner.batch is None:
@@ -253,12 +271,26 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
 
     def reduce(self: Exception) -> Any:
         # A class made at run time cannot be found by pickle: the plain form travels.
-        return (_plain, (f"{kind.__name__}: {self}", self.__dict__.get("funcpipe"), self.__dict__.get("__notes__", [])))
+        return (
+            _plain,
+            (
+                f"{kind.__name__}: {self}",
+                self.__dict__.get("funcpipe"),
+                self.__dict__.get("__notes__", []),
+            ),
+        )
 
-    body = {"__module__": kind.__module__, "__str__": text, "__reduce__": reduce, "__doc__": StageError.__doc__}
+    body = {
+        "__module__": kind.__module__,
+        "__str__": text,
+        "__reduce__": reduce,
+        "__doc__": StageError.__doc__,
+    }
     try:
         metaclass = _StageErrors
-        if not issubclass(metaclass, type(kind)):  # a metaclass of the user's; copyreg goes by exact types
+        if not issubclass(
+            metaclass, type(kind)
+        ):  # a metaclass of the user's; copyreg goes by exact types
             metaclass = _found_by_recipe(type(type(kind).__name__, (_StageErrors, type(kind)), {}))
         return metaclass(f"StageError[{kind.__name__}]", (StageError, kind), body)
     except TypeError:
@@ -272,7 +304,8 @@ def _plain(message: str, where: Where, notes: list[str]) -> StageError:
 
 
 def _blank(kind: type[StageError], source: Exception) -> StageError:
-    """An instance of ``kind`` with everything that ``source`` holds, the user's ``__init__`` not run."""
+    """An instance of ``kind`` with everything that ``source`` holds, the user's ``__init__`` not
+    run."""
     try:
         new = kind.__new__(kind, *source.args)
     except TypeError:  # MemoryError's own is refused where MemoryError is not the first base
@@ -305,5 +338,8 @@ def _members(kind: type) -> Iterable[str]:
         if base is BaseException or base is object:
             return
         for name, value in vars(base).items():
-            if type(value).__name__ in ("member_descriptor", "getset_descriptor") and not name.startswith("__"):
+            if type(value).__name__ in (
+                "member_descriptor",
+                "getset_descriptor",
+            ) and not name.startswith("__"):
                 yield name

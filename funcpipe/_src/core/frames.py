@@ -1,8 +1,9 @@
-"""The calls of modules and regions of ``torch.utils.checkpoint`` that this thread is in, read from the Python stack.
+"""The calls of modules and regions of ``torch.utils.checkpoint`` that this thread is in, read from
+the Python stack.
 
-Torch does not say when a call of a module that is not ours begins or ends. Functions are known by their code objects,
-which are public, and not by the names of files or functions. One call is told from another by the dict of its
-``**kwargs``, which Python makes anew for every call.
+Torch does not say when a call of a module that is not ours begins or ends. Functions are known by
+their code objects, which are public, and not by the names of files or functions. One call is told
+from another by the dict of its ``**kwargs``, which Python makes anew for every call.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _region_codes() -> frozenset[CodeType]:
 
 
 REGIONS = _region_codes()
-"""The codes of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)`` returns."""
+"""The codes of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)``
+returns."""
 
 
 def frames() -> Iterator[FrameType]:

@@ -11,15 +11,21 @@ from torch.autograd.graph import GradientEdge
 
 from funcpipe._src.core.torch_names import run_backward
 
-_LeafNode: type[Any] = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # pyright: ignore
+_leaf_view: Any = torch.ones((), requires_grad=True).view(())
+_LeafNode: type[Any] = type(_leaf_view.grad_fn.next_functions[0][0])
 """The class of autograd nodes that accumulate into a leaf."""
 
 
 def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[Any]:
-    """Every node of the graph behind some tensors, edges or nodes, once; ``visited`` are left out, and get the rest."""
+    """Every node of the graph behind some tensors, edges or nodes, once; ``visited`` are left out,
+    and get the rest."""
     seen: set[Any] = set() if visited is None else visited
     todo: list[Any] = [
-        root.node if isinstance(root, GradientEdge) else root.grad_fn if isinstance(root, Tensor) else root
+        root.node
+        if isinstance(root, GradientEdge)
+        else root.grad_fn
+        if isinstance(root, Tensor)
+        else root
         for root in roots
     ]
     while todo:
@@ -30,7 +36,9 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
             todo += [successor for successor, _ in node.next_functions]
 
 
-def has_foreign_leaf(roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]) -> bool:
+def has_foreign_leaf(
+    roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]
+) -> bool:
     """Whether the graph behind some tensors has a leaf whose ``id`` is in neither collection.
 
     Every run calls this for each stage, so it stops at the first such leaf, and collects nothing.
@@ -72,10 +80,12 @@ def walk_back(
     *,
     keep_graph: bool = False,
 ) -> None:
-    """``torch.autograd.backward`` from its second half on: gradients have the shapes of their roots here.
+    """``torch.autograd.backward`` from its second half on: gradients have the shapes of their roots
+    here.
 
-    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as much as the backward
-    of a small stage. Without ``leaves`` it goes to all that require a gradient.
+    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as
+    much as the backward of a small stage. Without ``leaves`` it goes to all that require a
+    gradient.
     """
     found = tuple(roots), tuple(gradients), keep_graph, False, tuple(leaves)
     run_backward(*found, allow_unreachable=True, accumulate_grad=True)

@@ -1,4 +1,5 @@
-"""Tensors that an object hides from a tree: in attributes, closures, sets, wherever Python keeps references."""
+"""Tensors that an object hides from a tree: in attributes, closures, sets, wherever Python keeps
+references."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from funcpipe._src.core.torch_names import FakeTensor
 _PLAIN: frozenset[type] = frozenset(
     {
         *(bool, int, float, complex, str, bytes, type(None), range, slice, type, Attribute),
-        *(torch.Size, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format),
+        *(
+            torch.Size,
+            torch.Generator,
+            torch.dtype,
+            torch.device,
+            torch.layout,
+            torch.memory_format,
+        ),
     }
 )
 ATOMS: frozenset[type] = _PLAIN | {Tensor, nn.Parameter, FakeTensor}
@@ -28,10 +36,12 @@ ATOMS: frozenset[type] = _PLAIN | {Tensor, nn.Parameter, FakeTensor}
 _CONTAINERS: frozenset[type] = frozenset({list, tuple, dict, set, frozenset})
 
 _ELSEWHERE = (type, ModuleType, Enum, CodeType, FrameType, TracebackType, logging.Filterer)
-"""Types of what objects refer to and do not hold: a logger knows all others, and what their handlers have kept."""
+"""Types of what objects refer to and do not hold: a logger knows all others, and what their
+handlers have kept."""
 
 _ENOUGH = 10_000
-"""How many objects are looked into, the nearest first: a leaf with more (an index, a trie) makes no run slower."""
+"""How many objects are looked into, the nearest first: a leaf with more (an index, a trie) makes no
+run slower."""
 
 
 def fault_of(leaf: Any) -> str:
@@ -41,17 +51,17 @@ def fault_of(leaf: Any) -> str:
         return ""
     if issubclass(kind, (Iterator, Awaitable)):
         return (
-            f"is a {kind.__name__}, which can be read only once, and each microbatch would read on where another "
-            "stopped: make it a tuple"
+            f"is a {kind.__name__}, which can be read only once, and each microbatch would read "
+            "on where another stopped: make it a tuple"
         )
     if not hides_tensors((leaf,)):
         return ""
     if built := built_in_the_stage(leaf):
         return built
     return (
-        f"is a {kind.__name__}, which hides tensors: they would not be cut, moved or differentiated. Use a dict, a "
-        f"tuple or a dataclass, or say how it is taken apart: optree.register_pytree_node({kind.__name__}, flatten, "
-        "unflatten, namespace='funcpipe')"
+        f"is a {kind.__name__}, which hides tensors: they would not be cut, moved or "
+        "differentiated. Use a dict, a tuple or a dataclass, or say how it is taken apart: "
+        f"optree.register_pytree_node({kind.__name__}, flatten, unflatten, namespace='funcpipe')"
     )
 
 
@@ -72,15 +82,16 @@ def built_in_the_stage(value: Any) -> str:
         return ""
     name = type(value).__name__
     return (
-        f"is a {name} with a function that closes over tensors: they would not be cut, moved or differentiated. "
-        f"Give these tensors in the batch, and make the {name} of them in the stage that uses it; or say how it is taken "
-        f"apart, these tensors among its children: optree.register_pytree_node({name}, flatten, unflatten, "
-        "namespace='funcpipe')"
+        f"is a {name} with a function that closes over tensors: they would not be cut, moved or "
+        f"differentiated. Give these tensors in the batch, and make the {name} of them in the "
+        "stage that uses it; or say how it is taken apart, these tensors among its children: "
+        f"optree.register_pytree_node({name}, flatten, unflatten, namespace='funcpipe')"
     )
 
 
 def hides_tensors(values: Iterable[Any]) -> bool:
-    """Do values that are no tensors hold any, at any depth: in attributes, entries, closures, bound arguments."""
+    """Do values that are no tensors hold any, at any depth: in attributes, entries, closures, bound
+    arguments."""
     # By type alone: isinstance asks proxies what they stand for.
     todo = [value for value in values if not issubclass(type(value), (Tensor, *_ELSEWHERE))]
     visited = set(map(id, todo))
@@ -100,7 +111,8 @@ def hides_tensors(values: Iterable[Any]) -> bool:
 
 
 def only_plain(containers: list[Any]) -> bool:
-    """Are these containers of Python with nothing but numbers, words and the like in them; a quick look."""
+    """Are these containers of Python with nothing but numbers, words and the like in them; a quick
+    look."""
     for value in containers:
         if type(value) not in _CONTAINERS:
             return False
@@ -115,7 +127,9 @@ def _held(value: Any) -> list[Any]:
     kind = type(value)
     if kind is FunctionType:  # not its globals
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if kind is dict and "__builtins__" in value:  # a module's globals, reached by code without its function
+    if (
+        kind is dict and "__builtins__" in value
+    ):  # a module's globals, reached by code without its function
         return []
     referents = gc.get_referents(value)
     if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere

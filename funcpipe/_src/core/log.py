@@ -1,7 +1,8 @@
-"""What is decided is logged under the name ``funcpipe``; nothing is shown unless the program asks `logging` for it.
+"""What is decided is logged under the name ``funcpipe``; nothing is shown unless the program asks
+`logging` for it.
 
-INFO is what was decided anew (who runs a plan, what was compiled or recorded, or why not), DEBUG the same again, for
-each run. Nothing is logged for each action.
+INFO is what was decided anew (who runs a plan, what was compiled or recorded, or why not), DEBUG
+the same again, for each run. Nothing is logged for each action.
 """
 
 from __future__ import annotations
@@ -34,5 +35,10 @@ def decided(subject: object, message: str, *arguments: object) -> None:
     """
     if log.isEnabledFor(logging.INFO):
         said = _said(subject)
-        log.log(logging.DEBUG if (message, arguments) in said else logging.INFO, message, *arguments, stacklevel=2)
+        log.log(
+            logging.DEBUG if (message, arguments) in said else logging.INFO,
+            message,
+            *arguments,
+            stacklevel=2,
+        )
         said.add((message, arguments))

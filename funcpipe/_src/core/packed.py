@@ -8,7 +8,8 @@ from typing import Any, overload
 
 
 class Packed(Sequence[int]):
-    """Whole numbers below 2**31 as a tuple would hold them, in 4 bytes each. Compares with its like, hashes, pickles.
+    """Whole numbers below 2**31 as a tuple would hold them, in 4 bytes each. Compares with its
+    like, hashes, pickles.
 
     >>> numbers = Packed([3, 1, 2])
     >>> numbers, numbers[0], numbers[1:], numbers == Packed((3, 1, 2))

@@ -1,6 +1,7 @@
 """How far a long call has come: told to a function, or shown on stderr while the call runs.
 
-Nothing here runs in a thread of its own: the call itself tells, between its steps, at most ten times a second.
+Nothing here runs in a thread of its own: the call itself tells, between its steps, at most ten
+times a second.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from funcpipe._src.core.errors import PlanError
 EVERY = 0.1
 """Seconds between two that are told at least, while the phase stays."""
 _EVERY_LINE = 10.0
-"""Seconds between two lines at least, where a line cannot be written anew, while the phase stays."""
+"""Seconds between two lines at least, where a line cannot be written anew, while the phase
+stays."""
 _WIDE = 20
 """Columns of a bar of letters."""
 
@@ -52,7 +54,8 @@ class CallProgress(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much of the call is over, of 1: of what it counts or of its seconds, whichever is more."""
+        """How much of the call is over, of 1: of what it counts or of its seconds, whichever is
+        more."""
         counted = self.done / self.total if self.total else 0.0
         timed = self.seconds / self.limit if self.limit else 0.0
         return 1.0 if self.phase == "done" else min(1.0, max(counted, timed))
@@ -60,11 +63,17 @@ class CallProgress(NamedTuple):
     def __str__(self) -> str:
         of = "" if self.total is None else f" of {self.total}"
         words = [self.phase, f"{self.done}{of} {self.unit}"]
-        words.append(f"{self.seconds:.1f} s" + ("" if self.limit is None else f" of {self.limit:g} s"))
+        words.append(
+            f"{self.seconds:.1f} s" + ("" if self.limit is None else f" of {self.limit:g} s")
+        )
         if self.best is not None:
             words.append(f"best {self.best:.6g}")
         if self.gap is not None:
-            words.append(f"at most {self.gap:.2%} above the shortest" if self.gap else "nothing shorter exists")
+            words.append(
+                f"at most {self.gap:.2%} above the shortest"
+                if self.gap
+                else "nothing shorter exists"
+            )
         return f"{self.call}: {', '.join(words)}"
 
 
@@ -93,7 +102,12 @@ class Teller:
         self.on = tell is not None
         self.total = total
         self.look: Callable[[], tuple[float | None, float | None]] = lambda: (None, None)
-        self._call, self._to, self._unit, self._limit = call, tell, unit, None if limit == inf else limit
+        self._call, self._to, self._unit, self._limit = (
+            call,
+            tell,
+            unit,
+            None if limit == inf else limit,
+        )
         self._phase, self._done = "begins", 0
         self._began = self._last = perf_counter()
 
@@ -118,7 +132,15 @@ class Teller:
 
     def _tell(self, now: float) -> None:
         assert self._to is not None
-        row = (self._call, self._phase, self._done, self.total, self._unit, now - self._began, self._limit)
+        row = (
+            self._call,
+            self._phase,
+            self._done,
+            self.total,
+            self._unit,
+            now - self._began,
+            self._limit,
+        )
         self._to(CallProgress(*row, *self.look()))
         self._last = perf_counter()  # what takes long is told less often
 
@@ -127,7 +149,8 @@ class Teller:
 def telling(
     call: str, progress: ProgressTo, *, unit: str, total: int | None = None, limit: float = inf
 ) -> Generator[Teller]:
-    """Where a call tells how far it has come. What is shown is taken away at the end, however the call ends.
+    """Where a call tells how far it has come. What is shown is taken away at the end, however the
+    call ends.
 
     Args:
         call: its name.
@@ -141,7 +164,8 @@ def telling(
     """
     if not (isinstance(progress, bool) or callable(progress)):
         raise PlanError(
-            f"progress is a function, True or False; got {progress!r}; progress=True shows it, progress=print prints it"
+            f"progress is a function, True or False; got {progress!r}; progress=True shows it, "
+            "progress=print prints it"
         )
     if isinstance(progress, bool):
         shown = display() if progress else None
@@ -170,7 +194,8 @@ class Display(Protocol):
 
 
 def display(file: TextIO | None = None) -> Display:
-    """How stderr, or another file, can show progress: a bar of rich, a line that is written anew, or several lines."""
+    """How stderr, or another file, can show progress: a bar of rich, a line that is written anew,
+    or several lines."""
     out: TextIO = file or sys.stderr
     terminal = out.isatty() and os.environ.get("TERM") != "dumb"
     if terminal:
@@ -178,7 +203,9 @@ def display(file: TextIO | None = None) -> Display:
             return _RichBar(out)
         except ImportError:  # the extra `demo` has it
             pass
-    notebook = type(out).__module__.startswith("ipykernel")  # no terminal, but \r begins a line anew
+    notebook = type(out).__module__.startswith(
+        "ipykernel"
+    )  # no terminal, but \r begins a line anew
     return _TextDisplay(out, anew=terminal or notebook, stays=notebook)
 
 
@@ -188,7 +215,8 @@ class _RichBar:
     def __init__(self, file: TextIO) -> None:
         rich, bars = import_module("rich.console"), import_module("rich.progress")
         text = bars.TextColumn("{task.description}", markup=False)
-        # With its own console, so bars of the caller's do not meet it; what the caller prints goes where it went.
+        # With its own console, so bars of the caller's do not meet it; what the caller prints goes
+        # where it went.
         self._bar: Any = bars.Progress(
             bars.BarColumn(_WIDE),
             text,
@@ -204,7 +232,9 @@ class _RichBar:
         if self._task is None:
             self._task = self._bar.add_task("", total=1.0)
             self._bar.start()
-        self._bar.update(self._task, completed=progress.share, description=str(progress), refresh=True)
+        self._bar.update(
+            self._task, completed=progress.share, description=str(progress), refresh=True
+        )
 
     def close(self) -> None:
         self._bar.stop()
@@ -236,7 +266,8 @@ def bar(share: float) -> str:
 
 
 class _TextDisplay:
-    """The same as text: one line that is written anew; where a file cannot have that, a line now and then."""
+    """The same as text: one line that is written anew; where a file cannot have that, a line now
+    and then."""
 
     def __init__(self, file: TextIO, *, anew: bool, stays: bool) -> None:
         self._file, self._stays = file, stays

@@ -18,7 +18,8 @@ Facts = list[tuple[str, str]]
 
 
 def guarded(method: Callable[[T], str]) -> Callable[[T], str]:
-    """A ``__repr__`` that says what went wrong instead of raising it: debuggers and loggers call it at bad moments."""
+    """A ``__repr__`` that says what went wrong instead of raising it: debuggers and loggers call it
+    at bad moments."""
 
     @wraps(method)
     def words(self: T) -> str:
@@ -76,7 +77,11 @@ def _bytes_of(tensor: Tensor) -> int:
 def amount_of(tree: Tree) -> str:
     """How many tensors are in a tree, each counted once, and their bytes; "" for none."""
     tensors = {id(leaf): leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}.values()
-    return f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}" if tensors else ""
+    return (
+        f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}"
+        if tensors
+        else ""
+    )
 
 
 def shapes_of(tree: Tree) -> str:
@@ -93,7 +98,8 @@ def _shape(leaf: Any) -> str:
 
 
 def number_of(tensor: Any) -> str:
-    """The number in a tensor with one, which may wait for its device; its shape where there is no number to read."""
+    """The number in a tensor with one, which may wait for its device; its shape where there is no
+    number to read."""
     try:
         return f"{float(tensor):.6g}"
     except Exception:  # on the meta device, under a transform, on a device that has failed
@@ -123,4 +129,6 @@ def stages_words(names: Iterable[str]) -> str:
 def tied_words(ties: Iterable[Iterable[tuple[int, Any]]]) -> str:
     """The names of tied parameters, each tie by its first."""
     paths = [next(iter(group))[1] for group in ties]
-    return some(".".join(map(str, path)) if isinstance(path, tuple) else str(path) for path in paths)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return some(
+        ".".join(map(str, path)) if isinstance(path, tuple) else str(path) for path in paths
+    )  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

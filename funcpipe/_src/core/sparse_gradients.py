@@ -1,4 +1,5 @@
-"""Sum sparse gradients, as of ``nn.Embedding(sparse=True)``: sums stay sparse, with each row once."""
+"""Sum sparse gradients, as of ``nn.Embedding(sparse=True)``: sums stay sparse, with each row
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def added(first: Tensor, other: Tensor) -> Tensor:
     """Add two gradients; the sum is sparse if both are."""
     if not first.is_sparse:
         return first + other
-    return (first + other).coalesce() if other.is_sparse else other + first  # torch has only dense + sparse
+    return (
+        (first + other).coalesce() if other.is_sparse else other + first
+    )  # torch has only dense + sparse
 
 
 def add_gradient(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:

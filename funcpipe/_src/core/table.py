@@ -23,7 +23,9 @@ class Table(NamedTuple):
     words: tuple[int, ...] = (0,)
 
     @classmethod
-    def of_columns(cls, title: str, columns: Mapping[str, Iterable[object]], words: Container[str]) -> Table:
+    def of_columns(
+        cls, title: str, columns: Mapping[str, Iterable[object]], words: Container[str]
+    ) -> Table:
         """A table of columns by heading; ``words`` are the headings of the columns of words."""
         rows = zip(*(map(str, cells) for cells in columns.values()), strict=True)
         places = tuple(place for place, head in enumerate(columns) if head in words)
@@ -41,8 +43,8 @@ class Table(NamedTuple):
         1      30%
 
         Args:
-            width: no line has more characters. Columns for which there is no room follow below, each
-                time behind the first column again. None: any width.
+            width: no line has more characters. Columns for which there is no room follow below,
+                each time behind the first column again. None: any width.
         """
         lines = [self.heads, *self.rows] if self.heads else [*self.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -74,11 +76,15 @@ class Table(NamedTuple):
 <td>12</td></tr></tbody></table>
         """
         heads = range(len(self.heads))
-        kept = [column for column in heads if not self.rows or any(row[column] for row in self.rows)]
+        kept = [
+            column for column in heads if not self.rows or any(row[column] for row in self.rows)
+        ]
 
         def cells(tag: str, row: tuple[str, ...]) -> str:
             marks = {column: ' class="word"' if column in self.words else "" for column in kept}
-            return f"<tr>{''.join(f'<{tag}{marks[at]}>{escape(row[at])}</{tag}>' for at in kept)}</tr>"
+            return (
+                f"<tr>{''.join(f'<{tag}{marks[at]}>{escape(row[at])}</{tag}>' for at in kept)}</tr>"
+            )
 
         body = "".join(cells("td", row) for row in self.rows)
         return f"<table><thead>{cells('th', self.heads)}</thead><tbody>{body}</tbody></table>"

@@ -1,4 +1,5 @@
-"""Look-ups of private names of torch: where one is missing, a substitute takes its place, or its use raises."""
+"""Look-ups of private names of torch: where one is missing, a substitute takes its place, or its
+use raises."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class _Missing(type):
 
 
 class Nothing:
-    """A class without instances: takes the place of a missing class, of which nothing can be an instance."""
+    """A class without instances: takes the place of a missing class, of which nothing can be an
+    instance."""
 
 
 def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
@@ -43,8 +45,10 @@ def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
 
     Args:
         name: as ``torch._C._data_address``; modules on its way are imported.
-        instead: what takes its place where it is missing. Left out: what raises `MissingName` as soon as it is used.
-        lost: what is lost without it: in a RuntimeWarning, once per name and process, or in the error.
+        instead: what takes its place where it is missing. Left out: what raises `MissingName` as
+            soon as it is used.
+        lost: what is lost without it: in a RuntimeWarning, once per name and process, or in the
+            error.
 
     Returns:
         The object of that name, or ``instead``.

@@ -15,7 +15,8 @@ def size_of(count: int) -> str:
 
 
 def similar(name: object, names: Iterable[object], words: str = "; did you mean {!r}?") -> str:
-    """What to add to a message about an unknown name: the nearest known one; nothing where none is near.
+    """What to add to a message about an unknown name: the nearest known one; nothing where none is
+    near.
 
     >>> similar("layer.0", ["layers.0", "head"])
     "; did you mean 'layers.0'?"

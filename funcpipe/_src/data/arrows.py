@@ -43,5 +43,9 @@ def arrows_of(program: Lowered) -> tuple[Arrow, ...]:
                 crosses = CALLER != maker.lane != reader.lane
                 if crosses or role in (Role.SKIP, Role.SKIP_GRAD):
                     value = f"{_WORDS.get(role, role.value)} {name}".rstrip()
-                    found[Arrow(value, (maker.kind, maker.stage), (reader.kind, reader.stage), crosses)] = None
+                    found[
+                        Arrow(
+                            value, (maker.kind, maker.stage), (reader.kind, reader.stage), crosses
+                        )
+                    ] = None
     return tuple(found)

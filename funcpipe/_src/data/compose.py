@@ -9,13 +9,24 @@ from typing import Any
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.shown import some
 from funcpipe._src.core.tree import Tree, cow_clone, map_tensors
-from funcpipe._src.data.stage import SCOPE, Bindable, BoundFn, Out, Stage, carried, refuse_others, side_loss
+from funcpipe._src.data.stage import (
+    SCOPE,
+    Bindable,
+    BoundFn,
+    Out,
+    Stage,
+    carried,
+    refuse_others,
+    side_loss,
+)
 
 
 def compose(*stages: Stage, name: str = "") -> Stage:
-    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names keep their keys.
+    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names
+    keep their keys.
 
-    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as well.
+    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as
+    well.
 
     >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
     >>> fp.compose(double, add)((2, 5), 10)
@@ -35,8 +46,14 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         for pop_name in part.pop:
             (popped.add if pop_name in inside else outside.setdefault)(pop_name)
         for stash_name in (*part.stash, *part.offers):
-            faults += [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
-            faults += [f"{part.name!r} stashes {stash_name!r} after it was popped"] if stash_name in outside else []
+            faults += (
+                [f"{part.name!r} stashes {stash_name!r} again"] if stash_name in inside else []
+            )
+            faults += (
+                [f"{part.name!r} stashes {stash_name!r} after it was popped"]
+                if stash_name in outside
+                else []
+            )
             inside.add(stash_name)
     raise_all("stash and pop do not match inside compose:", faults)
     offered = {name for part in stages for name in part.offers} | popped
@@ -50,7 +67,11 @@ def compose(*stages: Stage, name: str = "") -> Stage:
         commit=_CommitEach(stages) if any(part.commit for part in stages) else None,
         offers=tuple(n for part in stages for n in (*part.stash, *part.offers) if n in offered),
         takes_train=any(part.takes_train for part in stages),
-        shares=tuple((_inside(n, path), shared) for n, part in enumerate(stages) for path, shared in part.shares),
+        shares=tuple(
+            (_inside(n, path), shared)
+            for n, part in enumerate(stages)
+            for path, shared in part.shares
+        ),
         evaluation=all(part.evaluation for part in stages),
         carry=any(part.carry for part in stages),
     )
@@ -68,7 +89,8 @@ def chain(
     extras: Mapping[str, Any],
     states: Sequence[Tree],
 ) -> Out:
-    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips; sums their losses."""
+    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips;
+    sums their losses."""
     skips = dict(extras.get("skips", {}))
     stats: list[Tree] = []
     stash: dict[str, Tree] = {}
@@ -77,10 +99,13 @@ def chain(
     carry: list[Tree] = []
     for part, call, state, before in zip(stages, calls, states, carries, strict=True):
         feeds = extras.get("feeds", {})
-        # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody else.
+        # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody
+        # else.
         taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
         own_feeds = {name: map_tensors(cow_clone, feeds[name]) for name in part.feeds}
-        own_extras = part.extras(taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before))
+        own_extras = part.extras(
+            taken, own_feeds, state, extras["train"], map_tensors(cow_clone, before)
+        )
         token = SCOPE.set(part)
         try:
             out = carried(part, call(map_tensors(cow_clone, x), **own_extras))
@@ -100,7 +125,9 @@ def chain(
     elif losses:
         counted = [total / weight for total, weight in losses if float(weight)]
         loss = (sum(counted), 1.0) if counted else losses[0]
-    return Out(x, stash, tuple(stats), loss, tuple(carry) if any(part.carry for part in stages) else ())
+    return Out(
+        x, stash, tuple(stats), loss, tuple(carry) if any(part.carry for part in stages) else ()
+    )
 
 
 class _Composition(Bindable):
@@ -167,8 +194,11 @@ class _CommitEach:
 
 def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:
     if not isinstance(trees, (tuple, list)) or len(trees) != len(stages):  # pyright: ignore[reportUnknownArgumentType]
-        kind = f"a {type(trees).__name__}" + (f" of {len(trees)}" if isinstance(trees, Sequence) else "")
+        kind = f"a {type(trees).__name__}" + (
+            f" of {len(trees)}" if isinstance(trees, Sequence) else ""
+        )
         names = ", ".join(part.name or "?" for part in stages)
         raise PlanError(
-            f"{label} of a composition of {len(stages)} stages ({names}) is a tuple with one tree per stage; got {kind}"
+            f"{label} of a composition of {len(stages)} stages ({names}) is a tuple with one tree "
+            f"per stage; got {kind}"
         )

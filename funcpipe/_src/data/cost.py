@@ -45,41 +45,50 @@ def _numbers_text(value: Any) -> str:
 class Cost:
     """What actions cost: times in one unit of your choice, memory in another.
 
-    Every number may be one for all stages, or a sequence with one per stage, unless it says otherwise. All are of a whole
-    microbatch; of one in slices each slice has its share of them.
+    Every number may be one for all stages, or a sequence with one per stage, unless it says
+    otherwise. All are of a whole microbatch; of one in slices each slice has its share of them.
 
     Attributes:
         forward: time of F.
-        backward_input: time of I. None: B minus W; half of B where W is None, too; 1 where ``backward`` is None.
-        backward_weight: time of W. None: B minus I; half of B where I is None, too; 1 where ``backward`` is None.
-        backward: time of B; None: the sum of I and W. If all three are given, B may differ from that sum, as
-            measurements do.
+        backward_input: time of I. None: B minus W; half of B where W is None, too; 1 where
+            ``backward`` is None.
+        backward_weight: time of W. None: B minus I; half of B where I is None, too; 1 where
+            ``backward`` is None.
+        backward: time of B; None: the sum of I and W. If all three are given, B may differ from
+            that sum, as measurements do.
         remat: time of R; None: that of F.
-        forward_link: for how much of the time of F, and of R, the device only waits for other devices (all-to-all of
-            experts, sums of tensor parallelism): time in which another action can compute, where two overlap.
+        forward_link: for how much of the time of F, and of R, the device only waits for other
+            devices (all-to-all of experts, sums of tensor parallelism): time in which another
+            action can compute, where two overlap.
         backward_link: the same of B, and of I.
-        offload: time of O, and of L, on the link between a device and its host; the device works on meanwhile.
-        reduce: time of G, on the link between the replicas of a stage; the device works on meanwhile.
-        gather: time of U, on the link between the replicas of a stage, which G occupies too; the device works on
+        offload: time of O, and of L, on the link between a device and its host; the device works on
             meanwhile.
+        reduce: time of G, on the link between the replicas of a stage; the device works on
+            meanwhile.
+        gather: time of U, on the link between the replicas of a stage, which G occupies too; the
+            device works on meanwhile.
         step: time of S.
-        comm: latency of one hop between devices, from the end of an action to the start of what needs it: one number,
-            or S - 1 of them, from each stage to the next and back.
-        bandwidth: memory that crosses from one device to another in a unit of time, one number; None: no limit. Values
-            with the same two ends cross one after the other.
-        output: memory of what a stage hands to the next, and of its gradient. Each lies at its reader from when it has
-            crossed the link until the action that reads it starts (where it becomes part of the residual), or ends if
-            that keeps none.
-        skips: the skips, which cross and lie like outputs; of one that is popped several times, one for each.
+        comm: latency of one hop between devices, from the end of an action to the start of what
+            needs it: one number, or S - 1 of them, from each stage to the next and back.
+        bandwidth: memory that crosses from one device to another in a unit of time, one number;
+            None: no limit. Values with the same two ends cross one after the other.
+        output: memory of what a stage hands to the next, and of its gradient. Each lies at its
+            reader from when it has crossed the link until the action that reads it starts (where it
+            becomes part of the residual), or ends if that keeps none.
+        skips: the skips, which cross and lie like outputs; of one that is popped several times, one
+            for each.
         residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
-        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble paper's figure
-            (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of ``residual``.
-        slices: the lengths of the slices of a microbatch, in any unit; (): the plan's lengths, or equal ones.
-        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost` measures them; ():
-            computed from ``slices`` and ``attention``.
-        attention: which share of a stage's time causal attention takes for a whole microbatch, one number from 0 to 1:
-            that grows with the square of the length. The slice from x to y of the sequence, as shares of it, takes
-            ``(1 - a) (y - x) + a (y² - x²)`` of the time, and ``y - x`` of the memory.
+        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble
+            paper's figure (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of
+            ``residual``.
+        slices: the lengths of the slices of a microbatch, in any unit; (): the plan's lengths, or
+            equal ones.
+        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost`
+            measures them; (): computed from ``slices`` and ``attention``.
+        attention: which share of a stage's time causal attention takes for a whole microbatch, one
+            number from 0 to 1: that grows with the square of the length. The slice from x to y of
+            the sequence, as shares of it, takes ``(1 - a) (y - x) + a (y² - x²)`` of the time, and
+            ``y - x`` of the memory.
     """
 
     forward: PerStage = 1.0
@@ -106,7 +115,11 @@ class Cost:
     @guarded
     def __repr__(self) -> str:
         """What differs from ``Cost()``, to four digits."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        changed = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
         return f"Cost({', '.join(f'{name}={_numbers_text(value)}' for name, value in changed.items())})"
 
     def __post_init__(self) -> None:
@@ -119,13 +132,18 @@ class Cost:
                 continue
             if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and name != "bandwidth":
+            if (
+                isinstance(value, Sequence)
+                and not isinstance(value, (str, bytes))
+                and name != "bandwidth"
+            ):
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             for number in value if isinstance(value, tuple) and name != "bandwidth" else (value,):
                 if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
                     faults.append(
-                        f"{name} is a number from 0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
+                        f"{name} is a number from "
+                        f"0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
                     )
                     break
         faults += self._take_slices()
@@ -138,21 +156,31 @@ class Cost:
         """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
         if isinstance(skips, str) or not isinstance(skips, Sequence):
             return [f"skips is a sequence of (stash, pop, size); got {skips!r}"]
-        rows = [tuple(row) if isinstance(row, (tuple, list)) else (row,) for row in cast("Sequence[Any]", skips)]
+        rows = [
+            tuple(row) if isinstance(row, (tuple, list)) else (row,)
+            for row in cast("Sequence[Any]", skips)
+        ]
         bad = [row for row in rows if not _is_skip(row)]
         if not bad:
             object.__setattr__(self, "skips", tuple(Skip(*row) for row in rows))
         return [
-            f"skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; got {row!r}" for row in bad
+            (
+                "skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; "
+                f"got {row!r}"
+            )
+            for row in bad
         ]
 
     def _take_slices(self) -> list[str]:
-        """Store lengths and times of slices as tuples. Return the faults in them, and in ``attention``."""
+        """Store lengths and times of slices as tuples. Return the faults in them, and in
+        ``attention``."""
         faults: list[str] = []
         for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
             values: Any = getattr(self, name)
             if not are_lengths(values):
-                faults.append(f"{name} has the {word} of each slice, numbers above 0; got {values!r}")
+                faults.append(
+                    f"{name} has the {word} of each slice, numbers above 0; got {values!r}"
+                )
             else:
                 object.__setattr__(self, name, tuple(values))
         if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
@@ -172,7 +200,8 @@ class Cost:
                 if part > all_of_it * (1 + _ROUNDING):
                     where = f" of stage {stage}" if rows else ""
                     faults.append(
-                        f"{name}{where} is {part:g}, more than backward, which is {all_of_it:g}; give {other} too"
+                        f"{name}{where} is {part:g}, more than backward, which is {all_of_it:g}; "
+                        f"give {other} too"
                     )
         return faults
 
@@ -184,16 +213,24 @@ class Cost:
                 continue
             names = {name for names in row.times for name in names}
             names |= {"backward", *_HALVES} if names & {"backward", *_HALVES} else set[str]()
-            rows = [value for name in (row.link, *names) if isinstance(value := getattr(self, name), tuple)]
+            rows = [
+                value
+                for name in (row.link, *names)
+                if isinstance(value := getattr(self, name), tuple)
+            ]
             for stage in range(min(map(len, rows), default=1)):
                 link, time = _pick(getattr(self, row.link), stage), self.of(kind, stage)
                 if link > time:
                     where = f" of stage {stage}" if rows else ""
-                    faults.append(f"{row.link}{where} is a part of the time of {kind}, which is {time:g}; got {link:g}")
+                    faults.append(
+                        f"{row.link}{where} is a part of the time of {kind}, which is {time:g}; "
+                        f"got {link:g}"
+                    )
         return faults
 
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
-        """Return each slice's share of its microbatch's times, and of its memory. The shares add up to 1.
+        """Return each slice's share of its microbatch's times, and of its memory. The shares add up
+        to 1.
 
         >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
         [(0.65625, 0.75), (0.34375, 0.25)]
@@ -202,18 +239,24 @@ class Cost:
             ScheduleError: ``slices`` or ``slice_times`` has another number of slices.
         """
         lengths = self.slices or (1.0,) * num_slices
-        for name, word, values in (("slices", "lengths", lengths), ("slice_times", "times", self.slice_times)):
+        for name, word, values in (
+            ("slices", "lengths", lengths),
+            ("slice_times", "times", self.slice_times),
+        ):
             if values and len(values) != num_slices:
                 raise ScheduleError(
-                    f"the cost has the {word} of {len(values)} slices, and a microbatch has {num_slices}; give {name}= "
-                    "one for each, or () for equal ones"
+                    f"the cost has the {word} of {len(values)} slices, and a microbatch has "
+                    f"{num_slices}; give {name}= one for each, or () for equal ones"
                 )
         if num_slices == 1:
             return [(1.0, 1.0)]
         ends = [0.0, *(end / sum(lengths) for end in accumulate(lengths))]
         sizes = [y - x for x, y in pairwise(ends)]
         if self.slice_times:
-            return [(time / sum(self.slice_times), size) for time, size in zip(self.slice_times, sizes, strict=True)]
+            return [
+                (time / sum(self.slice_times), size)
+                for time, size in zip(self.slice_times, sizes, strict=True)
+            ]
         linear, square = 1 - self.attention, self.attention
         times = [linear * (y - x) + square * (y * y - x * x) for x, y in pairwise(ends)]
         return list(zip(times, sizes, strict=True))
@@ -226,7 +269,11 @@ class Cost:
     def _rows(self) -> dict[str, tuple[float, ...]]:
         """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
         others = ("skips", *_LENGTHS)
-        return {name: value for name, value in vars(self).items() if isinstance(value, tuple) and name not in others}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, tuple) and name not in others
+        }
 
     def of(self, kind: Kind, stage: int) -> float:
         """Time of one action of this kind on this stage."""
@@ -237,7 +284,8 @@ class Cost:
         return 0.0
 
     def _time(self, name: str, stage: int) -> float | None:
-        """Return the time in a field, for a half of B also the time that follows from the other fields.
+        """Return the time in a field, for a half of B also the time that follows from the other
+        fields.
 
         None: no field gives it.
         """
@@ -254,23 +302,28 @@ class Cost:
         given: PerStage | None = getattr(self, name)
         if given is not None:
             return given
-        rows = [value for each in ("backward", *_HALVES) if isinstance(value := getattr(self, each), tuple)]
+        rows = [
+            value
+            for each in ("backward", *_HALVES)
+            if isinstance(value := getattr(self, each), tuple)
+        ]
         times = [self._time(name, stage) or 0.0 for stage in range(min(map(len, rows), default=1))]
         return tuple(times) if rows else times[0]
 
     def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
         """Time of two actions that overlap, from the start of both to the end of both.
 
-        The device computes for the one or for the other, a link carries for the one or for the other; neither can be
-        quicker than alone: ``max(computing of both, links of both, the longer one)``. DeepSeek calls it F&B
-        (arXiv 2412.19437, table 2).
+        The device computes for the one or for the other, a link carries for the one or for the
+        other; neither can be quicker than alone: ``max(computing of both, links of both, the longer
+        one)``. DeepSeek calls it F&B (arXiv 2412.19437, table 2).
 
         >>> cost = fp.Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
         >>> cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
         2.25
 
         Args:
-            one: kind, stage, and which share of its microbatch's time it takes (of a whole microbatch 1).
+            one: kind, stage, and which share of its microbatch's time it takes (of a whole
+                microbatch 1).
             other: the same.
 
         Raises:
@@ -281,18 +334,22 @@ class Cost:
             waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
         except (KeyError, IndexError, TypeError, ValueError):
             raise ScheduleError(
-                "both takes (kind, stage, share) twice, such as (fp.Kind.F, 0, 1.0), with stages that the cost has; got "
-                f"{one!r} and {other!r}"
+                "both takes (kind, stage, share) twice, such as (fp.Kind.F, 0, 1.0), with stages "
+                f"that the cost has; got {one!r} and {other!r}"
             ) from None
         return max(sum(alone) - sum(waits), sum(waits), *alone)
 
     @property
     def hides(self) -> bool:
         """Is there something to hide: does any action wait for a link."""
-        return any(max(per_stage(value, 1), default=0.0) > 0 for value in (self.forward_link, self.backward_link))
+        return any(
+            max(per_stage(value, 1), default=0.0) > 0
+            for value in (self.forward_link, self.backward_link)
+        )
 
     def computing(self) -> Cost:
-        """The cost without the time for which actions wait for links: what is left where all of it is hidden.
+        """The cost without the time for which actions wait for links: what is left where all of it
+        is hidden.
 
         >>> fp.Cost([1, 2], 1, backward=2, forward_link=0.5, backward_link=[0, 1]).computing().backward
         (2, 1)
@@ -322,8 +379,9 @@ class Cost:
     def group(self, sizes: Sequence[int]) -> Cost:
         """The cost of neighbouring layers as stages, if this is the cost of layers.
 
-        Times and residuals add up; what a stage hands on is the output of its last layer, and of the hops those between
-        its layers vanish, as do skips within a stage. Skips between the same two stages are one.
+        Times and residuals add up; what a stage hands on is the output of its last layer, and of
+        the hops those between its layers vanish, as do skips within a stage. Skips between the same
+        two stages are one.
 
         >>> fp.Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
         (3, 3)
@@ -346,7 +404,9 @@ class Cost:
             if value is None:
                 return None
             row = per_stage(value, layers)
-            return tuple(sum(row[end - count : end]) for end, count in zip(ends, counts, strict=True))
+            return tuple(
+                sum(row[end - count : end]) for end, count in zip(ends, counts, strict=True)
+            )
 
         skips: dict[tuple[int, int], float] = {}
         for stash, pop, size in self.skips:
@@ -354,7 +414,9 @@ class Cost:
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
         kept = ("comm", "bandwidth", "output", "skips", *_LENGTHS, "attention")
-        fields: dict[str, Any] = {name: value if name in kept else sums(value) for name, value in vars(self).items()}
+        fields: dict[str, Any] = {
+            name: value if name in kept else sums(value) for name, value in vars(self).items()
+        }
         if self.backward is None:
             fields |= {name: sums(self._half(name)) for name in _HALVES}
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
@@ -364,7 +426,8 @@ class Cost:
         return Cost(**fields)
 
     def latency(self, stage: int, to: int) -> float:
-        """Of a value that goes from one device to another; of a skip over several hops, that of the slowest."""
+        """Of a value that goes from one device to another; of a skip over several hops, that of the
+        slowest."""
         if isinstance(self.comm, Sequence):
             return max(self.comm[min(stage, to) : max(stage, to)])
         return self.comm
@@ -376,8 +439,14 @@ class Cost:
             if len(row) != num_stages - (name == "comm"):
                 hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
                 faults.append(f"{name} has {len(row)} numbers{hint}")
-        faults += [f"{skip} is popped by a stage that is not there" for skip in self.skips if skip.pop >= num_stages]
-        raise_all(f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError)
+        faults += [
+            f"{skip} is popped by a stage that is not there"
+            for skip in self.skips
+            if skip.pop >= num_stages
+        ]
+        raise_all(
+            f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError
+        )
 
 
 def are_lengths(values: Any) -> bool:
@@ -389,7 +458,12 @@ def are_lengths(values: Any) -> bool:
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:
-    if len(row) != 3 or type(row[0]) is not int or type(row[1]) is not int or not isinstance(row[2], (int, float)):
+    if (
+        len(row) != 3
+        or type(row[0]) is not int
+        or type(row[1]) is not int
+        or not isinstance(row[2], (int, float))
+    ):
         return False
     return 0 <= row[0] < row[1] and 0 <= row[2] < float("inf")
 

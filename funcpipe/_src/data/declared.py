@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Names as a tuple. Raises PlanError where they are one string, whose letters would be the names."""
+    """Names as a tuple. Raises PlanError where they are one string, whose letters would be the
+    names."""
     if isinstance(names, str):
         raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")
     names = tuple(names)
@@ -33,15 +34,18 @@ def check_function(fn: Any) -> None:
         raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {example}")
     if hasattr(fn, "named_parameters"):
         raise PlanError(
-            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a function of them; "
-            "make one with stage, params, state = fp.from_module(module)"
+            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a "
+            "function of them; make one with stage, params, state = fp.from_module(module)"
         )
     if not callable(fn):
-        raise PlanError(f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}")
+        raise PlanError(
+            f"a stage is made of a function (params, x) -> y; got a {type(fn).__name__}"
+        )
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         raise PlanError(
-            f"{fn.__name__!r} {verb}, so a call of it computes nothing; a stage is an ordinary function that returns "
+            f"{fn.__name__!r} {verb}, so a call of it computes nothing; a stage is an ordinary "
+            "function that returns "
             "its output, and what it hands to later stages in fp.Out(y, stash={...})"
         )
 
@@ -72,7 +76,9 @@ def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> 
             faults.append(f"declares {option} but its function takes no keyword {keyword!r}")
         needed = keyword in keywords and keywords[keyword].default is inspect.Parameter.empty
         if not declaration and needed:
-            faults.append(f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]")
+            faults.append(
+                f"takes the keyword {keyword!r} but declares no {option}; add {option}=[...]"
+            )
     faults += [
         f"names {repeated!r} twice in {label}"
         for label, names in (("stash", stage.stash), ("pop", stage.pop), ("feeds", stage.feeds))
@@ -83,22 +89,26 @@ def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> 
 
 
 def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
-    """The faults of the arguments besides the keywords that stages declare: there are two, params and x."""
+    """The faults of the arguments besides the keywords that stages declare: there are two, params
+    and x."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in parameters if p.kind in kinds]
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return []
     if len(positional) < 2:
         return [
-            f"takes {len(positional)} arguments by position, and is called with two, fn(params, x); without parameters "
-            "params is ()"
+            f"takes {len(positional)} arguments by position, and is called with two, fn(params, "
+            "x); without parameters params is ()"
         ]
     if positional[0].name == "self":
         return ["takes self: give the method of an instance, fp.stage(net.method)"]
     known = ("skips", "feeds", "state", "train", "carry")
     return [
-        f"needs {p.name!r} besides params and x, which nobody gives: bind it, functools.partial(fn, {p.name}=...), or "
-        "declare it as a feed of the batch (feeds=[...])"
+        f"needs {p.name!r} besides params and x, which nobody gives: bind it, "
+        f"functools.partial(fn, {p.name}=...), or declare it as a feed of the batch (feeds=[...])"
         for p in parameters
-        if p not in positional[:2] and p.name not in known and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        if p not in positional[:2]
+        and p.name not in known
+        and p.default is p.empty
+        and p.kind is not p.VAR_KEYWORD
     ]

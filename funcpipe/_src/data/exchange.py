@@ -1,4 +1,5 @@
-"""What the processes of a plan have to say to each other about a result; a process alone has nobody to ask."""
+"""What the processes of a plan have to say to each other about a result; a process alone has nobody
+to ask."""
 
 from __future__ import annotations
 
@@ -20,18 +21,22 @@ def entire(tensor: Any) -> Any:
 
 
 def numbers(gradient: Any) -> Any:
-    """Return the numbers of a gradient; for a sparse gradient, of its rows only, because all others are 0."""
+    """Return the numbers of a gradient; for a sparse gradient, of its rows only, because all others
+    are 0."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """``exchange(subject, value)`` returns the values of all processes of a plan, by replica and rank.
+    """``exchange(subject, value)`` returns the values of all processes of a plan, by replica and
+    rank.
 
     Attributes:
         call: the function that exchanges values.
-        copies: the processes that have the same stages as this one, by replica, as torch.distributed numbers them.
-        telling: returns a context for a named step. An error inside the context is sent to the other processes.
+        copies: the processes that have the same stages as this one, by replica, as
+            torch.distributed numbers them.
+        telling: returns a context for a named step. An error inside the context is sent to the
+            other processes.
     """
 
     call: Callable[[str, Any], list[Any]]
@@ -43,7 +48,8 @@ class Exchange:
         return self.call(about, mine)
 
     def here(self, tensor: Any) -> Any:
-        """What this process has of a tensor that is spread over the copies; any other one as it is."""
+        """What this process has of a tensor that is spread over the copies; any other one as it
+        is."""
         return tensor.to_local() if lies_over(tensor, self.copies) else tensor
 
     def finite(self, about: str, tensors: Iterable[Any]) -> bool:
@@ -66,13 +72,18 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
     """Claim a path for the processes of a pipeline, for as long as their job runs.
 
     Returns:
-        The processes of another pipeline that has claimed the path; () if ``members`` have it now. If two pipelines
-        share a process, they run one after the other, so the later pipeline takes the path over.
+        The processes of another pipeline that has claimed the path; () if ``members`` have it now.
+        If two pipelines share a process, they run one after the other, so the later pipeline takes
+        the path over.
     """
     import torch.distributed as dist
 
     group: Any = dist.group.WORLD
-    store, key, mine = group.get_group_store(), f"funcpipe/saves/{path}", ",".join(map(str, sorted(members)))
+    store, key, mine = (
+        group.get_group_store(),
+        f"funcpipe/saves/{path}",
+        ",".join(map(str, sorted(members))),
+    )
     found = store.compare_set(key, "", mine).decode()
     while found != mine:
         others = tuple(map(int, found.split(",")))

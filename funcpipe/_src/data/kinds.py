@@ -1,8 +1,8 @@
 """The kinds of actions, and the one table of what is true of each.
 
-Whatever walks over actions without running them reads this table: the check, the clock, costs, memory, parsers,
-pictures. What an action does with values is the row of its kind in ``lower/effects.py``, what it does with a stage its
-step in ``engine/steps.py``.
+Whatever walks over actions without running them reads this table: the check, the clock, costs,
+memory, parsers, pictures. What an action does with values is the row of its kind in
+``lower/effects.py``, what it does with a stage its step in ``engine/steps.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv 2401.10241) and torch."""
+    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv
+    2401.10241) and torch."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
@@ -32,11 +33,13 @@ class Kind(Enum):
     G = "G"
     """Reduce: begin to sum the gradients of a stage over its replicas; once a batch."""
     U = "U"
-    """Unshard: begin to gather the parameters of a stage of which each replica holds a part; once or several times."""
+    """Unshard: begin to gather the parameters of a stage of which each replica holds a part; once
+    or several times."""
     S = "S"
     """Step: the optimizer's step of a stage, once its gradients are whole; once a batch."""
 
-    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in Python.
+    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in
+    # Python.
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
@@ -81,10 +84,12 @@ class Scope(Enum):
     MICROBATCH = "microbatch"
     """A microbatch, or a slice of one."""
     STAGE = "stage"
-    """A stage, once a batch: the action has no number. It comes after everything that adds to the stage's gradients."""
+    """A stage, once a batch: the action has no number. It comes after everything that adds to the
+    stage's gradients."""
     RUN = "run"
-    """A run of actions of a stage: those from here to the next action of this kind. The action's number counts the runs
-    of the stage, and what the stage computes in the run waits for the action."""
+    """A run of actions of a stage: those from here to the next action of this kind. The action's
+    number counts the runs of the stage, and what the stage computes in the run waits for the
+    action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +99,25 @@ class KindRow:
     Attributes:
         word: what it does, in pictures.
         scope: what one action is for.
-        after: the kind that must stand before it, of the same stage and microbatch; None: it comes first.
+        after: the kind that must stand before it, of the same stage and microbatch; None: it comes
+            first.
         before_backward: does it stand before the backward (B or I) of its stage and microbatch.
         pair: the kind with which it comes in pairs.
         excludes: the kind that a stage and microbatch has in its place.
-        flow: which values of other stages it waits for, and hands on at its end; None: it stays within its stage.
+        flow: which values of other stages it waits for, and hands on at its end; None: it stays
+            within its stage.
         takes, frees: the memory that it takes at its start, and frees at its end.
         adds: does it add to the gradients of the weights.
         times: how long it takes, as sums of fields of `Cost`: the first sum that has no None.
-        link: the field of `Cost` that says for how much of this time it waits for a link between devices; None: it
-            computes all the time.
+        link: the field of `Cost` that says for how much of this time it waits for a link between
+            devices; None: it computes all the time.
         units: how long it takes in plan order.
         resource: what it occupies.
-        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell any two of them
-            apart, also without one of the three cones; all are light enough for dark letters.
-        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further stages.
+        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell
+            any two of them apart, also without one of the three cones; all are light enough for
+            dark letters.
+        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further
+            stages.
     """
 
     word: str
@@ -246,8 +255,9 @@ COUNTED = tuple(kind for kind, row in KINDS.items() if row.scope is Scope.RUN)
 """The kinds whose number counts the times that they stand for their stage."""
 
 SPELLING = (
-    f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as in 2F0 (2F0.1: its "
-    f"slice 1); or stage and one of {' '.join(kind.value for kind in ONCE)}, as in 2G"
+    f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as "
+    f"in 2F0 (2F0.1: its slice 1); or stage and one of {' '.join(kind.value for kind in ONCE)}, "
+    "as in 2G"
 )
 """How actions are written, in messages."""
 
@@ -255,20 +265,28 @@ LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVI
 """The links of a device."""
 
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
-"""The kinds that run on a device's links (to its host, to other replicas), while the device works."""
+"""The kinds that run on a device's links (to its host, to other replicas), while the device
+works."""
 
 COMPUTES = tuple(
-    kind for kind, row in KINDS.items() if row.resource is Resource.DEVICE and row.scope is Scope.MICROBATCH
+    kind
+    for kind, row in KINDS.items()
+    if row.resource is Resource.DEVICE and row.scope is Scope.MICROBATCH
 )
 """The kinds in which a stage computes with its parameters."""
 
 WHOLE = (*ONCE, *COUNTED)
 """The kinds that are for all microbatches, so that they have no slice of one."""
 
-BY_SIZE = tuple(kind for kind, row in KINDS.items() if row.resource in (Resource.TO_HOST, Resource.FROM_HOST))
-"""The kinds that move memory: for a slice they take its share of the microbatch's memory, not of the time."""
+BY_SIZE = tuple(
+    kind for kind, row in KINDS.items() if row.resource in (Resource.TO_HOST, Resource.FROM_HOST)
+)
+"""The kinds that move memory: for a slice they take its share of the microbatch's memory, not of
+the time."""
 
-WITHOUT_BACKWARD = tuple(kind for kind, row in KINDS.items() if row.flow is Flow.FORWARD or row.scope is Scope.RUN)
+WITHOUT_BACKWARD = tuple(
+    kind for kind, row in KINDS.items() if row.flow is Flow.FORWARD or row.scope is Scope.RUN
+)
 """The kinds of a batch that computes no gradients."""
 
 ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)

@@ -17,19 +17,22 @@ from funcpipe._src.core.tree import Tree, flatten, unflatten
 from funcpipe._src.data.result import Loss
 
 Weigh = Callable[[Tree, Tree], Any]
-"""``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much as it has rows."""
+"""``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much
+as it has rows."""
 
 
 @runtime_checkable
 class Weighing(Protocol):
-    """A loss that returns the mean over a microbatch, and knows beforehand what that mean is divided by."""
+    """A loss that returns the mean over a microbatch, and knows beforehand what that mean is
+    divided by."""
 
     def __call__(self, y: Any, target: Any, /) -> Any:
         """The loss of a microbatch."""
         ...
 
     def weigh(self, inputs: Any, target: Any, /) -> Any:
-        """How much the microbatch counts: a number from 0, also in a 0-dim tensor; None: as much as it has rows."""
+        """How much the microbatch counts: a number from 0, also in a 0-dim tensor; None: as much as
+        it has rows."""
         ...
 
 
@@ -39,9 +42,10 @@ class Counts:
 
     Attributes:
         weigh: how much each counts; None: its rows.
-        summed: losses are sums: they are added, and divided by the weights only where the plan's ``weight`` gives them.
-        known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run raises BatchError
-            where it sees that the loss leaves out targets.
+        summed: losses are sums: they are added, and divided by the weights only where the plan's
+            ``weight`` gives them.
+        known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run
+            raises BatchError where it sees that the loss leaves out targets.
         alike: without weights, all microbatches count equally, whatever their rows.
     """
 
@@ -55,26 +59,65 @@ BY_ROWS = Counts(known=True)
 """Means that count by rows."""
 
 ALIKE = Counts(known=True, alike=True)
-"""The mean over the microbatches of what the loss returned for each, as torch.distributed.pipelining has it."""
+"""The mean over the microbatches of what the loss returned for each, as
+torch.distributed.pipelining has it."""
 
 
 _MODULES = tuple(
     getattr(nn, f"{name}Loss")
     for name in (
-        *("BCE", "BCEWithLogits", "CTC", "CosineEmbedding", "CrossEntropy", "GaussianNLL", "HingeEmbedding", "Huber"),
-        *("KLDiv", "L1", "MSE", "MarginRanking", "MultiLabelMargin", "MultiLabelSoftMargin", "MultiMargin", "NLL"),
+        *(
+            "BCE",
+            "BCEWithLogits",
+            "CTC",
+            "CosineEmbedding",
+            "CrossEntropy",
+            "GaussianNLL",
+            "HingeEmbedding",
+            "Huber",
+        ),
+        *(
+            "KLDiv",
+            "L1",
+            "MSE",
+            "MarginRanking",
+            "MultiLabelMargin",
+            "MultiLabelSoftMargin",
+            "MultiMargin",
+            "NLL",
+        ),
         *("PoissonNLL", "SmoothL1", "SoftMargin", "TripletMargin", "TripletMarginWithDistance"),
     )
 )
 _FUNCTIONS = (
-    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss, F.cross_entropy, F.ctc_loss),
-    *(F.gaussian_nll_loss, F.hinge_embedding_loss, F.huber_loss, F.kl_div, F.l1_loss, F.margin_ranking_loss),
-    *(F.mse_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss),
+    *(
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.cosine_embedding_loss,
+        F.cross_entropy,
+        F.ctc_loss,
+    ),
+    *(
+        F.gaussian_nll_loss,
+        F.hinge_embedding_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.l1_loss,
+        F.margin_ranking_loss,
+    ),
+    *(
+        F.mse_loss,
+        F.multi_margin_loss,
+        F.multilabel_margin_loss,
+        F.multilabel_soft_margin_loss,
+        F.nll_loss,
+    ),
     *(F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss),
     F.triplet_margin_with_distance_loss,
 )
 _KNOWN = {*_FUNCTIONS, *(module.forward for module in _MODULES)}
-"""Torch's losses: functions, and the forwards of modules. All but those below have means that rows divide."""
+"""Torch's losses: functions, and the forwards of modules. All but those below have means that rows
+divide."""
 
 _INDEXED = {F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
 """Losses whose mean is divided by what the targets, class indices, count."""
@@ -84,37 +127,45 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
     """How a plan's loss counts.
 
     Raises:
-        PlanError: a loss of torch that leaves a number for each element, or takes other arguments than (y, target).
+        PlanError: a loss of torch that leaves a number for each element, or takes other arguments
+            than (y, target).
     """
     if loss is None:
         return BY_ROWS
     _refuse_other_arguments(loss)
     body = _body(loss)
-    if not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN:  # it may have no hash
-        # What a module of the user's returns is not known; where its reduction says sum, that is believed.
+    if (
+        not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN
+    ):  # it may have no hash
+        # What a module of the user's returns is not known; where its reduction says sum, that is
+        # believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         weighing = isinstance(loss, Weighing)
-        return Counts(loss.weigh if weighing else None, summed, weighing and getattr(loss, "is_known", True))
+        return Counts(
+            loss.weigh if weighing else None, summed, weighing and getattr(loss, "is_known", True)
+        )
     reduction = _reduction(loss)
     if reduction not in ("mean", "batchmean", "sum"):
         name = _name(loss)
         raise PlanError(
-            f"loss is {name} with reduction={reduction!r}, and the loss of a microbatch is one number; take "
-            f"reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, target: (({name}(y, target) * "
-            "weights).sum(), weights.sum())"
+            f"loss is {name} with reduction={reduction!r}, and the loss of a microbatch is one "
+            "number; take reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, "
+            f"target: (({name}(y, target) * weights).sum(), weights.sum())"
         )
     weigh = CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None
     return Counts(weigh, reduction == "sum", known=True)
 
 
 class CountedTargets:
-    """What a mean cross entropy is divided by: targets that are not ignored, each by the weight of its class."""
+    """What a mean cross entropy is divided by: targets that are not ignored, each by the weight of
+    its class."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss = loss
 
     def __call__(self, inputs: Tree, target: Tree) -> Any:
-        """The sum of the weights; None for probabilities, of which each row counts as much as another."""
+        """The sum of the weights; None for probabilities, of which each row counts as much as
+        another."""
         if not isinstance(target, Tensor) or target.is_floating_point() or target.is_meta:
             return None
         counted = target != _option(self.loss, "ignore_index", -100)
@@ -157,8 +208,9 @@ def _refuse_other_arguments(loss: Any) -> None:
         signature.bind(None, None)
     except TypeError:
         raise PlanError(
-            f"loss is called with (y, target), but {_name(loss)} takes ({', '.join(signature.parameters)}); give a "
-            f"function of the two: loss=lambda y, target: {_name(loss)}(...)"
+            f"loss is called with (y, target), but {_name(loss)} takes "
+            f"({', '.join(signature.parameters)}); give a function of the two: loss=lambda y, "
+            f"target: {_name(loss)}(...)"
         ) from None
 
 
@@ -174,10 +226,14 @@ def check_weight(weight: Any) -> None:
         return
     kind = f"a {type(weight).__name__}"
     if isinstance(weight, Tensor):
-        kind += f" of shape {tuple(weight.shape)}" + ", which requires a gradient" * weight.requires_grad
+        kind += (
+            f" of shape {tuple(weight.shape)}"
+            + ", which requires a gradient" * weight.requires_grad
+        )
     raise StageError(
-        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, how much the "
-        f"microbatch counts; got {kind}. What comes back beside the loss goes into fp.Loss(loss, aux=...)"
+        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, "
+        f"how much the microbatch counts; got {kind}. What comes back beside the loss goes into "
+        "fp.Loss(loss, aux=...)"
     )
 
 
@@ -193,16 +249,22 @@ def read_loss(value: Any) -> tuple[Tensor, Loss]:
         total, weight = value  # pyright: ignore[reportUnknownVariableType]
     if weight is not None:
         check_weight(weight)
-    if not isinstance(total, Tensor) or total.numel() != 1 or not (total.is_floating_point() or total.is_complex()):
+    if (
+        not isinstance(total, Tensor)
+        or total.numel() != 1
+        or not (total.is_floating_point() or total.is_complex())
+    ):
         got = f"a {type(total).__name__}"
         if isinstance(total, Tensor):
             got = f"a tensor of shape {tuple(total.shape)}, {total.dtype}"
         raise StageError(
-            "the loss is a floating number in a tensor: the mean over the microbatch, (sum, weight), or fp.Loss(sum, "
-            f"weight, aux); got {got}"
+            "the loss is a floating number in a tensor: the mean over the microbatch, (sum, "
+            f"weight), or fp.Loss(sum, weight, aux); got {got}"
         )
     return total, Loss(
-        total.detach(), None if weight is None else detached(weight), None if aux is None else detached(aux)
+        total.detach(),
+        None if weight is None else detached(weight),
+        None if aux is None else detached(aux),
     )
 
 

@@ -33,7 +33,8 @@ from funcpipe._src.data.program import (
 from funcpipe._src.data.schedule import Action, action_of
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.SUMS})
-"""The values that the caller takes at the end. No action frees them, even an action that reads them."""
+"""The values that the caller takes at the end. No action frees them, even an action that reads
+them."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Lowered:
     """The program of a plan: integers and names, no functions. Compares, hashes, pickles.
 
     Attributes:
-        num_stages, num_microbatches, num_slices, num_lanes: the counts; slices are those of each microbatch.
+        num_stages, num_microbatches, num_slices, num_lanes: the counts; slices are those of each
+            microbatch.
         wires: what the wire numbers mean.
         calls: every action of the order, its microbatch left open.
-        order: ``call * num_pieces + piece`` of each action, in plan order: an order in which one thread can run
-            everything, and which every lane follows for its own actions.
+        order: ``call * num_pieces + piece`` of each action, in plan order: an order in which one
+            thread can run everything, and which every lane follows for its own actions.
         pools: the slots between lanes.
         pairs: the codes of those that overlap with what comes after them in the order.
     """
@@ -65,7 +67,11 @@ class Lowered:
     @guarded
     def __repr__(self) -> str:
         counts = {"stages": self.num_stages, "pieces": self.num_pieces, "lanes": self.num_lanes}
-        counts |= {"actions": len(self.order), "wires": len(self.wires), "slots between lanes": self._slots()}
+        counts |= {
+            "actions": len(self.order),
+            "wires": len(self.wires),
+            "slots between lanes": self._slots(),
+        }
         return line("Lowered", [("", f"{count} {word}") for word, count in counts.items()])
 
     def _slots(self) -> int:
@@ -87,11 +93,12 @@ class Lowered:
         return action_of(call.kind, call.stage, call.first + piece, self.num_slices)
 
     def first(self, num_microbatches: int) -> Lowered:
-        """The program of the first few microbatches: every action of the others left out, the order kept.
+        """The program of the first few microbatches: every action of the others left out, the order
+        kept.
 
-        Counted actions (U) keep their numbers, also where no remaining action needs them: replicas with more
-        microbatches have the same ones. `Schedule.first` drops them. Pools need no more slots than for all
-        microbatches, so their sizes stay.
+        Counted actions (U) keep their numbers, also where no remaining action needs them: replicas
+        with more microbatches have the same ones. `Schedule.first` drops them. Pools need no more
+        slots than for all microbatches, so their sizes stay.
         """
         before, count = self.num_pieces, num_microbatches * self.num_slices
         limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
@@ -106,10 +113,16 @@ class Lowered:
             return number * count + piece if piece < limits[number] else None
 
         codes = [kept(code) for code in self.order]
-        pairs = (pair for code, pair in zip(self.order, pairwise(codes), strict=False) if code in self.pairs)
+        pairs = (
+            pair
+            for code, pair in zip(self.order, pairwise(codes), strict=False)
+            if code in self.pairs
+        )
         order = Packed(code for code in codes if code is not None)
         joined = frozenset(one for one, other in pairs if one is not None and other is not None)
-        return replace(self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined)
+        return replace(
+            self, num_microbatches=num_microbatches, calls=calls, order=order, pairs=joined
+        )
 
     @cached_property
     def lane_order(self) -> list[int]:
@@ -127,7 +140,8 @@ class Lowered:
         return expand(self, [lane])[0]
 
     def walk(self) -> Iterator[tuple[int, Instruction, dict[int, int]]]:
-        """All instructions in plan order, each with its lane and what lies in its slots (`LaneProgram.contents`)."""
+        """All instructions in plan order, each with its lane and what lies in its slots
+        (`LaneProgram.contents`)."""
         for lane, each in _in_turn(self, [program.contents() for program in self.lanes]):
             yield lane, *each
 
@@ -137,8 +151,11 @@ class Lowered:
             yield f"{lane}: {words}"
 
 
-def _renumbered(calls: Sequence[Call], before: int, after: int) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
-    """Adapt calls to fewer pieces, and map (stage, turn) of counted actions to its call, numbered from turn * after."""
+def _renumbered(
+    calls: Sequence[Call], before: int, after: int
+) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
+    """Adapt calls to fewer pieces, and map (stage, turn) of counted actions to its call, numbered
+    from turn * after."""
     out, turns = list(calls), dict[tuple[int, int], int]()
     for call in calls:
         if call.kind in COUNTED:
@@ -194,9 +211,14 @@ def slots_of(pools: Sequence[Pool]) -> list[range]:
 
 
 def read_again(
-    calls: Sequence[Call], wires: Sequence[Wire], order: Sequence[int], num_pieces: int, lanes: Container[int]
+    calls: Sequence[Call],
+    wires: Sequence[Wire],
+    order: Sequence[int],
+    num_pieces: int,
+    lanes: Container[int],
 ) -> set[tuple[int, int]]:
-    """(position in the order, wire): where an action reads what another of its lane reads later. It must not free that.
+    """(position in the order, wire): where an action reads what another of its lane reads later. It
+    must not free that.
 
     A residual that was moved to the host and comes back is another one.
     """
@@ -205,7 +227,11 @@ def read_again(
     if not shared:
         return set()
     reads = [
-        [(wire, FROM.get(wires[wire].role, 0)) for wire, _ in call.reads if (call.lane, wire) in shared]
+        [
+            (wire, FROM.get(wires[wire].role, 0))
+            for wire, _ in call.reads
+            if (call.lane, wire) in shared
+        ]
         for call in calls
     ]
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
@@ -227,7 +253,8 @@ def _crossings(
 ) -> dict[int, dict[int, int]]:
     """By lane and value, the slot of what some lanes are sent or send.
 
-    In plan order, the slot that has been free for longest: a sender waits only where the plan says that all are taken.
+    In plan order, the slot that has been free for longest: a sender waits only where the plan says
+    that all are taken.
     """
     free = [deque(numbers) for numbers in slots_of(lowered.pools)]
     slots: dict[int, dict[int, int]] = {lane: {} for lane in near}
@@ -245,7 +272,11 @@ def _crossings(
         for call in lowered.calls
     ]
     sends = [
-        [(wire * count, slots[to], free[pool]) for wire, to, pool in call.sends if crosses(call.lane, to)]
+        [
+            (wire * count, slots[to], free[pool])
+            for wire, to, pool in call.sends
+            if crosses(call.lane, to)
+        ]
         for call in lowered.calls
     ]
     for position, code in enumerate(lowered.order):
@@ -259,7 +290,8 @@ def _crossings(
 
 
 class _Writer:
-    """Writes the program of a lane, action by action. Liveness decides every free: after the last read."""
+    """Writes the program of a lane, action by action. Liveness decides every free: after the last
+    read."""
 
     def __init__(
         self,
@@ -272,14 +304,17 @@ class _Writer:
         self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
         self.read = read
         """The wires that an action of the lane reads."""
-        self.taken = frozenset([number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN])
+        self.taken = frozenset(
+            [number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN]
+        )
         """The wires of what the caller takes."""
         self.calls: dict[int, _Form] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
         self.pairs: list[int] = []
         self.late: list[int] = []
-        """What the first of a pair has read and the second frees: the one may still read it while the other runs."""
+        """What the first of a pair has read and the second frees: the one may still read it while
+        the other runs."""
         self.left: list[tuple[int, int]] = []
         self.where: dict[int, int] = {}
         """The slot of each value that lies here."""
@@ -300,19 +335,31 @@ class _Writer:
     def _form(self, number: int) -> _Form:
         """A call with everything that is the same for all its microbatches."""
         call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_pieces
-        sources = [self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads]
+        sources = [
+            self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads
+        ]
         reads = [
-            (wire, wire * count + FROM.get(wires[wire].role, 0), source, Slot(source, wires[wire].role))
+            (
+                wire,
+                wire * count + FROM.get(wires[wire].role, 0),
+                source,
+                Slot(source, wires[wire].role),
+            )
             for (wire, _), source in zip(call.reads, sources, strict=True)
         ]
         writes = [(wire * count, Slot(self.lane, wires[wire].role)) for wire in call.writes]
         sends = [(wire * count, to, self.crossings[to]) for wire, to, _ in call.sends]
         taken = [wire * count for wire in call.writes if wire in self.taken]
-        unread = [wire * count for wire in call.writes if wire not in self.read and wire not in self.taken]
+        unread = [
+            wire * count for wire in call.writes if wire not in self.read and wire not in self.taken
+        ]
         return _Form(len(self.calls), reads, writes, sends, taken, unread)
 
-    def write(self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None) -> None:
-        """One action with everything around it; of a pair the first receives for both, and the second frees for both."""
+    def write(
+        self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None
+    ) -> None:
+        """One action with everything around it; of a pair the first receives for both, and the
+        second frees for both."""
         form = self._get(number)
         where, again, add = self.where, self.again, self.instructions.append
         reads = self._received(form, microbatch)

@@ -22,9 +22,10 @@ class Handover(NamedTuple):
     """What lies between actions.
 
     Attributes:
-        host: by kind and stage, what passed since the action before it on its device, where all was there.
-        hop: from the end of an action to the start of the one on another device that waits for it, without the host's
-            time; None: none did.
+        host: by kind and stage, what passed since the action before it on its device, where all was
+            there.
+        hop: from the end of an action to the start of the one on another device that waits for it,
+            without the host's time; None: none did.
     """
 
     host: Mapping[tuple[Kind, int], float]
@@ -34,9 +35,10 @@ class Handover(NamedTuple):
 def handover_of(spans: Iterable[Span]) -> Handover:
     """Medians of what lies between the actions of a timeline.
 
-    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own device. A wait for a
-    skip, or for a slot, is not seen as one. Where nothing at all overlaps one thread did everything: what it did for
-    another device is no time between two actions of this one.
+    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own
+    device. A wait for a skip, or for a slot, is not seen as one. Where nothing at all overlaps one
+    thread did everything: what it did for another device is no time between two actions of this
+    one.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
@@ -66,7 +68,9 @@ def handover_of(spans: Iterable[Span]) -> Handover:
                 gaps[key].append(max(0.0, start - before))
         free[thread] = max(before, end)
     host = {key: median(values) for key, values in gaps.items()}
-    return Handover(host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None)
+    return Handover(
+        host, median(max(0.0, hop - host.get(key, 0.0)) for key, hop in hops) if hops else None
+    )
 
 
 def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
@@ -75,7 +79,9 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     spans = without_pairs(timeline.spans)
     for _, start, end, action in spans:
-        times[action.kind, action.stage].append(end - start + host.get((action.kind, action.stage), 0.0))
+        times[action.kind, action.stage].append(
+            end - start + host.get((action.kind, action.stage), 0.0)
+        )
     slices, shares = _slices(spans)
     stages = range(1 + max((stage for _, stage in times), default=-1))
 
@@ -116,15 +122,22 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
 def middle(costs: Sequence[Cost]) -> Cost:
     """The median of each number of costs that have the same stages."""
     others = ("skips", "slices", "slice_times")
-    rows = [name for name, value in vars(costs[0]).items() if isinstance(value, tuple) and name not in others]
+    rows = [
+        name
+        for name, value in vars(costs[0]).items()
+        if isinstance(value, tuple) and name not in others
+    ]
     columns = {name: zip(*(getattr(cost, name) for cost in costs), strict=True) for name in rows}
     medians = {name: tuple(map(median, column)) for name, column in columns.items()}
     hops = [cost.comm for cost in costs if isinstance(cost.comm, (int, float))]
-    return replace(costs[0], **medians, **({"comm": median(hops)} if len(hops) == len(costs) else {}))
+    return replace(
+        costs[0], **medians, **({"comm": median(hops)} if len(hops) == len(costs) else {})
+    )
 
 
 def _slices(spans: Sequence[Span]) -> tuple[list[float], Mapping[tuple[Kind, int], float]]:
-    """The time of each slice, and of each kind and stage how many microbatches its slices are together."""
+    """The time of each slice, and of each kind and stage how many microbatches its slices are
+    together."""
     slices = [0.0] * (1 + max((span.action.slice or 0 for span in spans), default=0))
     for _, start, end, action in spans:
         if action.slice is not None and action.kind in (Kind.F, *ADDS):  # what every slice runs

@@ -21,10 +21,11 @@ class Out(NamedTuple):
         y: the output, any tree: the input of the next stage or of the loss.
         stash: a tree for each declared name; later stages take it by ``pop``.
         stats: statistics of this microbatch for the stage's ``commit``, any tree.
-        loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the microbatch's own
-            weight to the plan's loss. () for none (not None: every leaf of an ``Out`` is a tensor then, as vmap and
-            jvp want it).
-        carry: any tree for the next slice of the microbatch, such as keys and values of all slices so far.
+        loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the
+            microbatch's own weight to the plan's loss. () for none (not None: every leaf of an
+            ``Out`` is a tensor then, as vmap and jvp want it).
+        carry: any tree for the next slice of the microbatch, such as keys and values of all slices
+            so far.
     """
 
     y: Tree
@@ -35,17 +36,27 @@ class Out(NamedTuple):
 
     @guarded
     def __repr__(self) -> str:
-        empty = [name for name, tree in self._asdict().items() if isinstance(tree, (tuple, dict)) and not tree]
-        return line("Out", [(name, shapes_of(tree)) for name, tree in self._asdict().items() if name not in empty])
+        empty = [
+            name
+            for name, tree in self._asdict().items()
+            if isinstance(tree, (tuple, dict)) and not tree
+        ]
+        return line(
+            "Out",
+            [(name, shapes_of(tree)) for name, tree in self._asdict().items() if name not in empty],
+        )
 
 
 _new_out = Out.__new__
 
 
 @wraps(_new_out)
-def _with_own_stash(cls: type[Out], y: Tree, stash: Mapping[str, Tree] | None = None, *rest: Any, **named: Any) -> Out:
+def _with_own_stash(
+    cls: type[Out], y: Tree, stash: Mapping[str, Tree] | None = None, *rest: Any, **named: Any
+) -> Out:
     return _new_out(cls, y, {} if stash is None else stash, *rest, **named)
 
 
-# A default dict would be shared: a stage that writes ``out.stash["e"] = x`` would change every later Out.
+# A default dict would be shared: a stage that writes ``out.stash["e"] = x`` would change every
+# later Out.
 Out.__new__ = _with_own_stash

@@ -24,7 +24,8 @@ def time_worked(spans: Iterable[Span], num_devices: int) -> tuple[float, ...]:
 
 
 def pairs_in(spans: Iterable[Span]) -> dict[Action, int]:
-    """The actions that overlap with another one of their device: 0 for the first of two, 1 for the second.
+    """The actions that overlap with another one of their device: 0 for the first of two, 1 for the
+    second.
 
     Those of links (O, L, G, U) are none.
     """
@@ -43,8 +44,11 @@ def pairs_in(spans: Iterable[Span]) -> dict[Action, int]:
 
 
 def without_pairs(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans but for those of pairs; such stay of which nothing of their kind and stage stands alone."""
+    """The spans but for those of pairs; such stay of which nothing of their kind and stage stands
+    alone."""
     every = tuple(spans)
     joined = pairs_in(every)
     alone = {span.action[:2] for span in every if span.action not in joined}
-    return tuple(span for span in every if span.action not in joined or span.action[:2] not in alone)
+    return tuple(
+        span for span in every if span.action not in joined or span.action[:2] not in alone
+    )

@@ -10,7 +10,16 @@ from typing import Any, TypeAlias
 
 from funcpipe._src.core.notebook import page, picture, shown
 from funcpipe._src.core.remembered import declared_fields
-from funcpipe._src.core.shown import Facts, function_words, guarded, line, named, some, stages_words, tied_words
+from funcpipe._src.core.shown import (
+    Facts,
+    function_words,
+    guarded,
+    line,
+    named,
+    some,
+    stages_words,
+    tied_words,
+)
 from funcpipe._src.core.table import Table
 from funcpipe._src.data.losses import BY_ROWS, Counts
 from funcpipe._src.data.lowered import Lowered
@@ -23,7 +32,8 @@ Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule lowered for stages: what `run`, `simulate`, `draw` and `print` interpret. Made by `make_plan`.
+    """A schedule lowered for stages: what `run`, `simulate`, `draw` and `print` interpret. Made by
+    `make_plan`.
 
     Attributes:
         stages: the stages.
@@ -76,12 +86,22 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything but the functions: the same in every process that made the same plan."""
-        parts = [str(self.schedule), str(self.train), str(self.outputs), str(self.loss is None), repr(self.ties)]
+        """A hash of everything but the functions: the same in every process that made the same
+        plan."""
+        parts = [
+            str(self.schedule),
+            str(self.train),
+            str(self.outputs),
+            str(self.loss is None),
+            repr(self.ties),
+        ]
         parts.append(str((self.spare_slots, self.slices, self.merge)))
-        parts.append(str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__)))
+        parts.append(
+            str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__))
+        )
         declared = [
-            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry) for s in self.stages
+            (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry)
+            for s in self.stages
         ]
         parts += map(repr, declared)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
@@ -89,9 +109,16 @@ class Plan:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """What about the plan is not as it could be."""
-        evaluating = "stage {} stays in evaluation mode, as its module was: model.train() before it is made a stage"
+        evaluating = (
+            "stage {} stays in evaluation mode, as its module was: model.train() before it is "
+            "made a stage"
+        )
         return tuple(
-            [evaluating.format(number) for number, stage in enumerate(self.stages) if self.train and stage.evaluation]
+            [
+                evaluating.format(number)
+                for number, stage in enumerate(self.stages)
+                if self.train and stage.evaluation
+            ]
         )
 
     @property
@@ -99,7 +126,11 @@ class Plan:
         """What it is of, in words."""
         schedule = self.schedule
         slices = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
-        devices = "devices chosen at the run" if self.devices is None else some(dict.fromkeys(self.devices))
+        devices = (
+            "devices chosen at the run"
+            if self.devices is None
+            else some(dict.fromkeys(self.devices))
+        )
         return [
             ("schedule", schedule.name),
             ("stages", stages_words(part.name for part in self.stages)),
@@ -123,10 +154,17 @@ class Plan:
                 *map(some, (part.stash, part.pop, part.feeds)),
                 *("yes" if flag else "" for flag in (part.state, part.program is not None)),
             )
-            for number, (part, lane) in enumerate(zip(self.stages, self.schedule.device_of, strict=True))
+            for number, (part, lane) in enumerate(
+                zip(self.stages, self.schedule.device_of, strict=True)
+            )
         ]
         facts = [*self.facts[:-1], *[("hint", hint) for hint in self.hints]]
-        return page("Plan", facts, Table("Stages", heads, tuple(rows), tuple(range(len(heads)))).html(), picture(self))
+        return page(
+            "Plan",
+            facts,
+            Table("Stages", heads, tuple(rows), tuple(range(len(heads)))).html(),
+            picture(self),
+        )
 
     def __str__(self) -> str:
         devices = "unbound" if self.devices is None else ", ".join(map(str, self.devices))
@@ -138,7 +176,8 @@ class Plan:
 
 
 def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
-    """Explain why ``state=`` cannot be missing: training changes the state of some stages. "" where it does not.
+    """Explain why ``state=`` cannot be missing: training changes the state of some stages. "" where
+    it does not.
 
     ``origin`` is the user's name for the object with the model's state; "" without one.
     """
@@ -150,6 +189,11 @@ def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
     if not changing:
         return ""
     begins = (
-        f"{origin}.state for the statistics the model came with" if origin else "the state that training began with"
+        f"{origin}.state for the statistics the model came with"
+        if origin
+        else "the state that training began with"
     )
-    return f"state= is missing: training changes that of {', '.join(changing)}; give result.state, or {begins}"
+    return (
+        f"state= is missing: training changes that of {', '.join(changing)}; give result.state, "
+        f"or {begins}"
+    )

@@ -1,14 +1,15 @@
 """Programs: what each lane of a plan does, instruction by instruction, over numbered slots.
 
-A lane is a device with a row of slots. Its program is a flat list of four instructions: `Receive` a value of another
-lane (or of the caller) into a slot, `Run` an action that reads slots and writes slots, `Send` a slot's value into a
-slot of another lane, `Free` slots. A lane knows no other: what it sends waits until the slot at the other end is free,
-what it receives until it has come. Whatever the library does with a plan (print, run, simulate, prove) reads this list.
+A lane is a device with a row of slots. Its program is a flat list of four instructions: `Receive` a
+value of another lane (or of the caller) into a slot, `Run` an action that reads slots and writes
+slots, `Send` a slot's value into a slot of another lane, `Free` slots. A lane knows no other: what
+it sends waits until the slot at the other end is free, what it receives until it has come. Whatever
+the library does with a plan (print, run, simulate, prove) reads this list.
 
-What the lists are made of is kept short: a *wire* is a value whose microbatch is left open, a `Call` an action whose
-microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the number ``w * M + m``. Where microbatches are
-cut into slices each slice is a piece by itself, and it is pieces that are numbered and counted so: slice ``k`` of ``q``
-is piece ``m * q + k``.
+What the lists are made of is kept short: a *wire* is a value whose microbatch is left open, a
+`Call` an action whose microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the
+number ``w * M + m``. Where microbatches are cut into slices each slice is a piece by itself, and it
+is pieces that are numbered and counted so: slice ``k`` of ``q`` is piece ``m * q + k``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Role(Enum):
     GRAD = "grad"
     """The gradient of a stage's output."""
     INPUT_GRAD = "input_grad"
-    """The gradient of a microbatch of the inputs, in the program of a `vjp`; the caller takes it."""
+    """The gradient of a microbatch of the inputs, in the program of a `vjp`; the caller takes
+    it."""
     SKIP_GRAD = "skip_grad"
     """The gradient of a skip from one of its poppers (the peer)."""
     RESIDUAL = "residual"
@@ -58,18 +60,21 @@ class Role(Enum):
     OUTPUT = "output"
     """The last stage's output, where the plan returns outputs; the caller takes it."""
     CARRY = "carry"
-    """What a stage hands from one slice of a microbatch to the next; read by the piece after the one that made it."""
+    """What a stage hands from one slice of a microbatch to the next; read by the piece after the
+    one that made it."""
     CARRY_GRAD = "carry_grad"
     """The gradient of what a slice was handed; read by the piece before the one that made it."""
 
     SUMS = "sums"
-    """The reduction of a stage's gradients over its replicas; S reads it, and the caller takes it."""
+    """The reduction of a stage's gradients over its replicas; S reads it, and the caller takes
+    it."""
 
     __hash__ = object.__hash__
 
 
 FROM = {Role.CARRY: -1, Role.CARRY_GRAD: 1}
-"""Of which piece a value is that an action reads, counted from its own; of all others it is the same."""
+"""Of which piece a value is that an action reads, counted from its own; of all others it is the
+same."""
 
 
 class Value(NamedTuple):
@@ -77,7 +82,8 @@ class Value(NamedTuple):
 
     Attributes:
         role: what it is for.
-        stage: the stage that it belongs to: that wrote it, or (for gradients) whose value it is the gradient of.
+        stage: the stage that it belongs to: that wrote it, or (for gradients) whose value it is the
+            gradient of.
         microbatch: of which microbatch.
         name: of a skip or a feed.
         peer: of a skip gradient: the stage that popped; else -1.
@@ -92,7 +98,10 @@ class Value(NamedTuple):
     slice: int | None = None
 
     def __str__(self) -> str:
-        parts = [str(self.stage), f"{self.microbatch}{'' if self.slice is None else f'.{self.slice}'}"]
+        parts = [
+            str(self.stage),
+            f"{self.microbatch}{'' if self.slice is None else f'.{self.slice}'}",
+        ]
         parts += [self.name] if self.name else []
         parts += [f"from {self.peer}"] if self.peer >= 0 else []
         return f"{self.role.value}[{','.join(parts)}]"
@@ -115,11 +124,12 @@ class Call(NamedTuple):
         stage: on which stage.
         lane: where.
         keeps: does a forward keep its residual.
-        reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on this one.
+        reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on
+            this one.
         writes: wires.
         sends: (wire, lane, pool): who else gets what it writes, in this order.
-        first: for counted actions (U), the number that piece 0 of this call stands for. A stage may have more U than
-            microbatches.
+        first: for counted actions (U), the number that piece 0 of this call stands for. A stage may
+            have more U than microbatches.
     """
 
     kind: Kind
@@ -233,7 +243,8 @@ class LaneProgram:
         calls: what it runs, microbatches left open.
         slots: what each slot is for.
         instructions: the program.
-        ends: where each action's part of the instructions ends: its receives, itself, its frees and sends.
+        ends: where each action's part of the instructions ends: its receives, itself, its frees and
+            sends.
         outgoing: (lane, slot) of every slot elsewhere that it sends into.
         left: (value, slot) of what the caller takes at the end.
         pairs: the numbers of the actions that overlap with the action after them.
@@ -255,8 +266,14 @@ class LaneProgram:
 
     @guarded
     def __repr__(self) -> str:
-        counts = {"instructions": len(self.instructions), "actions": len(self.ends), "slots": len(self.slots)}
-        return line(f"LaneProgram {self.lane}", [("", f"{count} {word}") for word, count in counts.items()])
+        counts = {
+            "instructions": len(self.instructions),
+            "actions": len(self.ends),
+            "slots": len(self.slots),
+        }
+        return line(
+            f"LaneProgram {self.lane}", [("", f"{count} {word}") for word, count in counts.items()]
+        )
 
     @cached_property
     def num_pieces(self) -> int:
@@ -298,7 +315,8 @@ class LaneProgram:
         return tuple(instruction for instruction in self.instructions if type(instruction) is Run)
 
     def contents(self) -> Iterator[tuple[Instruction, dict[int, int]]]:
-        """Each instruction with what lies in the slots when it begins: value numbers by slot. The dict is reused."""
+        """Each instruction with what lies in the slots when it begins: value numbers by slot. The
+        dict is reused."""
         value_of: dict[int, int] = {}
         for instruction in self.instructions:
             if type(instruction) is Receive:
@@ -328,7 +346,10 @@ class LaneProgram:
                 case Run(_, _, reads, writes):
                     at, _ = next(runs)
                     beside = f" beside {self.action(self.runs[at + 1])}" if at in self.pairs else ""
-                    words = [f"{self.action(instruction)}{beside}", *(["reads " + see(*reads)] if reads else [])]
+                    words = [
+                        f"{self.action(instruction)}{beside}",
+                        *(["reads " + see(*reads)] if reads else []),
+                    ]
                     yield "  ".join([*words, *(["writes " + see(*writes)] if writes else [])])
                 case Send(slot, to, into):
                     yield f"send {see(slot)} to {to}@{into}"
@@ -341,7 +362,8 @@ class LaneProgram:
         for number, slot in enumerate(self.slots):
             kinds.setdefault(slot, []).append(number)
         words = [
-            f"{spans(numbers)} {role.value}" + ("" if source == self.lane else f" from {lane_name(source)}")
+            f"{spans(numbers)} {role.value}"
+            + ("" if source == self.lane else f" from {lane_name(source)}")
             for (source, role), numbers in kinds.items()
         ]
         return f"lane {self.lane}, slots: {', '.join(words)}"

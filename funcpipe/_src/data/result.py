@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from funcpipe._src.core.notebook import page, picture, shown
 from funcpipe._src.core.remembered import declared_fields
-from funcpipe._src.core.shown import Facts, amount_of, guarded, line, named, number_of, shapes_of, some
+from funcpipe._src.core.shown import (
+    Facts,
+    amount_of,
+    guarded,
+    line,
+    named,
+    number_of,
+    shapes_of,
+    some,
+)
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable
 from funcpipe._src.data.arrows import Arrow
 from funcpipe._src.data.cost import Cost, PerStage
@@ -48,12 +57,13 @@ class Timeline:
     Attributes:
         spans: every action, by start.
         num_devices: how many lanes.
-        peak: the most memory held in residuals, one number per device, in the unit of `Cost.residual` (measured
-            timelines count residuals).
+        peak: the most memory held in residuals, one number per device, in the unit of
+            `Cost.residual` (measured timelines count residuals).
         unit: of the times: "units" of a cost, or "s" where measured.
         comm: the latency between devices that the times include, as in `Cost`.
         name: what it is a timeline of.
-        memory: for each device what it holds over time, as steps ``(from when, how much)``; its maximum is the peak.
+        memory: for each device what it holds over time, as steps ``(from when, how much)``; its
+            maximum is the peak.
         lanes: what each device is called in pictures; () for "device 0", "device 1", ...
         path: the critical path where it is known, as `simulate` knows it.
         stages: the names of the stages, for traces; () where they are not known. Not compared.
@@ -83,7 +93,8 @@ class Timeline:
     def span(self) -> float:
         """The longest time that a device is between its first start and last end.
 
-        The steady-state cost of the zero-bubble papers, where one batch follows the other without a barrier.
+        The steady-state cost of the zero-bubble papers, where one batch follows the other without a
+        barrier.
         """
         first, last = [float("inf")] * self.num_devices, [0.0] * self.num_devices
         for device, start, end, _ in self.spans:
@@ -92,12 +103,14 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works; O, L and G are the work of its links. Where two overlap it works once."""
+        """Time that each device works; O, L and G are the work of its links. Where two overlap it
+        works once."""
         return time_worked(self.spans, self.num_devices)
 
     @property
     def bubble(self) -> float:
-        """The share of the makespan in which the busiest device waits: ``1 - max(busy) / makespan``.
+        """The share of the makespan in which the busiest device waits: ``1 - max(busy) /
+        makespan``.
 
         What the schedule loses. The other devices may wait for longer: see `idle`.
         """
@@ -110,7 +123,8 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """The share of all device time in which devices do not work: ``1 - sum(busy) / (num_devices * makespan)``.
+        """The share of all device time in which devices do not work: ``1 - sum(busy) / (num_devices
+        * makespan)``.
 
         Never less than the bubble, and equal to it where all devices work as long.
         """
@@ -120,9 +134,10 @@ class Timeline:
     def imbalance(self) -> float:
         """What devices lose by unequal work: ``1 - mean(busy) / max(busy)``, whatever the makespan.
 
-        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``. Equal work at the
-        same bubble would shorten the makespan, and the span, by this share: the most that `balance` wins there. Mostly
-        the bubble grows as the work becomes equal, and the win is smaller; simulate equal stages to see it.
+        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``.
+        Equal work at the same bubble would shorten the makespan, and the span, by this share: the
+        most that `balance` wins there. Mostly the bubble grows as the work becomes equal, and the
+        win is smaller; simulate equal stages to see it.
 
         >>> slow = fp.typing.Span(0, 0.0, 4.0, fp.Action.parse("0F0"))
         >>> fast = fp.typing.Span(1, 6.0, 8.0, fp.Action.parse("1F0"))
@@ -135,10 +150,11 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last action.
+        """The chain of actions, each starting when the one before lets it, that ends with the last
+        action.
 
-        Of a measured timeline it is what the spans look like: along stages, devices and links to the host; a wait for a
-        skip or a slot is not followed.
+        Of a measured timeline it is what the spans look like: along stages, devices and links to
+        the host; a wait for a skip or a slot is not followed.
         """
         if self.path or not self.spans:
             return self.path
@@ -156,7 +172,9 @@ class Timeline:
             path.append(span.action)
             visited.add(span.action)
             previous = before[span.action]
-            needs = [other for need in span.action.needs() if (other := spans.get(need)) is not None]
+            needs = [
+                other for need in span.action.needs() if (other := spans.get(need)) is not None
+            ]
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [choice for choice in choices if choice[1].action not in visited]
@@ -177,11 +195,13 @@ class Timeline:
         return {key: tuple(values) for key, values in out.items()}
 
     def cost(self, *, handover: bool = False) -> Cost:
-        """The mean time of each kind on each stage, to simulate with: what the actions took, without the waiting.
+        """The mean time of each kind on each stage, to simulate with: what the actions took,
+        without the waiting.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O, L, G, U and S are
-        nothing. The slices of a microbatch count together; `Cost.slice_times` has the time of each slice. If an action
-        overlaps with another one, its time counts only for stages where the kind never runs alone.
+        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O,
+        L, G, U and S are nothing. The slices of a microbatch count together; `Cost.slice_times` has
+        the time of each slice. If an action overlaps with another one, its time counts only for
+        stages where the kind never runs alone.
 
         >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
         >>> second = fp.typing.Span(0, 1.5, 4.5, fp.Action.parse("0F1"))
@@ -190,13 +210,15 @@ class Timeline:
         ((2.0,), (2.5,))
 
         Args:
-            handover: count what a measured timeline has between actions, too. What passes on a device between two of
-                them, though all was there, is time of the second (the median of its kind and stage): the host's. And
-                ``comm`` is the median of what passes from the end of an action to the start of the one on another
-                device that waits for it: the hop, with waking up.
+            handover: count what a measured timeline has between actions, too. What passes on a
+                device between two of them, though all was there, is time of the second (the median
+                of its kind and stage): the host's. And ``comm`` is the median of what passes from
+                the end of an action to the start of the one on another device that waits for it:
+                the hop, with waking up.
 
         Returns:
-            A cost with one number per stage, in the timeline's unit; ``comm`` is one number, or the timeline's.
+            A cost with one number per stage, in the timeline's unit; ``comm`` is one number, or the
+            timeline's.
         """
         return cost_of(self, handover=handover)
 
@@ -212,10 +234,12 @@ class Timeline:
         Path(path).write_text(json.dumps(self.chrome_trace(), separators=(",", ":")))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace as data: complete events ("X") in microseconds, one thread per device; what it holds as a counter.
+        """The trace as data: complete events ("X") in microseconds, one thread per device; what it
+        holds as a counter.
 
-        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of their own. Arrows (flow
-        events) lead from what makes a value to what reads it on another device, or pops it.
+        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of
+        their own. Arrows (flow events) lead from what makes a value to what reads it on another
+        device, or pops it.
         """
         return chrome_trace(self)
 
@@ -223,7 +247,11 @@ class Timeline:
         head = f"{self.name or 'timeline'}: {len(self.spans)} actions on {self.num_devices} devices"
         makespan, span = (f"{time:.6g} {self.unit}" for time in (self.makespan, self.span))
         times = f"makespan {makespan}" + (f", span {span}" if span != makespan else "")
-        peak = f"peak {some((f'{amount:g}' for amount in self.peak), most=8)} residuals" if self.peak else ""
+        peak = (
+            f"peak {some((f'{amount:g}' for amount in self.peak), most=8)} residuals"
+            if self.peak
+            else ""
+        )
         return "; ".join(part for part in (head, times, shares(self), peak) if part)
 
     @guarded
@@ -239,11 +267,15 @@ def percent(share: float) -> str:
 
 
 def imbalance_of(timeline: Timeline) -> str:
-    """The imbalance and what balancing wins, in words; "" where it is negligible, or where lanes are not devices."""
+    """The imbalance and what balancing wins, in words; "" where it is negligible, or where lanes
+    are not devices."""
     if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
         return ""
     share = percent(timeline.imbalance)
-    return f"imbalance {share}: equal work on all devices would save {share} of the makespan at the same bubble"
+    return (
+        f"imbalance {share}: equal work on all devices would save {share} of the makespan at the "
+        "same bubble"
+    )
 
 
 def shares(timeline: Timeline) -> str:
@@ -259,7 +291,8 @@ class Loss(NamedTuple):
     """What a loss function may return when a plain mean is not enough.
 
     Attributes:
-        sum: the sum over what counts, a 0-dim tensor; with ``weight=None`` the mean over the microbatch.
+        sum: the sum over what counts, a 0-dim tensor; with ``weight=None`` the mean over the
+            microbatch.
         weight: how much counts (rows, tokens): the batch's loss is all sums over all weights.
         aux: anything else to hand back, any tree; `Result.aux` has one per microbatch.
     """
@@ -279,10 +312,12 @@ class RunStats:
         threads_per_lane: intra-op threads of each lane.
         num_microbatches: how many microbatches had rows.
         seconds: from the first action to the last, by the wall clock.
-        slots: the most values that lay in each pool at a time, in the order of the program's pools; of `ranks` in those
-            of this process, once they are read, and 0 in others.
-        began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where none was measured.
-        first_microbatch: with replicas, the index of this replica's first microbatch in ``Result.losses``.
+        slots: the most values that lay in each pool at a time, in the order of the program's pools;
+            of `ranks` in those of this process, once they are read, and 0 in others.
+        began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where
+            none was measured.
+        first_microbatch: with replicas, the index of this replica's first microbatch in
+            ``Result.losses``.
     """
 
     executor: str
@@ -309,11 +344,12 @@ class Result:
 
     Attributes:
         loss: of the whole batch, a 0-dim tensor on the last device; None without a loss.
-        weight: what the loss was divided by; None: by nothing, it is the sum of the microbatches' sums.
+        weight: what the loss was divided by; None: by nothing, it is the sum of the microbatches'
+            sums.
         losses: of each microbatch, its mean (where the loss is a sum, its sum).
         aux: what the loss function handed back, one tree per microbatch.
-        grads: one tree per stage, as params: None where not trainable, zeros where unused. None without backwards,
-            and of `run_batches`, which spends them.
+        grads: one tree per stage, as params: None where not trainable, zeros where unused. None
+            without backwards, and of `run_batches`, which spends them.
         unused: (stage, path) of trainable leaves that no backward reached.
         state: the new state, one tree per stage, always the full tuple.
         outputs: of the last stage, merged over microbatches; None unless the plan returns outputs.
@@ -322,7 +358,8 @@ class Result:
         loss_scale: what the gradients (not the loss) were multiplied by.
         ties: of the plan: groups of (stage, path) that are one parameter.
         exchange: what other processes have to say of the result, where it is of `ranks`.
-        norm: of the gradients of all stages before clipping, as `step` gives it; None where the run stepped nothing.
+        norm: of the gradients of all stages before clipping, as `step` gives it; None where the run
+            stepped nothing.
     """
 
     loss: Any
@@ -346,14 +383,25 @@ class Result:
         stats, timeline = self.stats, self.timeline
         loss = "" if self.loss is None else number_of(self.loss)
         return [
-            ("loss", f"{loss} of weight {self.weight:g}" if loss and self.weight is not None else loss),
-            ("microbatches", f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s"),
+            (
+                "loss",
+                f"{loss} of weight {self.weight:g}" if loss and self.weight is not None else loss,
+            ),
+            (
+                "microbatches",
+                f"{stats.num_microbatches} by {stats.executor} in {stats.seconds:.3g} s",
+            ),
             ("gradients", amount_of(self.grads)),
             ("loss scale", "" if self.loss_scale == 1.0 else f"{self.loss_scale:g}"),
             ("unused", named(len(self.unused), "leaf").replace("leafs", "leaves")),
             ("state", amount_of(self.state)),
             ("outputs", shapes_of(self.outputs)),
-            ("timeline", "" if timeline is None else f"{len(timeline.spans)} actions in {timeline.makespan:.3g} s"),
+            (
+                "timeline",
+                ""
+                if timeline is None
+                else f"{len(timeline.spans)} actions in {timeline.makespan:.3g} s",
+            ),
         ]
 
     @guarded

@@ -30,12 +30,15 @@ from funcpipe._src.data.spelling import ACTION, is_word, unread, words_of
 
 
 class Action(NamedTuple):
-    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward, microbatch 0.
+    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward,
+    microbatch 0.
 
-    A microbatch may be cut along its sequence into slices, each an action of its own: ``2F0.1`` is its slice 1.
+    A microbatch may be cut along its sequence into slices, each an action of its own: ``2F0.1`` is
+    its slice 1.
 
-    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``. Of what stands several times for
-    all microbatches (`Kind.U`) the number says which time it is: ``2U0``, later ``2U1``.
+    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``. Of what
+    stands several times for all microbatches (`Kind.U`) the number says which time it is: ``2U0``,
+    later ``2U1``.
     """
 
     kind: Kind
@@ -57,16 +60,23 @@ class Action(NamedTuple):
         (True, True)
 
         Raises:
-            ScheduleError: the text is anything else than stage, letter, microbatch (or none), and perhaps a slice.
+            ScheduleError: the text is anything else than stage, letter, microbatch (or none), and
+                perhaps a slice.
         """
         match = ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is no action: write {SPELLING}")
         stage, kind, microbatch, number, once = match.groups()
-        return cls(Kind(once or kind), int(stage), int(microbatch or 0), None if number is None else int(number))
+        return cls(
+            Kind(once or kind),
+            int(stage),
+            int(microbatch or 0),
+            None if number is None else int(number),
+        )
 
     def needs(self) -> Sequence[Action]:
-        """What it may wait for: of its own stage and microbatch, and of the next stages that values come from.
+        """What it may wait for: of its own stage and microbatch, and of the next stages that values
+        come from.
 
         Of slices also the one before (backward: after) it, whose carry it reads.
 
@@ -80,9 +90,13 @@ class Action(NamedTuple):
         awaited = [self._replace(kind=row.after)] if row.after is not None else []
         if row.flow is not None:
             step = 1 if row.flow is Flow.FORWARD else -1
-            awaited += [self._replace(kind=other, stage=stage - step) for other in flowing(row.flow)]
+            awaited += [
+                self._replace(kind=other, stage=stage - step) for other in flowing(row.flow)
+            ]
             if number is not None and number >= step:
-                awaited += [self._replace(kind=other, slice=number - step) for other in flowing(row.flow)]
+                awaited += [
+                    self._replace(kind=other, slice=number - step) for other in flowing(row.flow)
+                ]
         return awaited
 
 
@@ -101,15 +115,16 @@ Pair = tuple[Action, Action]
 class Schedule:
     """The order of actions on each device.
 
-    Schedules compare, hash and pickle by orders and pairs; the name is a label. The constructor checks nothing: `check`
-    does, which `make_plan` and `simulate` call.
+    Schedules compare, hash and pickle by orders and pairs; the name is a label. The constructor
+    checks nothing: `check` does, which `make_plan` and `simulate` call.
 
     Attributes:
         orders: one tuple of Actions per device, in the order in which the device runs them.
         name: what to call it in pictures.
-        pairs: which neighbours in an order overlap, as (first, second). Both begin when both can; a CUDA device runs
-            them on two streams, so that one computes while the other waits for a link (all-to-all of experts), a CPU
-            lane runs them one after the other. Printed ``(0F3 1B1)``.
+        pairs: which neighbours in an order overlap, as (first, second). Both begin when both can; a
+            CUDA device runs them on two streams, so that one computes while the other waits for a
+            link (all-to-all of experts), a CPU lane runs them one after the other. Printed ``(0F3
+            1B1)``.
     """
 
     orders: tuple[tuple[Action, ...], ...]
@@ -136,7 +151,8 @@ class Schedule:
         """
         if not isinstance(text, str):
             raise ScheduleError(
-                f"parse takes text, a line for each device, such as '0F0 0B0'; got a {type(text).__name__}"
+                "parse takes text, a line for each device, such as '0F0 0B0'; got a "
+                f"{type(text).__name__}"
             )
         orders: list[tuple[Action, ...]] = []
         pairs: list[Pair] = []
@@ -185,8 +201,14 @@ class Schedule:
     @guarded
     def __repr__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        stages, microbatches = count_text(self.num_stages, "stage"), count_text(self.num_microbatches, "microbatch")
-        return f"<Schedule {self.name}: {stages}, {microbatches}{slices}, {count_text(self.num_devices, 'device')}>"
+        stages, microbatches = (
+            count_text(self.num_stages, "stage"),
+            count_text(self.num_microbatches, "microbatch"),
+        )
+        return (
+            f"<Schedule {self.name}: {stages}, {microbatches}{slices}, "
+            f"{count_text(self.num_devices, 'device')}>"
+        )
 
     _repr_html_ = shown(picture)
 
@@ -205,7 +227,9 @@ class Schedule:
     @cached_property
     def num_microbatches(self) -> int:
         """Count the microbatches: one more than the largest index. Numbers of U do not count."""
-        numbers = (action[2] for order in self.orders for action in order if action[0] not in COUNTED)
+        numbers = (
+            action[2] for order in self.orders for action in order if action[0] not in COUNTED
+        )
         return 1 + max(numbers, default=-1)
 
     @cached_property
@@ -216,7 +240,8 @@ class Schedule:
 
     @cached_property
     def num_pieces(self) -> int:
-        """How many pieces the batch has: the slices of its microbatches, or these where they are whole."""
+        """How many pieces the batch has: the slices of its microbatches, or these where they are
+        whole."""
         return self.num_microbatches * self.num_slices
 
     @cached_property
@@ -241,11 +266,13 @@ class Schedule:
 
     @cached_property
     def is_ascending(self) -> bool:
-        """Do the gradients of every stage accumulate in ascending microbatch order (then such schedules agree).
+        """Do the gradients of every stage accumulate in ascending microbatch order (then such
+        schedules agree).
 
         Those of slices accumulate from the last of a microbatch to its first.
         """
-        # A stage that splits its backward adds at W, one that does not at I; both must ascend, and B counts for both.
+        # A stage that splits its backward adds at W, one that does not at I; both must ascend, and
+        # B counts for both.
         last: dict[tuple[Kind, int], tuple[int, int]] = {}
         for order in self.orders:
             for kind, stage, microbatch, number in order:
@@ -259,9 +286,11 @@ class Schedule:
         return True
 
     def backward_order(self, stage: int) -> tuple[Action, ...]:
-        """The backwards of a stage (B, I, W) as its device runs them: the order in which its weight gradients accumulate.
+        """The backwards of a stage (B, I, W) as its device runs them: the order in which its weight
+        gradients accumulate.
 
-        They are added at B and, of a split one, at W; by an eager stage those that do not wait for W at I.
+        They are added at B and, of a split one, at W; by an eager stage those that do not wait for
+        W at I.
 
         >>> print(*fp.Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
         0I0 0I1 0W1 0W0
@@ -270,7 +299,8 @@ class Schedule:
         return tuple(a for a in order if a.stage == stage and a.kind in ADDS)
 
     def first(self, num_microbatches: int) -> Schedule:
-        """The schedule of the first few microbatches: every action of the others dropped, the order kept.
+        """The schedule of the first few microbatches: every action of the others dropped, the order
+        kept.
 
         U that no remaining action needs are dropped, too, and the others are numbered anew.
 
@@ -281,10 +311,15 @@ class Schedule:
             ScheduleError: ``num_microbatches`` is not a whole number from 1.
         """
         if type(num_microbatches) is not int or num_microbatches < 1:
-            raise ScheduleError(f"first takes a number of microbatches, from 1; got {num_microbatches!r}")
+            raise ScheduleError(
+                f"first takes a number of microbatches, from 1; got {num_microbatches!r}"
+            )
         if num_microbatches >= self.num_microbatches:
             return self
-        kept = select(self.orders, lambda action: action.kind in COUNTED or action.microbatch < num_microbatches)
+        kept = select(
+            self.orders,
+            lambda action: action.kind in COUNTED or action.microbatch < num_microbatches,
+        )
         return self.reordered([recounted(order) for order in kept], self.name)
 
     def forwards(self) -> Schedule:
@@ -293,27 +328,43 @@ class Schedule:
         >>> print(fp.Schedule.parse("0F0 0F1 0B0 0B1").forwards())
         0F0 0F1
         """
-        return self.reordered(select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards")
+        return self.reordered(
+            select(self.orders, lambda action: action.kind is Kind.F), f"{self.name} forwards"
+        )
 
 
 def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
-    """Orders as given, in lists. Raises ScheduleError for what has no rows; what are actions is for `check`."""
+    """Orders as given, in lists. Raises ScheduleError for what has no rows; what are actions is for
+    `check`."""
     rows: list[tuple[Any, ...]] = []
-    for row in orders if isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping)) else [orders]:
+    for row in (
+        orders
+        if isinstance(orders, Iterable) and not isinstance(orders, (str, Mapping))
+        else [orders]
+    ):
         if isinstance(row, (str, Mapping, Action)) or not isinstance(row, Iterable):
-            read = "; Schedule.parse reads text, a line for each device" if isinstance(row, str) else ""
-            raise ScheduleError(f"orders has for each device a tuple of Actions; got {type(row).__name__}{read}")
+            read = (
+                "; Schedule.parse reads text, a line for each device"
+                if isinstance(row, str)
+                else ""
+            )
+            raise ScheduleError(
+                f"orders has for each device a tuple of Actions; got {type(row).__name__}{read}"
+            )
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def _frozen(pairs: Any) -> frozenset[Any]:
-    """Pairs as given, in lists or sets. Raises ScheduleError for what is none at all; what are pairs is for `check`."""
+    """Pairs as given, in lists or sets. Raises ScheduleError for what is none at all; what are
+    pairs is for `check`."""
     try:
         return frozenset(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
     except TypeError:
         example = "pairs={(fp.Action(fp.Kind.F, 0, 1), fp.Action(fp.Kind.B, 0, 0))}"
-        raise ScheduleError(f"pairs is a set of pairs of actions, as {example}; got {pairs!r}") from None
+        raise ScheduleError(
+            f"pairs is a set of pairs of actions, as {example}; got {pairs!r}"
+        ) from None
 
 
 def serving(order: Sequence[Action]) -> frozenset[Action]:
@@ -332,7 +383,8 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
 
 
 def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Return an order without counted actions that no other action needs; the remaining ones are numbered from 0."""
+    """Return an order without counted actions that no other action needs; the remaining ones are
+    numbered from 0."""
     out: list[Action] = []
     served, times = serving(order), Counter[int]()
     for action in order:

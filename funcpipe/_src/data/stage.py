@@ -15,7 +15,13 @@ from funcpipe._src.core.captured import captured_values
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.shown import function_words, guarded, line, some
 from funcpipe._src.core.tree import Tree
-from funcpipe._src.data.declared import arguments_of, check_declaration, check_function, checked_names, keywords_of
+from funcpipe._src.data.declared import (
+    arguments_of,
+    check_declaration,
+    check_function,
+    checked_names,
+    keywords_of,
+)
 from funcpipe._src.data.out import Out
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -23,11 +29,13 @@ Commit: TypeAlias = Callable[[Tree, tuple[Tree, ...]], Tree]
 
 
 CARRY = ""
-"""The name, which no skip has, under which runs keep what a stage hands to its next slice among its stashes."""
+"""The name, which no skip has, under which runs keep what a stage hands to its next slice among its
+stashes."""
 
 
 class BoundFn(Protocol):
-    """A stage function with its parameters put in: what one run calls, from one thread, and drops at its end."""
+    """A stage function with its parameters put in: what one run calls, from one thread, and drops
+    at its end."""
 
     @property
     def places(self) -> Mapping[int, str]:
@@ -52,7 +60,8 @@ class Origin(Protocol):
 
 
 class Bindable(ABC):
-    """A stage function that wants to know its parameters for a whole run (module stages, compositions)."""
+    """A stage function that wants to know its parameters for a whole run (module stages,
+    compositions)."""
 
     @abstractmethod
     def bind(self, params: Tree, state: Tree) -> BoundFn:
@@ -96,7 +105,8 @@ class _Plain(partial[Any]):
 
 
 SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
-"""The part of a composition that runs, None outside of any: random numbers are the part's, as if it stood alone."""
+"""The part of a composition that runs, None outside of any: random numbers are the part's, as if it
+stood alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +122,8 @@ class Shared:
 
 @dataclass(eq=False)
 class StageFacts:
-    """Facts about a stage that runs found, kept so that runs look once. Copies of a stage have none.
+    """Facts about a stage that runs found, kept so that runs look once. Copies of a stage have
+    none.
 
     Attributes:
         draws: in which modes (training or not) it drew random numbers.
@@ -121,7 +132,8 @@ class StageFacts:
         foreign: weak references to leaves of its graph that are not of the run's making.
         inputs: weak references to the inputs of the microbatch whose graph a run checked last.
         late: did the plan's loss behind it give weights that nobody knew before.
-        settled: whether a plan found the globals and closures of the function as they were at the stage's creation.
+        settled: whether a plan found the globals and closures of the function as they were at the
+            stage's creation.
     """
 
     draws: set[bool] = field(default_factory=set)
@@ -135,7 +147,8 @@ class StageFacts:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A pure function with declared stash, pop, feeds and state. Made by `stage`, `from_module`, `compose`.
+    """A pure function with declared stash, pop, feeds and state. Made by `stage`, `from_module`,
+    `compose`.
 
     Calling it returns what the function returned, so a stage is its own unit test::
 
@@ -148,14 +161,19 @@ class Stage:
         pop: names that it takes from earlier stages; they arrive as ``skips``.
         feeds: names of values of the batch that it gets besides ``x``; they arrive as ``feeds``.
         state: does it read state (running statistics, tables); it arrives as ``state``.
-        commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state never changes.
-        offers: stashed names that nobody has to pop, because a composition already popped them inside.
+        commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state
+            never changes.
+        offers: stashed names that nobody has to pop, because a composition already popped them
+            inside.
         program: how a run calls it: None: as it is; else what `compile` made.
-        shares: which of its parameters other stages hold too: (path, what is shared). A plan ties them by itself.
-        carry: does it hand something from each slice of a microbatch to the next; it arrives as ``carry``, None for the
-            first.
-        evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module was as a whole.
-        closed: what the free names of its function held when it was made; the first plan looks whether they still do.
+        shares: which of its parameters other stages hold too: (path, what is shared). A plan ties
+            them by itself.
+        carry: does it hand something from each slice of a microbatch to the next; it arrives as
+            ``carry``, None for the first.
+        evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module
+            was as a whole.
+        closed: what the free names of its function held when it was made; the first plan looks
+            whether they still do.
         seen: what runs found out about it.
     """
 
@@ -179,7 +197,10 @@ class Stage:
     def __repr__(self) -> str:
         declared = {"stash": self.stash, "pop": self.pop, "feeds": self.feeds}
         kept = [word for word in ("state", "carry") if getattr(self, word)]
-        words = [("", function_words(self.fn)), *[(name, some(names)) for name, names in declared.items()]]
+        words = [
+            ("", function_words(self.fn)),
+            *[(name, some(names)) for name, names in declared.items()],
+        ]
         kept += ["compiled"] * (self.program is not None)
         words += [("", word) for word in kept]
         return line(f"Stage {self.name!r}" if self.name else "Stage", words)
@@ -205,13 +226,23 @@ class Stage:
         missing += [f"feeds={{{name!r}: ...}}" for name in self.feeds if name not in feeds]
         missing += ["state=..."] if self.state and state is None else []
         if missing:
-            raise PlanError(f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing))
+            raise PlanError(
+                f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing)
+            )
         refuse_changed_models([self])
-        declared = {name: skips[name] for name in self.pop}, {name: feeds[name] for name in self.feeds}
+        declared = (
+            {name: skips[name] for name in self.pop},
+            {name: feeds[name] for name in self.feeds},
+        )
         return self.fn(params, x, **self.extras(*declared, state, train, carry))
 
     def extras(
-        self, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree, train: bool, carry: Tree = None
+        self,
+        skips: Mapping[str, Tree],
+        feeds: Mapping[str, Tree],
+        state: Tree,
+        train: bool,
+        carry: Tree = None,
     ) -> dict[str, Any]:
         """The keywords that the function gets: those that the stage declares, no others."""
         out: dict[str, Any] = {}
@@ -229,7 +260,11 @@ class Stage:
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
         """The function with parameters and state put in, for one run."""
-        return self.fn.bind(params, state) if isinstance(self.fn, Bindable) else _Plain(self.fn, params)
+        return (
+            self.fn.bind(params, state)
+            if isinstance(self.fn, Bindable)
+            else _Plain(self.fn, params)
+        )
 
     def layers(self) -> set[str]:
         """The paths of the layers of a module stage; a function has none."""
@@ -250,10 +285,12 @@ class Stage:
             return resolve_name, (location,)
         if inspect.isfunction(self.fn) and not _importable(self.fn):
             raise PlanError(
-                f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is not importable; "
-                "define it at the top of a module"
+                f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is "
+                "not importable; define it at the top of a module"
             )
-        return Stage, tuple(getattr(self, each.name) for each in fields(self) if each.name not in ("closed", "seen"))
+        return Stage, tuple(
+            getattr(self, each.name) for each in fields(self) if each.name not in ("closed", "seen")
+        )
 
 
 @runtime_checkable
@@ -282,12 +319,17 @@ def normalise(result: Any) -> Out:
 
 
 def carried(stage: Stage, result: Any) -> Out:
-    """What a stage returned, as an Out. Raises PlanError where it returned a carry and takes none, or the other way."""
+    """What a stage returned, as an Out. Raises PlanError where it returned a carry and takes none,
+    or the other way."""
     if stage.carry and not isinstance(result, Out):
-        raise PlanError("the stage takes a carry and returned none: return Out(y, carry=...), () for nothing")
+        raise PlanError(
+            "the stage takes a carry and returned none: return Out(y, carry=...), () for nothing"
+        )
     out = normalise(result)
     if not stage.carry and not (out.carry is None or (type(out.carry) is tuple and not out.carry)):
-        raise PlanError("the stage returned a carry, and its function takes none: add the keyword carry")
+        raise PlanError(
+            "the stage returned a carry, and its function takes none: add the keyword carry"
+        )
     return out
 
 
@@ -334,10 +376,11 @@ def stage(
 ) -> Stage | Callable[[StageFn], Stage]:
     """Make a stage of a pure function; also a decorator, with or without arguments.
 
-    The function is ``fn(params, x) -> y``, or with what it declares
-    ``fn(params, x, *, skips, feeds, state, train, carry) -> Out(y, stash=..., stats=..., loss=..., carry=...)``. With a
-    keyword ``carry`` it runs slice after slice of a microbatch that is cut along its sequence, as schedules with
-    ``num_slices`` do: each gets what the one before returned as ``Out(carry=...)``, the first None.
+    The function is ``fn(params, x) -> y``, or with what it declares ``fn(params, x, *, skips,
+    feeds, state, train, carry) -> Out(y, stash=..., stats=..., loss=..., carry=...)``. With a
+    keyword ``carry`` it runs slice after slice of a microbatch that is cut along its sequence, as
+    schedules with ``num_slices`` do: each gets what the one before returned as ``Out(carry=...)``,
+    the first None.
 
     >>> @fp.stage(pop=["e1"])
     ... def decoder(params, x, *, skips):
@@ -358,11 +401,13 @@ def stage(
         PlanError: this is no function, or the declaration and the function's keywords do not fit.
     """
     if fn is None:
-        return lambda f: stage(f, name=name, stash=stash, pop=pop, feeds=feeds, state=state, commit=commit)
+        return lambda f: stage(
+            f, name=name, stash=stash, pop=pop, feeds=feeds, state=state, commit=commit
+        )
     if isinstance(fn, Stage):
         raise PlanError(
-            f"{fn.name or 'this'!r} is a stage already; say name=, stash=, pop= and the like where it is made, or make "
-            "another one of its function: fp.stage(made.fn, ...)"
+            f"{fn.name or 'this'!r} is a stage already; say name=, stash=, pop= and the like "
+            "where it is made, or make another one of its function: fp.stage(made.fn, ...)"
         )
     check_function(fn)
     label = name or getattr(fn, "__name__", "")
@@ -400,13 +445,14 @@ def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
     kinds = [type(entry).__name__ for entry in stages if not isinstance(entry, Stage)]
     if kinds:
         raise PlanError(
-            f"{name} takes stages, {usage}; among them came: {', '.join(kinds)}; make them with fp.stage(fn), "
-            "fp.from_module(module), or fp.split(model, n).stages"
+            f"{name} takes stages, {usage}; among them came: {', '.join(kinds)}; make them with "
+            "fp.stage(fn), fp.from_module(module), or fp.split(model, n).stages"
         )
 
 
 def refuse_changed_models(stages: Iterable[Stage]) -> None:
-    """Raise PlanError for stages of models whose attributes have changed since the stages were made."""
+    """Raise PlanError for stages of models whose attributes have changed since the stages were
+    made."""
     for origin in {id(origin): origin for stage in stages for origin in stage.origins()}.values():
         origin.refuse_changes()
 

@@ -27,12 +27,20 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     held = {(span.device, span.action.stage) for span in timeline.spans}
     for device in devices:
         name = timeline.lanes[device] if device < len(timeline.lanes) else f"device {device}"
-        stages = some(names[stage] for owner, stage in sorted(held) if owner == device and stage in names)
+        stages = some(
+            names[stage] for owner, stage in sorted(held) if owner == device and stage in names
+        )
         events += _thread(device, f"{name}: {stages}" if stages else name, _RANKS * device)
-    moved = {(span.device, KINDS[span.action.kind].resource) for span in timeline.spans if span.action.kind in MOVES}
+    moved = {
+        (span.device, KINDS[span.action.kind].resource)
+        for span in timeline.spans
+        if span.action.kind in MOVES
+    }
     links: dict[tuple[int, Resource], int] = {}
     for device in devices:
-        for place, link in enumerate(LINKS):  # threads of their own, since the device works meanwhile
+        for place, link in enumerate(
+            LINKS
+        ):  # threads of their own, since the device works meanwhile
             if (device, link) in moved:
                 links[device, link] = timeline.num_devices + len(LINKS) * device + place
                 name = f"device {device} {link.value}"
@@ -55,12 +63,22 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         # Of several at one time a counter shows the last.
         for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
             if following is None or following[0] != time:
-                events.append(_event("C", name=f"memory of device {device}", ts=time * scale, args={"held": amount}))
+                events.append(
+                    _event(
+                        "C",
+                        name=f"memory of device {device}",
+                        ts=time * scale,
+                        args={"held": amount},
+                    )
+                )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _arrows(timeline: Timeline, rows: Mapping[Action, int], scale: float) -> Iterator[dict[str, Any]]:
-    """Flow events, two for each arrow: from the end of what makes it to the first of its stage that reads it."""
+def _arrows(
+    timeline: Timeline, rows: Mapping[Action, int], scale: float
+) -> Iterator[dict[str, Any]]:
+    """Flow events, two for each arrow: from the end of what makes it to the first of its stage that
+    reads it."""
     spans = {span.action: span for span in timeline.spans}
     targets: dict[tuple[str, int], list[Arrow]] = {}
     starts: dict[tuple[Kind, int], list[Arrow]] = {}
@@ -74,13 +92,18 @@ def _arrows(timeline: Timeline, rows: Mapping[Action, int], scale: float) -> Ite
                 span
                 for other in targets[arrow.value, arrow.target[1]]
                 if other.source == arrow.source
-                and (span := spans.get(made.action._replace(kind=other.target[0], stage=other.target[1])))
+                and (
+                    span := spans.get(
+                        made.action._replace(kind=other.target[0], stage=other.target[1])
+                    )
+                )
             ]
             first = min(readers, key=lambda span: span.start, default=None)
             if first is None or first.action.kind is not arrow.target[0]:
                 continue  # a forward that is done again (R) reads what its F was handed
             number += 1
-            # An arrow belongs to the event that is open at its time, and at its very end an event is open no more.
+            # An arrow belongs to the event that is open at its time, and at its very end an event
+            # is open no more.
             times = (made.end - (made.end - made.start) / 1024) * scale, first.start * scale
             event = {"name": arrow.value, "cat": "copy" if arrow.crosses else "skip", "id": number}
             yield _event("s", tid=rows[made.action], ts=times[0], **event)

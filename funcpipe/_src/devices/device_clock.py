@@ -1,6 +1,8 @@
-"""When a lane's work begins and ends: by the host's clock, or by events on the streams of its device.
+"""When a lane's work begins and ends: by the host's clock, or by events on the streams of its
+device.
 
-What a lane queues on a device is done later, so there the host's clock would tell when it was queued.
+What a lane queues on a device is done later, so there the host's clock would tell when it was
+queued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Records the work that a function queues on a device, and plays it again without its Python (CUDA graphs)."""
+"""Records the work that a function queues on a device, and plays it again without its Python (CUDA
+graphs)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ from torch import Tensor
 from funcpipe._src.core.border import fills
 from funcpipe._src.core.errors import FuncpipeError
 from funcpipe._src.core.plain_tensors import address, is_plain, materialized
-from funcpipe._src.core.torch_names import TorchDispatchMode, clear_workspaces, copy_all, pytree, version
+from funcpipe._src.core.torch_names import (
+    TorchDispatchMode,
+    clear_workspaces,
+    copy_all,
+    pytree,
+    version,
+)
 
 T = TypeVar("T")
 
 _WARM = 2
-"""How often work runs before it is rehearsed and recorded: libraries choose kernels at their first calls."""
+"""How often work runs before it is rehearsed and recorded: libraries choose kernels at their first
+calls."""
 
 _recording = threading.Lock()
 """To begin a recording waits for the device, which is not allowed while another thread records."""
@@ -30,7 +38,8 @@ class Unrecordable(Exception):
 
 
 class DeviceGraph:
-    """Records work and plays it: a graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream of its own.
+    """Records work and plays it: a graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream
+    of its own.
 
     Other threads may use the device meanwhile ("thread_local"), but for what waits for all of it.
     """
@@ -43,7 +52,8 @@ class DeviceGraph:
         self._done: Any = None
 
     def warm(self, work: Callable[[], object]) -> None:
-        """Do the work unrecorded, where it will be recorded; torch asks for a stream that is not the default one."""
+        """Do the work unrecorded, where it will be recorded; torch asks for a stream that is not
+        the default one."""
         current = self.module.current_stream(self.device)
         self._stream.wait_stream(current)
         with self.module.stream(self._stream):
@@ -60,10 +70,13 @@ class DeviceGraph:
 
     def record(self, work: Callable[[], T]) -> T:
         """Run the work's Python, and keep what it queues instead of running that."""
-        recording = self.module.graph(self._graph, stream=self._stream, capture_error_mode="thread_local")
+        recording = self.module.graph(
+            self._graph, stream=self._stream, capture_error_mode="thread_local"
+        )
         # The stream once more: torch leaves its own behind where a recording cannot be ended.
         with _recording, self.module.device(self.device), self.module.stream(self._stream):
-            # Workspaces that are made while it is recorded are the graph's own, and nobody else's afterwards.
+            # Workspaces that are made while it is recorded are the graph's own, and nobody else's
+            # afterwards.
             clear_workspaces()
             try:
                 with recording:
@@ -78,7 +91,8 @@ class DeviceGraph:
 
     @contextmanager
     def turn(self, memory: Sequence[Tensor]) -> Generator[None]:
-        """What is queued inside, on this memory, runs after what was queued in the turn before, on any stream."""
+        """What is queued inside, on this memory, runs after what was queued in the turn before, on
+        any stream."""
         current = self.module.current_stream(self.device)
         if self._done is not None:
             current.wait_event(self._done)
@@ -91,7 +105,8 @@ class DeviceGraph:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Refuses operations that a graph of a device cannot hold: they wait for its numbers, or take them elsewhere."""
+    """Refuses operations that a graph of a device cannot hold: they wait for its numbers, or take
+    them elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +120,9 @@ class Rehearsal(TorchDispatchMode):
             for leaf in pytree.arg_tree_leaves(*args, **kwargs)
         )
         tags = getattr(func, "tags", ())
-        if on_device and (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags):
+        if on_device and (
+            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        ):
             raise Unrecordable(f"{func} waits for numbers of {self.device}")
         result = func(*args, **kwargs)
         if "attention" in func.name():
@@ -117,13 +134,15 @@ class Rehearsal(TorchDispatchMode):
         return result
 
     def _as_recorded(self, leaf: Tensor) -> Tensor:
-        """A result of attention. The keys of its draws lie on the host, and on the device while that is recorded."""
+        """A result of attention. The keys of its draws lie on the host, and on the device while
+        that is recorded."""
         key = leaf.device.type == "cpu" and not leaf.ndim and not leaf.is_floating_point()
         return leaf.to(self.device) if key else leaf
 
 
 class Recorded:
-    """A function of tensors, recorded on tensors of its own; a call fills these, plays, and copies the results out.
+    """A function of tensors, recorded on tensors of its own; a call fills these, plays, and copies
+    the results out.
 
     So a call is as pure as the function, and its inputs and its results lie in memory twice.
 
@@ -147,8 +166,8 @@ class Recorded:
             device: where the work is done.
             tensors: of the sizes, strides and types that every call will have; on any device.
             work: takes the recording's own tensors, and returns tensors of the device.
-            steady: a tensor that the call before got too, and that was not written to since, is not copied again.
-                (Writes through ``.data`` are not counted by torch.)
+            steady: a tensor that the call before got too, and that was not written to since, is not
+                copied again. (Writes through ``.data`` are not counted by torch.)
 
         Raises:
             Unrecordable: it ran, and the device refused to record it, or would have.
@@ -163,22 +182,29 @@ class Recorded:
         self._places = [address(tensor) for tensor in self._own]
         numbers = {id(tensor): number for number, tensor in enumerate(self._own)}
         self._passed = [numbers.get(id(tensor)) for tensor in results]
-        self._made = [_Made.of(tensor) for tensor, number in zip(results, self._passed, strict=True) if number is None]
+        self._made = [
+            _Made.of(tensor)
+            for tensor, number in zip(results, self._passed, strict=True)
+            if number is None
+        ]
         self._before: list[tuple[ref[Tensor], int] | None] = [None] * len(self._own)
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._own)
 
     def _checked(self, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """The results, copied where memory is shared lazily. Raises Unrecordable for what cannot be copied out."""
+        """The results, copied where memory is shared lazily. Raises Unrecordable for what cannot be
+        copied out."""
         own_ids = {id(tensor) for tensor in self._own}
         for result in results:
             if result.device.type != device.type or not is_plain(result):
                 raise Unrecordable(
-                    f"it gives a {type(result).__name__} on {result.device}, where a plain tensor on {device} is wanted"
+                    f"it gives a {type(result).__name__} on {result.device}, where a plain tensor "
+                    f"on {device} is wanted"
                 )
         return [result if id(result) in own_ids else materialized(result) for result in results]
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results for these tensors; of a tensor that it returns unchanged, the one that came in."""
+        """The function's results for these tensors; of a tensor that it returns unchanged, the one
+        that came in."""
         with self._lock, torch.no_grad(), self._graph.turn(self._own):
             self._fill(tensors)
             self._graph.play()
@@ -247,11 +273,16 @@ class _Made(NamedTuple):
 def _written_once(tensor: Tensor) -> Tensor:
     """The part of a tensor that holds each number once, where it is expanded."""
     strides = tensor.stride()
-    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)] if 0 in strides else tensor
+    return (
+        tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
+        if 0 in strides
+        else tensor
+    )
 
 
 def _copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one device, those of each type in few kernels: torch does so where all are alike."""
+    """Copy tensors of one device, those of each type in few kernels: torch does so where all are
+    alike."""
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         key = target.dtype, source.dtype, target.stride() == source.stride()
@@ -284,10 +315,13 @@ def _line(error: Exception) -> str:
 
 
 def _twin(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is written out."""
+    """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is
+    written out."""
     detached = tensor.detach()
     if 0 in tensor.stride():
         twin = detached.to(device, copy=True)
     else:
-        twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(detached)
+        twin = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        ).copy_(detached)
     return twin.requires_grad_(tensor.requires_grad)

@@ -11,21 +11,24 @@ from funcpipe._src.data.plan import Plan
 
 
 def devices(count: int) -> tuple[torch.device, ...]:
-    """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else the CPU.
+    """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else
+    the CPU.
 
     >>> len(fp.devices(4))
     4
     """
     if torch.cuda.is_available():
-        return tuple(torch.device("cuda", index % torch.cuda.device_count()) for index in range(count))
+        return tuple(
+            torch.device("cuda", index % torch.cuda.device_count()) for index in range(count)
+        )
     return (torch.device("cpu"),) * count
 
 
 def plan_devices(plan: Plan, here: Collection[int] | None = None) -> tuple[torch.device, ...]:
     """The torch device of each lane of a plan.
 
-    Of a process that has only the lanes ``here`` these are looked for; where the plan numbers no device they are on that
-    which is current in this process.
+    Of a process that has only the lanes ``here`` these are looked for; where the plan numbers no
+    device they are on that which is current in this process.
 
     Raises:
         PlacementError: torch has no such device.
@@ -43,11 +46,16 @@ def plan_devices(plan: Plan, here: Collection[int] | None = None) -> tuple[torch
                 elif str(device) == "cuda":
                     device = _current()
                 elif device.index >= torch.cuda.device_count():
-                    faults.append(f"device {lane} is {name}, but torch sees {torch.cuda.device_count()} CUDA devices")
+                    faults.append(
+                        f"device {lane} is {name}, but torch sees {torch.cuda.device_count()} "
+                        "CUDA devices"
+                    )
             out.append(device)
         except (RuntimeError, TypeError) as error:
             faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
-    raise_all("the plan's devices are not here; make it with fp.devices(n):", faults, PlacementError)
+    raise_all(
+        "the plan's devices are not here; make it with fp.devices(n):", faults, PlacementError
+    )
     return tuple(out)
 
 

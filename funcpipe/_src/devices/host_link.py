@@ -1,4 +1,5 @@
-"""Copies between a lane and the memory of its host: a stream for each way, beside the one that computes."""
+"""Copies between a lane and the memory of its host: a stream for each way, beside the one that
+computes."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from funcpipe._src.core.plain_tensors import materialized
 from funcpipe._src.devices.stream import Place
 
 _LEAST = 16
-"""What comes back is a multiple of so many bytes, so that it can be viewed as numbers of any type."""
+"""What comes back is a multiple of so many bytes, so that it can be viewed as numbers of any
+type."""
 
 
 class HostStream:
-    """The stream that copies out to a lane's host, or back from it. On the CPU a copy is made at once."""
+    """The stream that copies out to a lane's host, or back from it. On the CPU a copy is made at
+    once."""
 
     def __init__(self, place: Place, *, out: bool) -> None:
         self.place, self.out = place, out
@@ -25,13 +28,14 @@ class HostStream:
     def copy(self, tensors: Sequence[Tensor], after: Any = None) -> tuple[list[Tensor], Any]:
         """Begin to copy; the lane's stream goes on.
 
-        What goes out is recorded on the copy stream, so it may be dropped at once. What comes back lies in the pool of
-        the lane's stream, which must wait for the event before it reads it or gives it out again; it is recorded on
-        the stream beside that, where the lane has one.
+        What goes out is recorded on the copy stream, so it may be dropped at once. What comes back
+        lies in the pool of the lane's stream, which must wait for the event before it reads it or
+        gives it out again; it is recorded on the stream beside that, where the lane has one.
 
         Args:
             tensors: of one dimension, dense.
-            after: the event after which they may be read, besides what the lane has queued; None: none.
+            after: the event after which they may be read, besides what the lane has queued; None:
+                none.
 
         Returns:
             The copies, and the event after which they are there (None: they are).
@@ -39,11 +43,17 @@ class HostStream:
         place, backend = self.place, self.place.backend
         if place.asynchronous and self.out:
             if self._last is not None:
-                # The host is far ahead of the device; without this, memory that waits for its copy would heap up.
+                # The host is far ahead of the device; without this, memory that waits for its copy
+                # would heap up.
                 backend.pace(self._last)
             tensors = [materialized(tensor) for tensor in tensors]
-        copies = [backend.room(tensor, self._count(tensor), None if self.out else place.device) for tensor in tensors]
-        pairs = [(copy[: tensor.numel()], tensor) for copy, tensor in zip(copies, tensors, strict=True)]
+        copies = [
+            backend.room(tensor, self._count(tensor), None if self.out else place.device)
+            for tensor in tensors
+        ]
+        pairs = [
+            (copy[: tensor.numel()], tensor) for copy, tensor in zip(copies, tensors, strict=True)
+        ]
         if not place.asynchronous:
             for copy, tensor in pairs:
                 copy.copy_(tensor)
@@ -81,8 +91,8 @@ class HostStream:
 class HostLink:
     """The streams to the host and back of a lane.
 
-    ``coming`` are the lane's events by slot: who reads what lies there waits for it. ``fixed`` are addresses of memory
-    that stays, for others keep it anyway, such as the batch.
+    ``coming`` are the lane's events by slot: who reads what lies there waits for it. ``fixed`` are
+    addresses of memory that stays, for others keep it anyway, such as the batch.
     """
 
     def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:

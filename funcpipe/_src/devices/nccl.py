@@ -19,8 +19,9 @@ _QUIET = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Torch's threads beside a group would end the process when another one fails; here that is told, and raised. The last is
-about what waits in line, as it is meant to: what goes one way has a group of its own."""
+"""Torch's threads beside a group would end the process when another one fails; here that is told,
+and raised. The last is about what waits in line, as it is meant to: what goes one way has a group
+of its own."""
 
 _gate = threading.Lock()
 
@@ -36,7 +37,8 @@ def has_nccl() -> bool:
 
 
 def nccl(store: Any, rank: int, size: int) -> Any:
-    """A backend of NCCL for who makes it, with few blocks of the device, for lanes compute beside it.
+    """A backend of NCCL for who makes it, with few blocks of the device, for lanes compute beside
+    it.
 
     It waits for ever: whoever needs what comes waits for less, and aborts it.
     """
@@ -65,7 +67,8 @@ def _quiet() -> Generator[None]:
 
 
 def abort(groups: list[Any], seconds: float) -> None:
-    """End all transfers of some groups, which ends what waits for them; wait for that so long at most.
+    """End all transfers of some groups, which ends what waits for them; wait for that so long at
+    most.
 
     All at once: to end one may take what another one's transfers hold.
     """
@@ -74,7 +77,10 @@ def abort(groups: list[Any], seconds: float) -> None:
         with suppress(RuntimeError):  # it was not connected, or is broken
             group.abort()
 
-    threads = [threading.Thread(target=end, args=(group,), name="funcpipe abort", daemon=True) for group in groups]
+    threads = [
+        threading.Thread(target=end, args=(group,), name="funcpipe abort", daemon=True)
+        for group in groups
+    ]
     for thread in threads:
         thread.start()
     deadline = monotonic() + seconds

@@ -1,8 +1,10 @@
-"""Places of lanes and the edges between them: on the CPU a hand-over, on CUDA streams, events and copies.
+"""Places of lanes and the edges between them: on the CPU a hand-over, on CUDA streams, events and
+copies.
 
-A lane computes on one stream of its device. An edge has a copy stream; a copy waits for the event after which its value
-is there, and for the event after which its slot is free, and is itself followed by an event that the reader waits for.
-A tensor that a stream uses but did not allocate is recorded on it, so its memory is not given out again too early.
+A lane computes on one stream of its device. An edge has a copy stream; a copy waits for the event
+after which its value is there, and for the event after which its slot is free, and is itself
+followed by an event that the reader waits for. A tensor that a stream uses but did not allocate is
+recorded on it, so its memory is not given out again too early.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from funcpipe._src.devices.nccl import has_nccl, nccl
 
 
 class StreamBackend:
-    """Streams, events, copies and allocator of real devices; tests put a recording one in its place."""
+    """Streams, events, copies and allocator of real devices; tests put a recording one in its
+    place."""
 
     def asynchronous(self, device: torch.device) -> bool:
         """Does the device have streams."""
@@ -36,7 +39,8 @@ class StreamBackend:
         return torch.get_device_module(device.type)
 
     def use(self, device: torch.device) -> None:
-        """Make it the calling thread's device. A new thread has the first one, and would take memory of that."""
+        """Make it the calling thread's device. A new thread has the first one, and would take
+        memory of that."""
         if self.asynchronous(device):
             self.module(device).set_device(device)
 
@@ -55,17 +59,22 @@ class StreamBackend:
     def record(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that a stream uses the tensor.
 
-        The allocator passes over memory that is shared copy-on-write: it does not know its deleter. See `materialized`.
+        The allocator passes over memory that is shared copy-on-write: it does not know its deleter.
+        See `materialized`.
         """
         tensor.record_stream(stream)
 
     def room(self, like: Tensor, count: int, device: torch.device | None) -> Tensor:
-        """Memory for ``count`` numbers, of the current stream's pool; with device None page-locked memory of the host.
+        """Memory for ``count`` numbers, of the current stream's pool; with device None page-locked
+        memory of the host.
 
-        Torch keeps page-locked memory for the next one who asks, and knows which streams still work on it.
+        Torch keeps page-locked memory for the next one who asks, and knows which streams still work
+        on it.
         """
         if device is None:
-            return torch.empty(count, dtype=like.dtype, device="cpu", pin_memory=self.asynchronous(like.device))
+            return torch.empty(
+                count, dtype=like.dtype, device="cpu", pin_memory=self.asynchronous(like.device)
+            )
         return torch.empty(count, dtype=like.dtype, device=device)
 
     def fill(self, target: Tensor, source: Tensor) -> None:
@@ -74,15 +83,18 @@ class StreamBackend:
 
     def hollow(self, tensor: Tensor) -> Tensor:
         """A tensor of the same size, strides and type that has no memory."""
-        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        new = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
         new.untyped_storage().resize_(0)
         return new
 
     def own_streams(self) -> dict[Hashable, Any]:
         """The streams of runs that the calling thread begins, by device and name.
 
-        They are the same ones in every run: torch keeps freed memory, and workspaces of libraries, for each stream, and
-        a device has 32. Runs of another thread have others, so that they are in none of our recordings.
+        They are the same ones in every run: torch keeps freed memory, and workspaces of libraries,
+        for each stream, and a device has 32. Runs of another thread have others, so that they are
+        in none of our recordings.
         """
         local = self.__dict__.setdefault("_local", threading.local())
         if not hasattr(local, "streams"):
@@ -90,7 +102,8 @@ class StreamBackend:
         return local.streams
 
     def way_stream(self, device: torch.device, name: str) -> Any:
-        """The stream of a way to other processes: the same one for all links, since a device has 32."""
+        """The stream of a way to other processes: the same one for all links, since a device has
+        32."""
         streams = self.__dict__.setdefault("_ways", {})
         if (device, name) not in streams:
             streams[device, name] = self.module(device).Stream(device)
@@ -107,7 +120,8 @@ class StreamBackend:
         return str(self.module(device).get_device_properties(device).uuid)
 
     def joined(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
-        """A group that joins devices of several processes, which all of them make; its first operation connects them."""
+        """A group that joins devices of several processes, which all of them make; its first
+        operation connects them."""
         return nccl(store, rank, size)
 
     def graph(self, device: torch.device) -> DeviceGraph | None:
@@ -119,9 +133,9 @@ class StreamBackend:
 def _apart(value: Border) -> Border:
     """A whole copy of the value, which another thread may write to and free.
 
-    Not copy-on-write: two threads that free the last two sharers of such memory at once may lock a mutex that is gone
-    (torch deletes the sharers' context while the other is about to lock it). Nobody writes to gradients, so they go as
-    they are; they are told by having no flags.
+    Not copy-on-write: two threads that free the last two sharers of such memory at once may lock a
+    mutex that is gone (torch deletes the sharers' context while the other is about to lock it).
+    Nobody writes to gradients, so they go as they are; they are told by having no flags.
     """
     return value.mapped(torch.clone) if value.flags else value
 
@@ -132,7 +146,8 @@ def are_on_host(values: Iterable[Border]) -> bool:
 
 
 def _without_gaps(value: Border) -> Border:
-    """The value in memory without gaps, which eager stages (these copy it at once) and programs then see alike."""
+    """The value in memory without gaps, which eager stages (these copy it at once) and programs
+    then see alike."""
     if all(not isinstance(leaf, Tensor) or fills(leaf) for leaf in value.leaves):
         return value
     return value.mapped(lambda leaf: leaf if fills(leaf) else leaf.clone())
@@ -145,7 +160,8 @@ Ticket: TypeAlias = tuple[Border, Any]
 class Place:
     """Where a lane computes: a device and, if it has streams, one of them.
 
-    A device of several lanes gets a stream for each lane; a device of one lane computes on the caller's stream.
+    A device of several lanes gets a stream for each lane; a device of one lane computes on the
+    caller's stream.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
@@ -177,7 +193,9 @@ class Place:
     def fork(self) -> None:
         """Let the lane's work wait for what the caller has queued."""
         if self.asynchronous:
-            self.caller = self.module.current_stream(self.device)  # the second half of a vjp may come from another
+            self.caller = self.module.current_stream(
+                self.device
+            )  # the second half of a vjp may come from another
             self.settle()
 
     def join(self) -> None:
@@ -188,7 +206,8 @@ class Place:
             self.caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        """Let the lane's stream wait for all reads of their memory, the caller's too, before that is given out again."""
+        """Let the lane's stream wait for all reads of their memory, the caller's too, before that
+        is given out again."""
         if self.asynchronous and self.stream != self.caller:
             self.stream.wait_stream(self.caller)
 
@@ -202,7 +221,8 @@ class Place:
         return leaf
 
     def event(self) -> Any:
-        """An event after everything that the lane has queued so far; None where work is done at once."""
+        """An event after everything that the lane has queued so far; None where work is done at
+        once."""
         if not self.asynchronous:
             return None
         event = self.module.Event()
@@ -220,7 +240,8 @@ class Place:
 
 
 class Channel(Protocol):
-    """One directed edge between lanes: events and copy streams within a process, a communicator between processes.
+    """One directed edge between lanes: events and copy streams within a process, a communicator
+    between processes.
 
     Attributes:
         at_once: does `send` hand the value over as it is.
@@ -229,7 +250,8 @@ class Channel(Protocol):
     at_once: bool
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to move a value, after ``free``, the event after which its slot is free (None: it is)."""
+        """Start to move a value, after ``free``, the event after which its slot is free (None: it
+        is)."""
         ...
 
 
@@ -252,7 +274,9 @@ class CopyEdge:
         on_host: whether all that the caller sends lies in the host's memory.
     """
 
-    def __init__(self, source: Place | None, target: Place, *, threaded: bool = False, on_host: bool = False) -> None:
+    def __init__(
+        self, source: Place | None, target: Place, *, threaded: bool = False, on_host: bool = False
+    ) -> None:
         self.source, self.target, self.threaded = source, target, threaded
         self._on_host = source is not None and not source.asynchronous and not target.asynchronous
         # Lanes on threads may share values of the caller, because no stage writes into them.
@@ -261,7 +285,8 @@ class CopyEdge:
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to copy a value that lies on the source's device, or anywhere if the caller gave it."""
+        """Start to copy a value that lies on the source's device, or anywhere if the caller gave
+        it."""
         if self._on_host:
             return _apart(value) if self.threaded else value, None
         source, target = self.source, self.target
@@ -285,13 +310,16 @@ class CopyEdge:
         return value, event
 
     def _copy(self, value: Border, free: Any) -> Ticket:
-        """To another device, on the copy streams of both. Torch orders a copy on the current streams of both ends."""
+        """To another device, on the copy streams of both. Torch orders a copy on the current
+        streams of both ends."""
         source, target = self.source, self.target
         backend = target.backend
         ends = [target] if target.asynchronous else []
         if source is None:
             tensors = (leaf for leaf in value.leaves if isinstance(leaf, Tensor))
-            devices = dict.fromkeys(d for leaf in tensors if (d := backend.streamed(leaf)) is not None)
+            devices = dict.fromkeys(
+                d for leaf in tensors if (d := backend.streamed(leaf)) is not None
+            )
             ends += [Place(device, alone=True) for device in devices if device != target.device]
             for place in ends:  # what the caller gave may still be under way on his streams
                 if place.device in devices:

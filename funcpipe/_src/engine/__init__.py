@@ -1,1 +1,2 @@
-"""Run a program: prepare, lanes with their mailboxes, executors, finish. Computes no gradient by itself."""
+"""Run a program: prepare, lanes with their mailboxes, executors, finish. Computes no gradient by
+itself."""

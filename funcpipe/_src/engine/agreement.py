@@ -1,4 +1,5 @@
-"""What the processes of a plan must know of each other: each says a word, and all draw the same from what all said."""
+"""What the processes of a plan must know of each other: each says a word, and all draw the same
+from what all said."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Word(NamedTuple):
         parts: rows of the microbatches, as far as it knows.
         weighed: what it makes of their weights.
         marked: does a leaf of its params require a gradient.
-        ties: for each tie, for each member that it holds: (place, layout, is it trained where some leaves are marked,
-            and where none is).
+        ties: for each tie, for each member that it holds: (place, layout, is it trained where some
+            leaves are marked, and where none is).
         trained: the leaves that it trains, where there are replicas.
         copies: what its parameters are, without their numbers, where there are replicas.
         length: of the sequences that it has and slices are cut of; None: it has none.
@@ -87,8 +88,15 @@ class Agreed(NamedTuple):
     is_new: bool = False
 
 
-def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0, names: Sequence[str] = ()) -> Agreed:
-    """What follows from the words of all processes, replica by replica and by rank, for one of the replicas.
+def agree(
+    words: Sequence[Word],
+    limit: int,
+    replicas: int = 1,
+    replica: int = 0,
+    names: Sequence[str] = (),
+) -> Agreed:
+    """What follows from the words of all processes, replica by replica and by rank, for one of the
+    replicas.
 
     Errors name the processes by ``names``.
 
@@ -100,7 +108,16 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
         merged = word.merged is not False
-        return Agreed((word.parts,), merged, weights, True, word.marked, layouts, word.length, word.rows_unclear)
+        return Agreed(
+            (word.parts,),
+            merged,
+            weights,
+            True,
+            word.marked,
+            layouts,
+            word.length,
+            word.rows_unclear,
+        )
     names = names or names_of(range(len(words)))
     said = [*zip(names, words, strict=True)]
     faults = _differences(said, "the plan", lambda word: word.plan)
@@ -111,37 +128,59 @@ def agree(words: Sequence[Word], limit: int, replicas: int = 1, replica: int = 0
     size = len(words) // replicas
     groups = [words[first : first + size] for first in range(0, len(words), size)]
     for number in range(replicas):
-        of, group = f" of replica {number}" if replicas > 1 else "", said[number * size : (number + 1) * size]
-        faults += _differences(group, f"the rows of the batch{of}", lambda word: word.rows, some=True)
+        of, group = (
+            f" of replica {number}" if replicas > 1 else "",
+            said[number * size : (number + 1) * size],
+        )
         faults += _differences(
-            group, f"ready-made microbatches{of}", lambda word: word.ready and len(word.ready), some=True
+            group, f"the rows of the batch{of}", lambda word: word.rows, some=True
+        )
+        faults += _differences(
+            group,
+            f"ready-made microbatches{of}",
+            lambda word: word.ready and len(word.ready),
+            some=True,
         )
     for rank in range(size):
-        faults += _differences(said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained)
-        faults += _differences(said[rank::size], f"the parameters of rank {rank}", lambda word: word.copies)
+        faults += _differences(
+            said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained
+        )
+        faults += _differences(
+            said[rank::size], f"the parameters of rank {rank}", lambda word: word.copies
+        )
     raise_all("the ranks do not run the same:", faults, RanksError)
     parts = tuple([_parts(group, limit) for group in groups])
     merged = all(word.merged is not False for word in words)
     marked = any(word.marked for word in words)
     weights = weights_of_all([[word.weighed for word in group] for group in groups])
     weighed = weights is None or all(
-        word.parts == rows for group, rows in zip(groups, parts, strict=True) for word in group if word.weighed.weights
+        word.parts == rows
+        for group, rows in zip(groups, parts, strict=True)
+        for word in group
+        if word.weighed.weights
     )
     # Of tied leaves that are cut over the replicas each has parts of other sizes.
     layouts = [_layouts(group, marked) for group in groups]
     length = next((word.length for word in words if word.length is not None), None)
-    deciding = [next(filter(_has_ready_rows, sorted(group, key=_precedence)), group[0]) for group in groups]
+    deciding = [
+        next(filter(_has_ready_rows, sorted(group, key=_precedence)), group[0]) for group in groups
+    ]
     unclear = any(word.rows_unclear for word in deciding)
     is_new = any(word.is_new for word in words)
-    return Agreed(parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new)
+    return Agreed(
+        parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new
+    )
 
 
 def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
-    """The weights of the microbatches of each replica, by what its processes make of them. Raises RanksError."""
+    """The weights of the microbatches of each replica, by what its processes make of them. Raises
+    RanksError."""
     weights = [settled(group) for group in told]
     known = tuple([each for each in weights if each is not None])
     if known and len(known) < len(weights):
-        raise RanksError("the loss weighs the microbatches of some replicas and not of others; weigh all or none")
+        raise RanksError(
+            "the loss weighs the microbatches of some replicas and not of others; weigh all or none"
+        )
     return known or None
 
 
@@ -156,7 +195,8 @@ def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
 
 
 def _precedence(word: Word) -> tuple[bool, bool]:
-    """Sort processes so that ready-made rows of the target count before rows of the inputs, as in one process."""
+    """Sort processes so that ready-made rows of the target count before rows of the inputs, as in
+    one process."""
     return not word.of_target, word.merged is None
 
 
@@ -167,8 +207,11 @@ def _has_ready_rows(word: Word) -> bool:
 def _differences(
     said: Sequence[tuple[str, Word]], name: str, field: Callable[[Word], Any], *, some: bool = False
 ) -> list[str]:
-    """List the processes, by name, whose values differ from the first. With ``some``, None is no value."""
-    values = [(process, value) for process, word in said if (value := field(word)) is not None or not some]
+    """List the processes, by name, whose values differ from the first. With ``some``, None is no
+    value."""
+    values = [
+        (process, value) for process, word in said if (value := field(word)) is not None or not some
+    ]
     return [
         f"{name}: {process} has {value!r}, {values[0][0]} has {values[0][1]!r}"
         for process, value in values
@@ -181,10 +224,16 @@ def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]
     out: list[tuple[Any, ...]] = []
     faults: list[str] = []
     for number, ties in enumerate(zip(*(word.ties for word in words), strict=True)):
-        members = {place: (layout, some if marked else none) for tie in ties for place, layout, some, none in tie}
+        members = {
+            place: (layout, some if marked else none)
+            for tie in ties
+            for place, layout, some, none in tie
+        }
         layouts = tuple(members[place][0] for place in sorted(members))
         if len({layout.size for layout in layouts}) > 1:
-            faults.append(f"the leaves of tie {number} differ in shape: {[layout.size for layout in layouts]}")
+            faults.append(
+                f"the leaves of tie {number} differ in shape: {[layout.size for layout in layouts]}"
+            )
         if len({trained for _, trained in members.values()}) > 1:
             faults.append(f"some leaves of tie {number} are trainable and some are not")
         out.append(layouts)
@@ -208,9 +257,12 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
 
 
 def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Raise RanksError where processes refuse the plan, or differ from the first. Errors use ``names``."""
+    """Raise RanksError where processes refuse the plan, or differ from the first. Errors use
+    ``names``."""
     refused = [
-        f"{name} refuses: {each['refused']}" for name, each in zip(names, said, strict=True) if "refused" in each
+        f"{name} refuses: {each['refused']}"
+        for name, each in zip(names, said, strict=True)
+        if "refused" in each
     ]
     raise_all("not all ranks run the plan:", refused, RanksError)
     faults = [
@@ -223,7 +275,10 @@ def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> No
 
 
 def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) -> RanksError:
-    """Make the error of processes that exchange values in different runs, or about different things."""
+    """Make the error of processes that exchange values in different runs, or about different
+    things."""
     pairs = zip(names, known, strict=True)
     where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
-    return RanksError(f"the ranks do not do the same: {where}; let all call the same in the same order")
+    return RanksError(
+        f"the ranks do not do the same: {where}; let all call the same in the same order"
+    )

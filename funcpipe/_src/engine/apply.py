@@ -8,7 +8,14 @@ from typing import Any
 from funcpipe._src.core.errors import raise_all
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.compose import chain
-from funcpipe._src.data.stage import BoundFn, Out, Stage, names_of, refuse_changed_models, refuse_others
+from funcpipe._src.data.stage import (
+    BoundFn,
+    Out,
+    Stage,
+    names_of,
+    refuse_changed_models,
+    refuse_others,
+)
 from funcpipe._src.lower.skips import routes
 from funcpipe._src.stages.rng import KeyedDraws, Keys
 
@@ -23,10 +30,11 @@ def apply(
     seed: int | None = None,
     train: bool = False,
 ) -> Out:
-    """Call stages one after the other on the whole inputs: the function whose gradients a plan computes.
+    """Call stages one after the other on the whole inputs: the function whose gradients a plan
+    computes.
 
-    No autograd call, no microbatches, no devices: ``torch.func.grad``, ``vmap``, ``jvp`` and ``functional_call`` work
-    on it and inside of it.
+    No autograd call, no microbatches, no devices: ``torch.func.grad``, ``vmap``, ``jvp`` and
+    ``functional_call`` work on it and inside of it.
 
     >>> fp.apply([fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)], (2.0, 1.0), 5.0).y
     11.0
@@ -41,7 +49,8 @@ def apply(
         train: what stages that take ``train`` get.
 
     Returns:
-        ``y`` of the last stage, ``stash`` of all, ``stats`` one per stage, ``loss`` the sum of auxiliary losses.
+        ``y`` of the last stage, ``stash`` of all, ``stats`` one per stage, ``loss`` the sum of
+        auxiliary losses.
 
     Raises:
         PlanError: lengths, stash and pop, feeds or state do not fit.
@@ -63,9 +72,14 @@ def apply(
             faults.append(f"{label} has state, which is not given")
     raise_all("apply cannot call these stages:", faults)
     states = ((),) * len(parts) if state is None else tuple(state)
-    bound = [part.bind(weights, values) for part, weights, values in zip(parts, params, states, strict=True)]
+    bound = [
+        part.bind(weights, values)
+        for part, weights, values in zip(parts, params, states, strict=True)
+    ]
     keys = Keys(seed, parts)
-    calls = bound if seed is None else [_keyed(keys, index, call) for index, call in enumerate(bound)]
+    calls = (
+        bound if seed is None else [_keyed(keys, index, call) for index, call in enumerate(bound)]
+    )
     return chain(parts, calls, inputs, {"feeds": feeds or {}, "train": train}, states)
 
 

@@ -24,7 +24,13 @@ from funcpipe._src.data.result import Result, RunStats, Span, Timeline
 from funcpipe._src.data.schedule import Kind
 from funcpipe._src.devices.host_link import HostLink
 from funcpipe._src.devices.stream import Channel, CopyEdge, HandOut, Place, are_on_host
-from funcpipe._src.engine.failures import add_note, in_batch, is_out_of_memory, position_of, too_much
+from funcpipe._src.engine.failures import (
+    add_note,
+    in_batch,
+    is_out_of_memory,
+    position_of,
+    too_much,
+)
 from funcpipe._src.engine.finish import commit, commits, finish, release, statistics_of
 from funcpipe._src.engine.lane import Lane
 from funcpipe._src.engine.mail import Inbox, Mailbox, PoolLevel
@@ -42,7 +48,8 @@ from funcpipe._src.stages.drawing import CatchDraws
 
 
 class LaneExecutor(ABC):
-    """An executor that walks the lanes in this process, so that it can do a whole run or each half of a `vjp`.
+    """An executor that walks the lanes in this process, so that it can do a whole run or each half
+    of a `vjp`.
 
     Attributes:
         threaded: does every lane have a thread of its own.
@@ -79,8 +86,11 @@ class LaneExecutor(ABC):
         """A new mailbox of a lane."""
         return Inbox() if self.threaded else Mailbox()
 
-    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
-        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+    def outboxes(
+        self, execution: Execution, program: LaneProgram, place: Place
+    ) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to
+        them."""
         return {}
 
     def running(self, options: RunOptions) -> AbstractContextManager[RunOptions]:
@@ -93,7 +103,8 @@ class LaneExecutor(ABC):
 
     @abstractmethod
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Do the part that is aimed at, ``execution.part``, of each; come back when all are done, or raise what failed.
+        """Do the part that is aimed at, ``execution.part``, of each; come back when all are done,
+        or raise what failed.
 
         Of several each lane does one after the other, and none waits for the others in between.
         """
@@ -126,7 +137,8 @@ class Execution:
     Attributes:
         ready: what is run.
         executor: who walks the lanes.
-        number: the place of its batch among those that lanes do one after the other; None: it is alone.
+        number: the place of its batch among those that lanes do one after the other; None: it is
+            alone.
         before: the one that its lanes do first; None: there is none.
         committed: where it is not alone, the states that it leaves, by stage.
         context: what the caller had switched on when it began.
@@ -153,7 +165,13 @@ class Execution:
         executor.check(ready.plan)
         self.stepping, self.number, self.before = stepping, number, before
         self.committed: dict[int, Tree] = {}
-        decided(ready.plan, "%s runs by %s, because: %s", ready.plan.schedule.name, executor.word, executor.reason)
+        decided(
+            ready.plan,
+            "%s runs by %s, because: %s",
+            ready.plan.schedule.name,
+            executor.word,
+            executor.reason,
+        )
         self.ready, self.executor, self.context = ready, executor, CallerContext()
         program = ready.program
         self.part = (0, len(program.order))
@@ -172,14 +190,19 @@ class Execution:
         # What lies at a lane that is not here is counted there.
         self.level_of = {
             (pool.lane, slot): level if pool.lane in places else PoolLevel()
-            for pool, slots, level in zip(program.pools, slots_of(program.pools), self.levels, strict=True)
+            for pool, slots, level in zip(
+                program.pools, slots_of(program.pools), self.levels, strict=True
+            )
             for slot in slots
         }
         edges = self._edges(places)
-        self.lanes = [self._lane(lane, places[lane.lane], edges) for lane in ready.part.programs(program)]
+        self.lanes = [
+            self._lane(lane, places[lane.lane], edges) for lane in ready.part.programs(program)
+        ]
 
     def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
-        """The channels between lanes that are here, from the caller, and to lanes that are not here."""
+        """The channels between lanes that are here, from the caller, and to lanes that are not
+        here."""
         ends = {CALLER: None, **places}
         how = {"threaded": self.executor.threaded, "on_host": are_on_host(self.caller.values())}
         return {
@@ -190,7 +213,9 @@ class Execution:
             if pool.source in ends and (pool.lane in places or pool.source in places)
         }
 
-    def _lane(self, program: LaneProgram, place: Place, edges: Mapping[tuple[int, int], Channel]) -> Lane:
+    def _lane(
+        self, program: LaneProgram, place: Place, edges: Mapping[tuple[int, int], Channel]
+    ) -> Lane:
         others = self.executor.outboxes(self, program, place)
         self.outboxes |= {(program.lane, other): box for other, box in others.items()}
         lane = Lane(program, place, {**self.boxes, **others}, edges, self.caller, self.level_of)
@@ -202,10 +227,14 @@ class Execution:
         advance = _unstepped if self.stepping is None else self.stepping.step
         early = frozenset[int]() if self.stepping is None else self.stepping.early
 
-        mail, coming = lane.mail, lane.coming  # a closure over the lane would be a cycle, and keep the batch alive
+        mail, coming = (
+            lane.mail,
+            lane.coming,
+        )  # a closure over the lane would be a cycle, and keep the batch alive
 
         def reduce(stage: int, slot: int | None) -> Reduction:
-            """Begin a reduction. If the lane steps the stage, the S that reads the slot waits for the sums."""
+            """Begin a reduction. If the lane steps the stage, the S that reads the slot waits for
+            the sums."""
             reduction = ready.reduce(stage, mail)
             if slot is not None and stage in early:
                 coming[slot] = reduction
@@ -250,11 +279,17 @@ class Execution:
         """A lane has come to its end; where others follow, with the states of its stages."""
         if self.number is None:
             return
-        reports = {(stage, m): lane.slots[slot] for stage, m, slot in lane.program.taken.get(Role.REPORT, ())}
+        reports = {
+            (stage, m): lane.slots[slot]
+            for stage, m, slot in lane.program.taken.get(Role.REPORT, ())
+        }
         for stage in {call.stage for call in lane.program.calls}:
             if commits(self.ready.plan, stage):
                 known = {} if self.before is None else self.before.committed
-                state, stats = known.get(stage, self.ready.state[stage]), statistics_of(self.ready, stage, reports)
+                state, stats = (
+                    known.get(stage, self.ready.state[stage]),
+                    statistics_of(self.ready, stage, reports),
+                )
                 with lane.place.active():
                     self.committed[stage] = commit(self.ready, stage, state, stats)
 
@@ -267,10 +302,16 @@ class Execution:
                     lane.from_caller.at_once = False
 
     def catching(self) -> AbstractContextManager[object]:
-        """Return the outer catcher of draws for a thread, which makes the catchers of eager forwards cheap."""
-        return CatchDraws() if any(part.program is None for part in self.ready.plan.stages) else nullcontext()
+        """Return the outer catcher of draws for a thread, which makes the catchers of eager
+        forwards cheap."""
+        return (
+            CatchDraws()
+            if any(part.program is None for part in self.ready.plan.stages)
+            else nullcontext()
+        )
 
-    # -- what goes wrong ---------------------------------------------------------------------------------------------
+    # -- what goes wrong
+    # -------------------------------------------------------------------------------
 
     def where(self, lane: Lane) -> Where:
         """The coordinates of what the lane is doing."""
@@ -284,15 +325,20 @@ class Execution:
         return self.number or 0, position_of(lane, self.ready.program)
 
     def failure(self, lane: Lane, error: BaseException) -> BaseException:
-        """What the run raises for an error of a lane: it knows where, and (out of memory) what to do."""
+        """What the run raises for an error of a lane: it knows where, and (out of memory) what to
+        do."""
         failure = located(error, self.where(lane))
         if self.number is not None:
             add_note(failure, in_batch(self.number))
         if is_out_of_memory(error):
-            add_note(failure, too_much(lane, self.ready.plan.schedule.first(self.ready.program.num_microbatches)))
+            add_note(
+                failure,
+                too_much(lane, self.ready.plan.schedule.first(self.ready.program.num_microbatches)),
+            )
         return failure
 
-    # -- after the run -----------------------------------------------------------------------------------------------
+    # -- after the run
+    # -------------------------------------------------------------------------------
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
         """What the caller takes, by (stage, microbatch); it leaves the slots."""
@@ -309,7 +355,8 @@ class Execution:
         return {stage: reduction for (stage, _), reduction in self.collect(Role.SUMS).items()}
 
     def hand_sums(self) -> None:
-        """The sums of gradients, which lanes have made, are the caller's; of replicas other sums are made of them."""
+        """The sums of gradients, which lanes have made, are the caller's; of replicas other sums
+        are made of them."""
         if self.ready.part.replicas > 1:
             return
         for lane in self.lanes:
@@ -321,7 +368,11 @@ class Execution:
     def result(self) -> Result:
         """Fold what has come out."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
-        reports, outputs, reductions = self.collect(Role.REPORT), self.collect(Role.OUTPUT), self.reductions()
+        reports, outputs, reductions = (
+            self.collect(Role.REPORT),
+            self.collect(Role.OUTPUT),
+            self.reductions(),
+        )
         self.check_empty()
         if backward and (self.stepping is None or not self.stepping.spends):
             self.hand_sums()
@@ -367,13 +418,21 @@ class Execution:
         found = [(lane.program.lane, *span) for lane in self.lanes for span in lane.spans()]
         first = min((start for _, _, start, _ in found), default=0)
         self.began = first / 1e9
-        spans = [Span(lane, (start - first) / 1e9, (end - first) / 1e9, action) for lane, action, start, end in found]
+        spans = [
+            Span(lane, (start - first) / 1e9, (end - first) / 1e9, action)
+            for lane, action, start, end in found
+        ]
         spans.sort(key=lambda span: (span.start, span.device))
         schedule = self.ready.plan.schedule.first(self.ready.program.num_microbatches)
         peak = tuple(residual_peak(order, schedule) for order in schedule.orders)
-        names, arrows = tuple(part.name for part in self.ready.plan.stages), arrows_of(self.ready.program)
+        names, arrows = (
+            tuple(part.name for part in self.ready.plan.stages),
+            arrows_of(self.ready.program),
+        )
         lanes = len(schedule.orders)
-        return Timeline(tuple(spans), lanes, peak, "s", 0.0, schedule.name, stages=names, arrows=arrows)
+        return Timeline(
+            tuple(spans), lanes, peak, "s", 0.0, schedule.name, stages=names, arrows=arrows
+        )
 
     def stats(self) -> RunStats:
         """How it went so far."""
@@ -384,7 +443,8 @@ class Execution:
 
 
 def walk(executions: Sequence[Execution]) -> None:
-    """Let the lanes do what is aimed at, of one execution after the other; each then knows its share of the time."""
+    """Let the lanes do what is aimed at, of one execution after the other; each then knows its
+    share of the time."""
     outer, began, done = RUNNING.get(), perf_counter(), False
     first, lanes = executions[0], [lane for execution in executions for lane in execution.lanes]
     try:
@@ -397,7 +457,8 @@ def walk(executions: Sequence[Execution]) -> None:
         done = True
     finally:
         RUNNING.set(outer)
-        # Streams that a failure has spoilt cannot wait for each other; what is said of that is not the failure.
+        # Streams that a failure has spoilt cannot wait for each other; what is said of that is not
+        # the failure.
         for lane in lanes:
             with nullcontext() if done else suppress(RuntimeError):
                 lane.place.join()
@@ -407,7 +468,8 @@ def walk(executions: Sequence[Execution]) -> None:
 
 
 def _unstepped(stage: int, reduction: Reduction) -> None:
-    """A run without an optimizer steps nothing; it has been refused where the schedule wants one."""
+    """A run without an optimizer steps nothing; it has been refused where the schedule wants
+    one."""
 
 
 def _handed(value: Any, place: Place) -> Any:

@@ -28,7 +28,8 @@ class Serial(LaneExecutor):
         """Accepts every plan."""
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the actions in ``execution.part`` of each execution in turn. The thread does not wait for devices in between."""
+        """Run the actions in ``execution.part`` of each execution in turn. The thread does not wait
+        for devices in between."""
         first = executions[0]
         with (
             interrupting(executions, first.ready.options.timeout),
@@ -40,7 +41,9 @@ class Serial(LaneExecutor):
             for execution in executions:
                 lanes = execution.lanes
                 # `walk` in execute.py resets the variable.
-                RUNNING.set(lambda execution=execution: execution.where(execution.lanes[execution.turn]))
+                RUNNING.set(
+                    lambda execution=execution: execution.where(execution.lanes[execution.turn])
+                )
                 try:
                     for number, lane in enumerate(lanes):
                         execution.turn = number
@@ -58,7 +61,9 @@ class Serial(LaneExecutor):
                     for number, lane in enumerate(lanes):
                         execution.turn = number
                         execution.end(lane)
-                except BaseException as error:  # in here: context managers write to the exceptions that they see
+                except (
+                    BaseException
+                ) as error:  # in here: context managers write to the exceptions that they see
                     raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 
 
@@ -81,7 +86,8 @@ _NAMED: dict[str, LaneExecutor] = {"serial": Serial(), "threads": Threads()}
 
 
 def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
-    """The executor that the argument of a run names. Raises PlanError: it is none, or this is no plan."""
+    """The executor that the argument of a run names. Raises PlanError: it is none, or this is no
+    plan."""
     if executor is None:
         return suiting(checked_plan("run", plan))
     if isinstance(executor, str):
@@ -90,12 +96,14 @@ def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
     elif not isinstance(executor, type) and isinstance(executor, Executor):
         return executor
     raise PlanError(
-        f"executor is 'threads', 'serial', fp.lanes(plan), for fp.run also fp.graphs(plan), or None; got {executor!r}"
+        "executor is 'threads', 'serial', fp.lanes(plan), for fp.run also fp.graphs(plan), or "
+        f"None; got {executor!r}"
     )
 
 
 def suiting(plan: Plan) -> LaneExecutor:
-    """Threads where at least two lanes compute on the CPU, and nothing is on that threads cannot take over."""
+    """Threads where at least two lanes compute on the CPU, and nothing is on that threads cannot
+    take over."""
     obstacles = uncarried(plan)
     if obstacles:
         return Serial(f"threads cannot take over {', '.join(obstacles)}")

@@ -45,13 +45,18 @@ def too_much(lane: Lane, schedule: Schedule) -> str:
     """What a lane holds, of how much the schedule does at most, and how it would be less."""
     kinds = zip(lane.program.slots, lane.slots, strict=True)
     roles = Role.RESIDUAL, Role.WEIGHT_RESIDUAL
-    held = [getattr(value, "nbytes", 0) for kind, value in kinds if kind.role in roles and value is not None]
+    held = [
+        getattr(value, "nbytes", 0)
+        for kind, value in kinds
+        if kind.role in roles and value is not None
+    ]
     number = lane.program.lane
     most = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
     return (
-        f"device {number} holds {len(held)} residuals (the schedule's most is {most:g}) with {sum(held) / 2**20:.1f} MiB "
-        f"at their borders{_free(lane.place.device)}; to hold less: more microbatches of fewer rows, "
-        "fp.schedules.remat(schedule) or fp.schedules.offload(schedule), or a schedule that holds fewer "
+        f"device {number} holds {len(held)} residuals (the schedule's most is {most:g}) with "
+        f"{sum(held) / 2**20:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: "
+        "more microbatches of fewer rows, fp.schedules.remat(schedule) or "
+        "fp.schedules.offload(schedule), or a schedule that holds fewer "
         "(fp.schedules.one_f_one_b)"
     )
 
@@ -68,7 +73,10 @@ def raise_located(failures: list[tuple[tuple[int, int], BaseException]]) -> NoRe
     failures.sort(key=lambda failure: failure[0])
     first = failures[0][1]
     for _, other in failures[1:]:
-        add_note(first, f"also failed: {type(other).__name__}: {other} ({getattr(other, 'funcpipe', '')})")
+        add_note(
+            first,
+            f"also failed: {type(other).__name__}: {other} ({getattr(other, 'funcpipe', '')})",
+        )
     failures.clear()
     try:
         raise first

@@ -1,4 +1,5 @@
-"""The end of a run: losses folded, gradients scaled and tied, statistics committed, outputs merged."""
+"""The end of a run: losses folded, gradients scaled and tied, statistics committed, outputs
+merged."""
 
 from __future__ import annotations
 
@@ -40,16 +41,21 @@ def finish(
     committed: Mapping[int, Tree] | None = None,
     reductions: Mapping[int, Reduction] | None = None,
 ) -> Result:
-    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its backwards.
+    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its
+    backwards.
 
-    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of stages that lanes have
-    ``committed`` is that; None: they do not. It waits for the ``reductions`` that lanes have begun,
-    and begins the reductions of the other stages.
+    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of
+    stages that lanes have ``committed`` is that; None: they do not. It waits for the ``reductions``
+    that lanes have begun, and begins the reductions of the other stages.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
     stepped = () if stepping is None else stepping.stepped
-    refuse_writes(ready, "a stage wrote into its parameters; a stage is pure, so compute with a copy:", but=stepped)
+    refuse_writes(
+        ready,
+        "a stage wrote into its parameters; a stage is pure, so compute with a copy:",
+        but=stepped,
+    )
     if stepping is not None and stepping.spends:
         sums, (trained, untouched) = None, stepping.reached
     else:
@@ -60,9 +66,15 @@ def finish(
     left = committed
     if left is None:
         stats = _statistics(ready, reports)
-        left = {stage: commit(ready, stage, ready.state[stage], each) for stage, each in stats.items()}
+        left = {
+            stage: commit(ready, stage, ready.state[stage], each) for stage, each in stats.items()
+        }
     state = tuple([left.get(stage, ready.state[stage]) for stage in range(plan.num_stages)])
-    merged = merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge) if outputs else None
+    merged = (
+        merge([outputs[last, m] for m in range(count)], ready.batch, plan.merge)
+        if outputs
+        else None
+    )
 
     ended = ready.part.exchange(END, _ended(ready, reports, trained, untouched))
     unused = unused_keys(ready, unused_in_all(ready, [each.unused for each in ended]))
@@ -75,7 +87,16 @@ def finish(
         _refuse_untouched(ended)
     if stepping is not None:
         stepping.late = late
-    facts = unused, state, merged, timeline, went, ready.shares.loss_scale, plan.ties, ready.part.others
+    facts = (
+        unused,
+        state,
+        merged,
+        timeline,
+        went,
+        ready.shares.loss_scale,
+        plan.ties,
+        ready.part.others,
+    )
     return Result(loss, weight, losses, aux, grads, *facts)
 
 
@@ -83,7 +104,8 @@ class Ended(NamedTuple):
     """What a process knows when its lanes are done.
 
     Attributes:
-        losses: of each microbatch, where the last stage is here; for other processes in one piece where they can be.
+        losses: of each microbatch, where the last stage is here; for other processes in one piece
+            where they can be.
         sides: auxiliary losses: (stage, microbatch among those of all replicas, sum, weight).
         trained: how many leaves have a gradient.
         unused: those of these that no backward reached.
@@ -103,25 +125,33 @@ def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[Unu
         losses = tuple([reports[last, m].loss for m in range(count)])
         if part.replicas > 1 or len(part.stages) < ready.plan.num_stages:
             losses = joined(losses)
-    sides = [(stage, first + m, *report.side) for (stage, m), report in reports.items() if report.side is not None]
+    sides = [
+        (stage, first + m, *report.side)
+        for (stage, m), report in reports.items()
+        if report.side is not None
+    ]
     return Ended(losses, tuple(sides), trained, tuple(unused))
 
 
 def _refuse_untouched(ended: Sequence[Ended]) -> None:
     """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
-    if any(each.trained for each in ended) and not any(each.trained > len(each.unused) for each in ended):
+    if any(each.trained for each in ended) and not any(
+        each.trained > len(each.unused) for each in ended
+    ):
         raise PlanError(
-            "no gradient reached any of the parameters: the loss hangs on none of them. Is it computed under "
-            "torch.no_grad, by .detach(), .item() or numpy, or from the target alone? Without gradients: "
-            "fp.make_plan(stages, schedule.forwards())"
+            "no gradient reached any of the parameters: the loss hangs on none of them. Is it "
+            "computed under torch.no_grad, by .detach(), .item() or numpy, or from the target "
+            "alone? Without gradients: fp.make_plan(stages, schedule.forwards())"
         )
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
-    """``result.loss.backward()``: raises PlanError, which says where the gradients are, in place of torch's error."""
+    """``result.loss.backward()``: raises PlanError, which says where the gradients are, in place of
+    torch's error."""
     raise PlanError(
-        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, params, result) makes "
-        "the step. For a loss of your own around a pipeline there are fp.vjp and fp.Pipe"
+        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, "
+        "params, result) makes the step. For a loss of your own around a pipeline there are "
+        "fp.vjp and fp.Pipe"
     )
 
 
@@ -132,7 +162,8 @@ def release(ready: Prepared) -> None:
 
 
 def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> None:
-    """Refuse parameters and states that were written into since they were bound, but for parameters of some stages.
+    """Refuse parameters and states that were written into since they were bound, but for parameters
+    of some stages.
 
     Raises:
         PlanError: it names them.
@@ -150,7 +181,8 @@ def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> 
         for number in bound.params.written_state()
     ]
     title = (
-        "a stage wrote into its state; a stage is pure: return statistics in Out(stats=...) and fold them in commit=:"
+        "a stage wrote into its state; a stage is pure: return statistics in Out(stats=...) and "
+        "fold them in commit=:"
     )
     raise_all(title, faults)
 
@@ -158,7 +190,8 @@ def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> 
 def _fold_losses(
     ready: Prepared, ended: Sequence[Ended]
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
-    """Loss, weight, losses and aux of the batch, and whether the loss function returned the weights."""
+    """Loss, weight, losses and aux of the batch, and whether the loss function returned the
+    weights."""
     shares = ready.shares._replace(first=0)
     if ready.plan.loss is None:
         return None, None, (), (), False
@@ -166,18 +199,26 @@ def _fold_losses(
     weighted = [loss.weight is not None for loss in reported]
     if any(weighted) and not all(weighted):
         raise BatchError(
-            "the loss returned a mean for some microbatches and (sum, weight) for others; return one form always"
+            "the loss returned a mean for some microbatches and (sum, weight) for others; return "
+            "one form always"
         )
     late = weighted[0] and not shares.explicit
     weights = [float(loss.weight) for loss in reported] if late else []
     invalid = [
-        f"{value} for {ready.batch.named(m)}" for m, value in enumerate(weights) if not 0 <= value < float("inf")
+        f"{value} for {ready.batch.named(m)}"
+        for m, value in enumerate(weights)
+        if not 0 <= value < float("inf")
     ]
-    raise_all("the loss returned (sum, weight) with weights that are no numbers from 0:", invalid, BatchError)
+    raise_all(
+        "the loss returned (sum, weight) with weights that are no numbers from 0:",
+        invalid,
+        BatchError,
+    )
     weight = sum(weights) if late else shares.total
     if weight is not None and not weight:
         raise BatchError(
-            "the weights that the loss returned are 0 for every microbatch, so the loss of this batch is not defined"
+            "the weights that the loss returned are 0 for every microbatch, so the loss of this "
+            "batch is not defined"
         )
     total: Any = None
     with torch.no_grad():
@@ -206,17 +247,22 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
 
 
 def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) -> Any:
-    """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the microbatch's share."""
-    by_place = {(stage, m): (side, weight) for each in ended for stage, m, side, weight in each.sides}
+    """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the
+    microbatch's share."""
+    by_place = {
+        (stage, m): (side, weight) for each in ended for stage, m, side, weight in each.sides
+    }
     for stage, m in sorted(by_place):
         if late or ready.shares.total is None:
             reason = (
-                "how much its microbatch counts is not known while the loss itself brings the weights"
+                "how much its microbatch counts is not known while the loss itself brings the "
+                "weights"
                 if late
                 else "it is a mean, and the loss is a sum, which nothing divides"
             )
             raise BatchError(
-                f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., weight=target -> number)"
+                f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., "
+                "weight=target -> number)"
             )
         side, weight = by_place[stage, m]
         if float(weight):
@@ -226,15 +272,20 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
     return total
 
 
-def gradient_sums(ready: Prepared, reductions: Mapping[int, Reduction]) -> dict[int, list[Tensor | None]]:
+def gradient_sums(
+    ready: Prepared, reductions: Mapping[int, Reduction]
+) -> dict[int, list[Tensor | None]]:
     """The gradients as the backwards summed them, over all replicas, by stage that is here."""
     # All sums begin before the run waits for the first.
     every = {stage: reductions.get(stage) or ready.reduce(stage) for stage in ready.bounds}
     return {stage: reduction.sums_at_end() for stage, reduction in every.items()}
 
 
-def gradients(ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0) -> tuple[Tree, ...]:
-    """The gradient trees, multiplied by ``scale``, tied leaves summed; None for stages that are not here."""
+def gradients(
+    ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0
+) -> tuple[Tree, ...]:
+    """The gradient trees, multiplied by ``scale``, tied leaves summed; None for stages that are not
+    here."""
     with torch.no_grad():
         if scale != 1.0:
             for stage_sums in sums.values():
@@ -257,13 +308,17 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
     """Give every leaf of a tie that is here the sum of all."""
     group = ready.ties[number]
     here = {place: member for place, member in enumerate(group) if member[1] >= 0}
-    parts = {place: gradient for place, (s, n) in here.items() if (gradient := sums[s][n]) is not None}
+    parts = {
+        place: gradient for place, (s, n) in here.items() if (gradient := sums[s][n]) is not None
+    }
     if not parts:
         return
     device_of, rank_of = ready.plan.schedule.device_of, ready.part.rank_of
     if len(here) < len(group):
         holders = [rank_of[device_of[stage]] for stage, _ in group]
-        parts = {place: value.to_dense() if value.is_sparse else value for place, value in parts.items()}
+        parts = {
+            place: value.to_dense() if value.is_sparse else value for place, value in parts.items()
+        }
         values = ready.part.gather(parts, holders, ready.layouts[number])
     else:
         values = [*parts.values()]
@@ -274,13 +329,26 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
 
 
 def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]]:
-    """For each stage that is here and keeps any, the statistics of all microbatches, those of all replicas."""
-    stats = {stage: statistics_of(ready, stage, reports) for stage in ready.bounds if commits(ready.plan, stage)}
+    """For each stage that is here and keeps any, the statistics of all microbatches, those of all
+    replicas."""
+    stats = {
+        stage: statistics_of(ready, stage, reports)
+        for stage in ready.bounds
+        if commits(ready.plan, stage)
+    }
     if ready.part.replicas == 1:
         return stats
-    everyone: list[dict[int, tuple[Tree, ...]]] = ready.part.exchange("the statistics of the replicas", stats)
+    everyone: list[dict[int, tuple[Tree, ...]]] = ready.part.exchange(
+        "the statistics of the replicas", stats
+    )
     return {
-        stage: tuple([_at(ready.device(stage), tree) for theirs in everyone for tree in theirs.get(stage, ())])
+        stage: tuple(
+            [
+                _at(ready.device(stage), tree)
+                for theirs in everyone
+                for tree in theirs.get(stage, ())
+            ]
+        )
         for stage in stats
     }
 

@@ -1,4 +1,5 @@
-"""graphs: whole runs as graphs of the device (CUDA graphs): recorded once for each form of input, then played."""
+"""graphs: whole runs as graphs of the device (CUDA graphs): recorded once for each form of input,
+then played."""
 
 from __future__ import annotations
 
@@ -71,9 +72,20 @@ class Graphs:
 
     @guarded
     def __repr__(self) -> str:
-        held = f"{named(self.count, 'form')} of input, {size_of(self.nbytes)}" if self.count else "nothing"
-        refused = [found for found in [self._obstacle, *self._found.values()] if found and isinstance(found, str)]
-        facts = [("recorded", "closed" if self.closed else held), ("not", refused[-1] if refused else "")]
+        held = (
+            f"{named(self.count, 'form')} of input, {size_of(self.nbytes)}"
+            if self.count
+            else "nothing"
+        )
+        refused = [
+            found
+            for found in [self._obstacle, *self._found.values()]
+            if found and isinstance(found, str)
+        ]
+        facts = [
+            ("recorded", "closed" if self.closed else held),
+            ("not", refused[-1] if refused else ""),
+        ]
         return line(f"Graphs of {self.plan.schedule.name}", facts)
 
     def __enter__(self) -> Self:
@@ -104,7 +116,8 @@ class Graphs:
         return sum(run.recorded.nbytes for run in self._steps)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A run: played if it is recorded, recorded and played if it can be, as any other if not."""
+        """A run: played if it is recorded, recorded and played if it can be, as any other if
+        not."""
         refuse_transforms("run")
         checked_seed(options.seed)
         with self._alone(plan):
@@ -128,7 +141,8 @@ class Graphs:
             raise FuncpipeError("these graphs are closed; run inside of their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
-                "these graphs are busy with another run; give each concurrent run its own fp.graphs(plan)"
+                "these graphs are busy with another run; give each concurrent run its own "
+                "fp.graphs(plan)"
             )
         try:
             yield
@@ -156,14 +170,17 @@ class Graphs:
     def _step(
         self, plan: Plan, params: Any, batch: Any, options: RunOptions
     ) -> tuple[_RecordedRun, list[Tensor]] | str:
-        """The recorded run for input of this form (the first is recorded now) and its tensors; or why there is none."""
+        """The recorded run for input of this form (the first is recorded now) and its tensors; or
+        why there is none."""
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
             return "params are not one tree for each stage"
         # No seed, so that a run refuses to draw: a graph would draw with the seed of its recording.
         names = ("feeds", "loss_scale", "threads_per_lane", "check")
         others = {name: getattr(options, name) for name in names}
         flags = trainable_leaves(params, options.trainable)  # pyright: ignore
-        others["trainable"] = tuple(unflatten(structure(tree), mask) for tree, mask in zip(params, flags, strict=True))  # pyright: ignore
+        others["trainable"] = tuple(
+            unflatten(structure(tree), mask) for tree, mask in zip(params, flags, strict=True)
+        )  # pyright: ignore
         taken = _Taken(words=[switches_key(), _kernels(), RUNNING.get() is not None])
         try:
             make_params = taken.take((params, options.state))
@@ -180,7 +197,10 @@ class Graphs:
         recording = self._found.get(key)
         if recording is None:
             if len(self._found) >= _MOST:
-                return f"its input has had {_MOST} other forms (shapes, types, values that are no tensors) before"
+                return (
+                    f"its input has had {_MOST} other forms (shapes, types, values that are no "
+                    "tensors) before"
+                )
             recording = self._found[key] = self._record(
                 plan, lambda copies: (*make_params(copies), *make_batch(copies)), taken.tensors
             )
@@ -196,13 +216,22 @@ class Graphs:
             params, state, batch, others = make(copies)
             result = Serial().run(plan, params, batch, RunOptions(state=state, **others))
             results = _Taken()
-            parts[:] = [results.take([getattr(result, name) for name in _FIELDS]), replace(result, **_NONE)]
+            parts[:] = [
+                results.take([getattr(result, name) for name in _FIELDS]),
+                replace(result, **_NONE),
+            ]
             return results.tensors
 
         try:
             recorded = _RecordedRun(Recorded(graph, device, tensors, step), *parts)
             size = size_of(recorded.recorded.nbytes)
-            log.info("recorded form %d of %s on %s, %s of copies", self.count + 1, plan.schedule.name, device, size)
+            log.info(
+                "recorded form %d of %s on %s, %s of copies",
+                self.count + 1,
+                plan.schedule.name,
+                device,
+                size,
+            )
             return recorded
         except DrawError:
             return "a stage draws random numbers, and a graph would draw the same ones each time"
@@ -215,7 +244,8 @@ def _obstacle(plan: Plan) -> str:
     devices = dict.fromkeys(plan_devices(plan))
     if len(devices) > 1:
         return (
-            f"its lanes lie on {', '.join(map(str, devices))}, and a graph is of one device; compiled stages can be "
+            f"its lanes lie on {', '.join(map(str, devices))}, and a graph is of one device; "
+            "compiled stages can be "
             'graphs each: fp.compile_stage(stage, backend="cudagraphs")'
         )
     device = next(iter(devices))
@@ -233,7 +263,10 @@ def _obstacle(plan: Plan) -> str:
 def _kernels() -> Hashable:
     """The key of what picks kernels besides `switches_key` and is frozen by a recording."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    values: list[Hashable] = [torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()]
+    values: list[Hashable] = [
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    ]
     for module, flag in _FLAGS:
         try:
             values.append(getattr(module, flag))
@@ -260,28 +293,39 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
 
-_UNEVEN = "how much its microbatches count depends on the numbers in its target, and is not as many as they have rows"
+_UNEVEN = (
+    "how much its microbatches count depends on the numbers in its target, and is not as many as "
+    "they have rows"
+)
 
 
 def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | None]:
-    """The plan with a loss that counts rows, which needs no numbers on the host, and what the loss is divided by.
+    """The plan with a loss that counts rows, which needs no numbers on the host, and what the loss
+    is divided by.
 
-    None where the microbatches of this batch do not count as their rows: labels are padded, classes are weighted.
+    None where the microbatches of this batch do not count as their rows: labels are padded, classes
+    are weighted.
     """
     if plan.weight is not None or plan.counts.weigh is None:
         return plan, None
     cut = microbatch.cut(plan, *split_batch(plan, batch), feeds)
     shares = shares_of(cut.rows, weights_of(cut, plan), plan, 1.0)
     pairs = zip(shares.weights, cut.rows, strict=True)
-    if shares.total and all(weight * sum(cut.rows) == rows * shares.total for weight, rows in pairs):
+    if shares.total and all(
+        weight * sum(cut.rows) == rows * shares.total for weight, rows in pairs
+    ):
         return replace(plan, counts=replace(plan.counts, weigh=None)), shares.total
     return None, None
 
 
-def _played(step: _RecordedRun, tensors: list[Tensor], began: float, weight: float | None) -> Result:
+def _played(
+    step: _RecordedRun, tensors: list[Tensor], began: float, weight: float | None
+) -> Result:
     """The result of a recorded run for these tensors."""
     fields = step.make(step.recorded(tensors))
-    stats = replace(step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began)
+    stats = replace(
+        step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began
+    )
     weight = step.like.weight if weight is None else weight
     return replace(step.like, **dict(zip(_FIELDS, fields, strict=True)), weight=weight, stats=stats)
 
@@ -315,7 +359,8 @@ class _Taken:
 
     Attributes:
         tensors: of the trees, each once.
-        words: what a recording depends on besides the tensors' numbers; None where the trees are results.
+        words: what a recording depends on besides the tensors' numbers; None where the trees are
+            results.
     """
 
     def __init__(self, words: list[Hashable] | None = None) -> None:
@@ -347,7 +392,9 @@ class _Taken:
             return lambda tensors: tensors[number]
         if not isinstance(leaf, tuple(_HOLDS)):
             if self.words is None and not isinstance(leaf, _CONSTANT):
-                raise Unrecordable(f"a result holds a {type(leaf).__name__}, and nobody knows what is in it")
+                raise Unrecordable(
+                    f"a result holds a {type(leaf).__name__}, and nobody knows what is in it"
+                )
             self._say(leaf)
             return lambda tensors: leaf
         kind = next(kind for kind in _HOLDS if isinstance(leaf, kind))
@@ -361,29 +408,34 @@ class _Taken:
             return
         for value in values:
             if type(value).__eq__ is object.__eq__ and not isinstance(value, _FIXED):
-                raise TraceError(f"it gets a {type(value).__name__}, which may change and stays equal to itself")
+                raise TraceError(
+                    f"it gets a {type(value).__name__}, which may change and stays equal to itself"
+                )
         self.words.append(tuple(map(leaf_key, values)))
 
 
 def graphs(plan: Plan) -> Graphs:
-    """Whole runs as CUDA graphs: ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch, executor=graphs)``.
+    """Whole runs as CUDA graphs: ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch,
+    executor=graphs)``.
 
-    The first run with input of a form (structure, shapes, types, layouts, devices; values that are no tensors; which
-    leaves are trained; loss scale, grad mode, autocast) runs three times and is then recorded with everything that it
-    queues: all lanes with their streams, the loss, the sums, the commits. Later ones copy their tensors into the
-    recording's, play it, and copy the results out: no Python of stages, no launch of single kernels. That pays where
-    kernels are so short that the host is late.
+    The first run with input of a form (structure, shapes, types, layouts, devices; values that are
+    no tensors; which leaves are trained; loss scale, grad mode, autocast) runs three times and is
+    then recorded with everything that it queues: all lanes with their streams, the loss, the sums,
+    the commits. Later ones copy their tensors into the recording's, play it, and copy the results
+    out: no Python of stages, no launch of single kernels. That pays where kernels are so short that
+    the host is late.
 
-    Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has its own copies of
-    parameters, state and batch, and holds all memory of a run for itself.
+    Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has
+    its own copies of parameters, state and batch, and holds all memory of a run for itself.
 
-    A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why: lanes on several
-    devices, or on one without graphs; random draws (dropout); a loss that brings (sum, weight), ``plan.weight`` or
-    anything else that needs numbers on the host; targets that are padded unevenly (`F.cross_entropy`: looked at before
-    each run); `offload`; ``record=``, ``ranges=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why:
+    lanes on several devices, or on one without graphs; random draws (dropout); a loss that brings
+    (sum, weight), ``plan.weight`` or anything else that needs numbers on the host; targets that are
+    padded unevenly (`F.cross_entropy`: looked at before each run); `offload`; ``record=``,
+    ``ranges=``, ``timeout=``, ``check="finite"``; a ninth form of input.
 
-    As with any recording, what stages do in Python is done when they are recorded and not again, and tensors that they
-    close over are read where they lay.
+    As with any recording, what stages do in Python is done when they are recorded and not again,
+    and tensors that they close over are read where they lay.
 
     >>> layer = fp.Stage(lambda w, x: x * w)
     >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
@@ -395,7 +447,8 @@ def graphs(plan: Plan) -> Graphs:
         plan: whose runs; on one device.
 
     Returns:
-        An executor for ``run``; its graphs are forgotten at the end of the ``with`` block, or by ``close()``.
+        An executor for ``run``; its graphs are forgotten at the end of the ``with`` block, or by
+        ``close()``.
 
     Raises:
         PlanError: this is no plan.

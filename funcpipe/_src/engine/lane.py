@@ -1,7 +1,8 @@
-"""Run the instructions of one lane. A lane depends on its program and its mailbox, not on other lanes.
+"""Run the instructions of one lane. A lane depends on its program and its mailbox, not on other
+lanes.
 
-Other lanes call `Mailbox.put` to deliver to a lane. The key of a value is a slot of this lane. The key (lane, slot) says
-that a slot of another lane is free again.
+Other lanes call `Mailbox.put` to deliver to a lane. The key of a value is a slot of this lane. The
+key (lane, slot) says that a slot of another lane is free again.
 """
 
 from __future__ import annotations
@@ -62,15 +63,20 @@ class Lane:
         """The events after which free slots for values of the caller may be filled."""
         self.from_caller = edges.get((CALLER, program.lane))
         self._receivers = {
-            end: (edges[program.lane, end[0]], _put_function(boxes[end[0]]), levels[end]) for end in program.outgoing
+            end: (edges[program.lane, end[0]], _put_function(boxes[end[0]]), levels[end])
+            for end in program.outgoing
         }
-        """By (lane, slot): the channel, the function that puts into the mailbox there, and the pool's level."""
-        self._free_notices = [self._free_notice(slot, source, levels) for slot, source in enumerate(program.sources)]
+        """By (lane, slot): the channel, the function that puts into the mailbox there, and the
+        pool's level."""
+        self._free_notices = [
+            self._free_notice(slot, source, levels) for slot, source in enumerate(program.sources)
+        ]
 
     def _free_notice(
         self, slot: int, source: int | None, levels: Mapping[tuple[int, int], PoolLevel]
     ) -> tuple[PoolLevel, Callable[[Any, Any], None], Any] | None:
-        """Return the pool's level, the function to call when the slot is free, and its key; None: only this lane fills it."""
+        """Return the pool's level, the function to call when the slot is free, and its key; None:
+        only this lane fills it."""
         if source is None:
             return None
         level = levels[self.program.lane, slot]
@@ -86,8 +92,8 @@ class Lane:
     def advance(self) -> None:
         """Run the next action and the instructions around it.
 
-        An action that reads a value waits for its event; those before it do not. This is the hot path of every run, so
-        it is one function.
+        An action that reads a value waits for its event; those before it do not. This is the hot
+        path of every run, so it is one function.
         """
         slots, came, coming, place = self.slots, self._came, self.coming, self.place
         number = self.done
@@ -103,7 +109,10 @@ class Lane:
                 for slot, result in zip(writes, results, strict=True):
                     slots[slot] = result
                 result = None
-                del values, results  # else a value would outlive its free while this lane waits for a slot
+                del (
+                    values,
+                    results,
+                )  # else a value would outlive its free while this lane waits for a slot
             elif type(instruction) is Receive:
                 value, source, slot = instruction
                 if source == CALLER:
@@ -124,7 +133,10 @@ class Lane:
                 if sent - level.freed > level.most:
                     level.most = sent - level.freed
                 free = came.pop(end)
-                put(into, (slots[slot], None) if channel.at_once else channel.send(slots[slot], free))
+                put(
+                    into,
+                    (slots[slot], None) if channel.at_once else channel.send(slots[slot], free),
+                )
             else:
                 for slot in instruction.slots:
                     slots[slot] = None
@@ -145,20 +157,28 @@ class Lane:
         if sent - level.freed > level.most:
             level.most = sent - level.freed
         free = self._freed.pop(slot, None)
-        return (self.caller[value], None) if channel.at_once else channel.send(self.caller[value], free)
+        return (
+            (self.caller[value], None)
+            if channel.at_once
+            else channel.send(self.caller[value], free)
+        )
 
     def spans(self) -> list[tuple[Action, int, int]]:
-        """(action, start, end) of all that is done, in nanoseconds; where nothing is measured none."""
+        """(action, start, end) of all that is done, in nanoseconds; where nothing is measured
+        none."""
         told = self.clock.nanoseconds if self.clock is not None else int
         return [(action, told(start), told(end)) for action, start, end in self._marks]
 
 
 def _put_function(box: Mailbox) -> Callable[[Any, Any], None]:
-    """Return `Mailbox.put`. For a lane on this thread, return the dictionary's own method, which saves a call."""
+    """Return `Mailbox.put`. For a lane on this thread, return the dictionary's own method, which
+    saves a call."""
     return box.came.__setitem__ if type(box) is Mailbox else box.put
 
 
-def _measured(step: Step, program: LaneProgram, clock: LaneClock, marks: list[tuple[Action, Any, Any]]) -> Step:
+def _measured(
+    step: Step, program: LaneProgram, clock: LaneClock, marks: list[tuple[Action, Any, Any]]
+) -> Step:
     """A step that also marks when it ran."""
 
     def measured(reads: list[Any], run: Run) -> Sequence[Any]:

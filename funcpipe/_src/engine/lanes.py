@@ -61,7 +61,13 @@ class Lanes(LaneExecutor):
 
     @guarded
     def __repr__(self) -> str:
-        threads = "closed" if self.closed else "threads run" if self._workers else "threads start with the first run"
+        threads = (
+            "closed"
+            if self.closed
+            else "threads run"
+            if self._workers
+            else "threads start with the first run"
+        )
         return f"<{type(self).__name__}: {self.count} lanes, {threads}>"
 
     def __enter__(self) -> Self:
@@ -72,7 +78,9 @@ class Lanes(LaneExecutor):
         self.close()
 
     def __del__(self) -> None:
-        for worker in self._workers:  # nobody holds the lanes any more: their threads end by themselves
+        for (
+            worker
+        ) in self._workers:  # nobody holds the lanes any more: their threads end by themselves
             worker.dismiss()
 
     def close(self) -> None:
@@ -85,15 +93,18 @@ class Lanes(LaneExecutor):
         self._workers = []
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where these are not as many as the plan's, or something is on that they cannot take over."""
+        """Raises PlanError where these are not as many as the plan's, or something is on that they
+        cannot take over."""
         if self.count != plan.num_devices:
             raise PlanError(
-                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with fp.lanes(plan)"
+                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with "
+                "fp.lanes(plan)"
             )
         refuse_uncarried(plan)
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run every lane of executions in its thread; come back when all are done, or raise what failed.
+        """Run every lane of executions in its thread; come back when all are done, or raise what
+        failed.
 
         With a timeout raise RunTimeout when no lane begins an action for so many seconds.
         """
@@ -107,7 +118,8 @@ class Lanes(LaneExecutor):
             raise FuncpipeError("these lanes are closed; run inside of their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
-                "these lanes are busy with another run; give each concurrent run its own fp.lanes(plan)"
+                "these lanes are busy with another run; give each concurrent run its own "
+                "fp.lanes(plan)"
             )
         try:
             # Threads started later begin with the user's number again.
@@ -122,7 +134,9 @@ class Lanes(LaneExecutor):
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
         leaving = partial(self._leave, executions, threading.get_ident())
-        atexit.register(leaving)  # a lane that is in torch's code when Python ends would abort the process
+        atexit.register(
+            leaving
+        )  # a lane that is in torch's code when Python ends would abort the process
         watch = None if timeout is None else LaneWatch(executions, timeout)
         try:
             # Inside of try: Ctrl-C between two starts must stop the first.
@@ -144,7 +158,9 @@ class Lanes(LaneExecutor):
             if not finished:
                 self.ending(failures[0][1] if failures else sys.exception())
                 # With timeout= nobody waits longer than that, whatever a lane is stuck in.
-                self._halt(executions, wait=timeout if watch is None or not watch.report else _PATIENCE)
+                self._halt(
+                    executions, wait=timeout if watch is None or not watch.report else _PATIENCE
+                )
         if watch is not None and watch.report and not finished:
             raise RunTimeout(watch.report)
         if failures:
@@ -157,13 +173,15 @@ class Lanes(LaneExecutor):
         return nullcontext()
 
     def ending(self, error: BaseException | None) -> None:
-        """The lanes are about to be ended early, by an error that is known already, or by something else."""
+        """The lanes are about to be ended early, by an error that is known already, or by something
+        else."""
 
     def raise_alarm(self) -> None:
         """Raise what an alarm was about."""
 
     def seat(self, lane: int) -> tuple[int, int]:
-        """The number of a lane among those that share this machine's cores, and how many these are."""
+        """The number of a lane among those that share this machine's cores, and how many these
+        are."""
         return lane, self.count
 
     def _start(self) -> None:
@@ -173,22 +191,26 @@ class Lanes(LaneExecutor):
                 worker.start()
 
     def _halt(self, executions: Sequence[Execution], wait: float | None) -> None:
-        """End every lane: those that wait at once, those that compute after a short action or the operation in it.
+        """End every lane: those that wait at once, those that compute after a short action or the
+        operation in it.
 
-        Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python cannot end them.
+        Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python
+        cannot end them.
         """
         for execution in executions:
             execution.stopped = True
             for box in execution.boxes.values():
                 box.stop()
-        # Most end by themselves. An interruption may land in some object's __del__, where Python prints and drops it.
+        # Most end by themselves. An interruption may land in some object's __del__, where Python
+        # prints and drops it.
         end_all(self._workers, _PATIENCE)
         for worker in self._workers:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
 
     def _leave(self, executions: Sequence[Execution], caller: int) -> None:
-        """As Python ends: end every lane, and let the caller's thread leave the run, which is torch's code too."""
+        """As Python ends: end every lane, and let the caller's thread leave the run, which is
+        torch's code too."""
         self._halt(executions, wait=1.0 + self.count)
         deadline = monotonic() + 1.0
         while _is_inside(caller) and monotonic() < deadline:
@@ -218,7 +240,9 @@ class Lanes(LaneExecutor):
             ):
                 for execution in executions:
                     lane = execution.lanes[seat]
-                    RUNNING.set(partial(execution.where, lane))  # of the copied context, which ends with the job
+                    RUNNING.set(
+                        partial(execution.where, lane)
+                    )  # of the copied context, which ends with the job
                     if not _do(execution, lane, switches, executions, failures):
                         break
                     lane.thread = 0
@@ -285,7 +309,8 @@ def _do(
 
 
 def _from_stop(error: BaseException | None) -> bool:
-    """Is the error Stop, or what user code raised from it (``except BaseException as e: raise Mine from e``)."""
+    """Is the error Stop, or what user code raised from it (``except BaseException as e: raise Mine
+    from e``)."""
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         if isinstance(error, Stop):
@@ -296,10 +321,11 @@ def _from_stop(error: BaseException | None) -> bool:
 
 
 def lanes(plan: Plan) -> Lanes:
-    """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(..., executor=lanes)``.
+    """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(...,
+    executor=lanes)``.
 
-    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long trainings of short
-    steps save it. The threads end with the ``with`` block.
+    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long
+    trainings of short steps save it. The threads end with the ``with`` block.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -324,21 +350,34 @@ def refuse_uncarried(plan: Plan) -> None:
     """Raise PlanError where other threads cannot run a plan now."""
     obstacles = uncarried(plan)
     if obstacles:
-        copies = "; or give each stage a module of its own, copy.deepcopy(module)" if _lent_twice(plan) else ""
-        raise PlanError(f"{', '.join(obstacles)} cannot be taken over by other threads; use executor='serial'{copies}")
+        copies = (
+            "; or give each stage a module of its own, copy.deepcopy(module)"
+            if _lent_twice(plan)
+            else ""
+        )
+        raise PlanError(
+            f"{', '.join(obstacles)} cannot be taken over by other threads; use "
+            f"executor='serial'{copies}"
+        )
 
 
 def _find_lent_twice(plan: Plan) -> list[str]:
-    """Modules into which functions of several lanes put parameters of their own, each while it computes."""
+    """Modules into which functions of several lanes put parameters of their own, each while it
+    computes."""
     lanes_of: dict[int, set[int]] = {}
     names: dict[int, str] = {}
     for stage, whole in enumerate(plan.stages):
         for part in whole.simple():
-            for key, (name, _) in ({} if isinstance(part.fn, Bindable) else lent_modules(part.fn)).items():
+            for key, (name, _) in (
+                {} if isinstance(part.fn, Bindable) else lent_modules(part.fn)
+            ).items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name
     return [
-        f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with parameters of their own"
+        (
+            f"the module {names[key]!r}, which stages of lanes {sorted(users)} call with "
+            "parameters of their own"
+        )
         for key, users in lanes_of.items()
         if len(users) > 1
     ]

@@ -14,7 +14,8 @@ class Stop(SystemExit):
 
 
 class Mailbox:
-    """What others have put for a lane: tickets by slot, events of free slots by (lane, slot). One thread runs all."""
+    """What others have put for a lane: tickets by slot, events of free slots by (lane, slot). One
+    thread runs all."""
 
     def __init__(self) -> None:
         self.came: dict[Hashable, Any] = {}
@@ -37,8 +38,8 @@ class Inbox(Mailbox):
     """The mailbox of a thread, which alone reads ``came``.
 
     Args:
-        lead: called by the thread before it waits. It reads what other processes send, until something lies in the box or
-            another thread reads. None: there are no other processes.
+        lead: called by the thread before it waits. It reads what other processes send, until
+            something lies in the box or another thread reads. None: there are no other processes.
 
     Attributes:
         wake: interrupts the thread while it reads; None: it does not read.

@@ -17,8 +17,8 @@ class RunOptions:
     """The options of a run besides plan, params and batch, as the user gave them; see `run`.
 
     Attributes:
-        takes_faulthandler: whether a timeout takes Python's one timer of ``faulthandler``. False if the user gave no
-            timeout.
+        takes_faulthandler: whether a timeout takes Python's one timer of ``faulthandler``. False if
+            the user gave no timeout.
     """
 
     state: Sequence[Tree] | None = None
@@ -38,7 +38,8 @@ class RunOptions:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Who does the actions of runs: `lanes`, `graphs`, and what the words "serial" and "threads" stand for."""
+    """Who does the actions of runs: `lanes`, `graphs`, and what the words "serial" and "threads"
+    stand for."""
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
         """A whole run of a plan; arguments, result and errors are those of `run`."""

@@ -1,4 +1,5 @@
-"""The part of a plan that a process runs: all of it, or some lanes, with whom it then agrees on what concerns all."""
+"""The part of a plan that a process runs: all of it, or some lanes, with whom it then agrees on
+what concerns all."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class PlanPart(Protocol):
 
     @property
     def replica(self) -> int:
-        """The number of this replica: of the processes that run the whole plan, each with rows of its own."""
+        """The number of this replica: of the processes that run the whole plan, each with rows of
+        its own."""
         ...
 
     @property
@@ -76,7 +78,8 @@ class PlanPart(Protocol):
         ...
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
-        """What every process gives, by replica and rank; all give something about the same, and go on when all came."""
+        """What every process gives, by replica and rank; all give something about the same, and go
+        on when all came."""
         ...
 
     @property
@@ -85,7 +88,8 @@ class PlanPart(Protocol):
         ...
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
-        """The leaves of a stage's parameters, by number, that are spread over its replicas; None: each has all.
+        """The leaves of a stage's parameters, by number, that are spread over its replicas; None:
+        each has all.
 
         Raises:
             PlanError: one is spread in a way that cannot be gathered.
@@ -93,14 +97,19 @@ class PlanPart(Protocol):
         ...
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
+        self,
+        stage: int,
+        parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        done: Callable[[Any], None],
     ) -> None:
-        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when they come.
+        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when
+        they come.
 
         Args:
             stage: whose.
             parts: of each tensor what this replica has, and rooms for what each has.
-            done: called, maybe from another thread, with the event after which they are there, None: they are.
+            done: called, maybe from another thread, with the event after which they are there,
+                None: they are.
         """
         ...
 
@@ -120,7 +129,9 @@ class PlanPart(Protocol):
         """
         ...
 
-    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+    def gather(
+        self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
+    ) -> list[Tensor]:
         """Tensors that several processes hold, in order.
 
         Args:
@@ -159,7 +170,10 @@ class WholePlan:
         return {}
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
+        self,
+        stage: int,
+        parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        done: Callable[[Any], None],
     ) -> None:
         """There is nothing to fetch."""
         done(None)
@@ -171,7 +185,9 @@ class WholePlan:
         told(lambda: gradients)
         return lambda: lambda: gradients
 
-    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+    def gather(
+        self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
+    ) -> list[Tensor]:
         """What is here, in order."""
         return [mine[place] for place in sorted(mine)]
 

@@ -38,15 +38,17 @@ class HasStages(Protocol):
 def place(
     plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None, *, shard: bool = False
 ) -> tuple[Tree, ...]:
-    """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per stage.
+    """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per
+    stage.
 
-    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have. With ``shard`` each replica keeps
-    its part of every tensor: a ``DTensor`` that is cut along its first axis; a run then gathers the parts of a stage
-    when it computes (`fp.schedules.gather_params` says when), gradients and what an optimizer keeps are parts too.
+    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have. With
+    ``shard`` each replica keeps its part of every tensor: a ``DTensor`` that is cut along its first
+    axis; a run then gathers the parts of a stage when it computes (`fp.schedules.gather_params`
+    says when), gradients and what an optimizer keeps are parts too.
 
-    Tensors that are there already stay the very same, so an optimizer and a module that hold them see every step.
-    Moved ones keep ``requires_grad`` and being a Parameter. Those on the meta device stay there, without numbers, until
-    `load` makes them where they belong.
+    Tensors that are there already stay the very same, so an optimizer and a module that hold them
+    see every step. Moved ones keep ``requires_grad`` and being a Parameter. Those on the meta
+    device stay there, without numbers, until `load` makes them where they belong.
 
     >>> stages = [fp.stage(lambda p, x: x * p["w"]), fp.stage(lambda p, x: x * p["w"])]
     >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")  # or ["cuda:0", "cuda:1"]
@@ -56,18 +58,27 @@ def place(
 
     Raises:
         PlanError: this is no plan; one tensor in two stages, and no tie of the plan names it.
-        PlacementError: not one tree per stage, one hides tensors, or there are no replicas to shard over.
+        PlacementError: not one tree per stage, one hides tensors, or there are no replicas to shard
+            over.
     """
     checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
         raise PlacementError(
-            f"place takes a tuple with one tree for each of {plan.num_stages} stages; got {_describe(params)}"
+            f"place takes a tuple with one tree for each of {plan.num_stages} stages; got "
+            f"{_describe(params)}"
         )
-    faults = [fault for stage, tree in enumerate(params) for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))]
+    faults = [
+        fault
+        for stage, tree in enumerate(params)
+        for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))
+    ]
     raise_all("tensors that cannot be seen cannot be moved:", faults, PlacementError)
     by_lane = plan_devices(plan) if ranks is None else ranks.devices(plan)
     device_of = plan.schedule.device_of
-    if plan.schedule.has_backward and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1:
+    if (
+        plan.schedule.has_backward
+        and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1
+    ):
         trained = trainable_leaves(params, None)
         try:
             ties = resolve_ties(plan, params, trained)
@@ -79,13 +90,18 @@ def place(
             )  # copies on several devices would go apart
     if shard and (ranks is None or ranks.mesh is None):
         raise PlacementError(
-            "shard=True spreads parameters over replicas, and there are none: fp.ranks(plan, mesh, dp=...)"
+            "shard=True spreads parameters over replicas, and there are none: fp.ranks(plan, "
+            "mesh, dp=...)"
         )
     placed = tuple(
         _move(tree, by_lane[device_of[stage]]) if ranks is None or stage in ranks.stages else None
         for stage, tree in enumerate(params)
     )
-    return tuple([_sharded(tree, ranks.mesh) for tree in placed]) if shard and ranks is not None else placed
+    return (
+        tuple([_sharded(tree, ranks.mesh) for tree in placed])
+        if shard and ranks is not None
+        else placed
+    )
 
 
 def _sharded(tree: Tree, mesh: Any) -> Tree:
@@ -103,7 +119,9 @@ def _sharded(tree: Tree, mesh: Any) -> Tree:
                 new = nn.Parameter(new, leaf.requires_grad)
             made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
             if not leaf.is_meta:
-                whole.keep(made[id(leaf)], leaf)  # parts alone cannot show whether replicas began alike
+                whole.keep(
+                    made[id(leaf)], leaf
+                )  # parts alone cannot show whether replicas began alike
         return made[id(leaf)]
 
     return map_leaves(shard, tree)
@@ -132,7 +150,8 @@ def misplaced(
     root: str,
     rows: Sequence[Sequence[Any]] | None = None,
 ) -> list[str]:
-    """The tensors that do not lie on their stage's device, one line each. ``rows`` are the leaves, if at hand."""
+    """The tensors that do not lie on their stage's device, one line each. ``rows`` are the leaves,
+    if at hand."""
     device_of = plan.schedule.device_of
     faults: list[str] = []
     for stage, tree in enumerate(trees):

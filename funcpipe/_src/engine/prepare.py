@@ -13,7 +13,14 @@ from torch import Tensor
 
 from funcpipe._src.batch import microbatch
 from funcpipe._src.batch.shares import Weighed, shares_of, weighed
-from funcpipe._src.core.errors import BatchError, FuncpipeError, PlacementError, PlanError, Where, raise_all
+from funcpipe._src.core.errors import (
+    BatchError,
+    FuncpipeError,
+    PlacementError,
+    PlanError,
+    Where,
+    raise_all,
+)
 from funcpipe._src.core.sparse_gradients import dense
 from funcpipe._src.core.tree import Tree, flatten
 from funcpipe._src.data.lowered import Lowered
@@ -99,7 +106,8 @@ class Prepared:
         return self.spread[stage].cuts if stage in self.spread else {}
 
     def reduce(self, stage: int, box: Mailbox | None = None) -> Reduction:
-        """Begin to sum the gradients of a stage over its replicas. ``box`` is the mailbox of its lane, if the lane waits."""
+        """Begin to sum the gradients of a stage over its replicas. ``box`` is the mailbox of its
+        lane, if the lane waits."""
         reduction, params = Reduction(stage, box), self.bounds[stage].params
         if self.part.replicas > 1:
             gradients, cuts = dense(params.grads()), self.cuts_of(stage)
@@ -116,7 +124,9 @@ class Prepared:
         """The coordinates of something that a stage does."""
         lane, phase = self.plan.schedule.device_of[stage], self.bounds[stage].phase
         word = f"{word} ({phase})" if phase else word
-        return Where(stage, self.plan.stages[stage].name, microbatch, word, f"{lane} ({self.where[lane]})")
+        return Where(
+            stage, self.plan.stages[stage].name, microbatch, word, f"{lane} ({self.where[lane]})"
+        )
 
 
 def prepare(
@@ -129,17 +139,18 @@ def prepare(
     part: PlanPart | None = None,
     halves: bool = False,
 ) -> Prepared:
-    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it raises.
+    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it
+    raises.
 
-    Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the program is that of a
-    `vjp`.
+    Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the
+    program is that of a `vjp`.
     """
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
         raise FuncpipeError(
-            f"{name} was called inside of a stage of another run; a stage is one step of a plan: use fp.apply there, "
-            "or fp.compose to nest stages"
+            f"{name} was called inside of a stage of another run; a stage is one step of a plan: "
+            "use fp.apply there, or fp.compose to nest stages"
         )
     backward = plan.schedule.has_backward
     if halves:
@@ -148,7 +159,9 @@ def prepare(
         refuse_modes(name, plan, backward)
     refuse_options(options)
     part = part or whole(plan)
-    refuse_unstepped(name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages)
+    refuse_unstepped(
+        name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages
+    )
     here = part.stages
     refuse_changed_models([plan.stages[stage] for stage in here])
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
@@ -156,12 +169,22 @@ def prepare(
     states = _states(options.state, plan, here)
     devices = part.devices(plan)
     leaves = [flatten(tree)[0] for tree in trees]
-    faults = misplaced(plan, trees, devices, "params", leaves) + misplaced(plan, states, devices, "state")
-    raise_all("tensors must lie where their stage runs; move them with fp.place(plan, params):", faults, PlacementError)
+    faults = misplaced(plan, trees, devices, "params", leaves) + misplaced(
+        plan, states, devices, "state"
+    )
+    raise_all(
+        "tensors must lie where their stage runs; move them with fp.place(plan, params):",
+        faults,
+        PlacementError,
+    )
     absent = batch is None and len(here) < plan.num_stages
     inputs, target = (None, None) if absent else split_batch(plan, batch)
     batch_trees = NamedTrees(
-        {"inputs": inputs, "target": target, **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}}
+        {
+            "inputs": inputs,
+            "target": target,
+            **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()},
+        }
     )
     if all(device.type != "meta" for device in devices):
         refuse_meta(batch_trees)
@@ -178,10 +201,25 @@ def prepare(
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale), "max_norm": options.max_norm}
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
-    pattern = str(trainable_leaves(trees, trainable, marked=marked)) if part.replicas > 1 and backward else ""
+    pattern = (
+        str(trainable_leaves(trees, trainable, marked=marked))
+        if part.replicas > 1 and backward
+        else ""
+    )
     copies = _copies(leaves, spread) if part.replicas > 1 else ""
-    is_new = bool(part.replicas > 1 or tied) and part.compared.has_new(leaf for row in leaves for leaf in row)
-    facts = (plan.fingerprint, seeded, uncut.rows, uncut.ready, lacks, uncut.merged, cut.rows, weights)
+    is_new = bool(part.replicas > 1 or tied) and part.compared.has_new(
+        leaf for row in leaves for leaf in row
+    )
+    facts = (
+        plan.fingerprint,
+        seeded,
+        uncut.rows,
+        uncut.ready,
+        lacks,
+        uncut.merged,
+        cut.rows,
+        weights,
+    )
     ready = uncut.of_target, uncut.rows_unclear
     word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
 
@@ -194,13 +232,23 @@ def prepare(
     if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
         cut = uncut.cut(own, slices, agreed.merged)
     by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
-    every_weight = None if by_replica is None else [weight for weights in by_replica for weight in weights]
-    every_size = [size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)]
+    every_weight = (
+        None if by_replica is None else [weight for weights in by_replica for weight in weights]
+    )
+    every_size = [
+        size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)
+    ]
     first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
     unclear = agreed.rows_unclear
-    shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear)
+    shares = shares_of(
+        every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear
+    )
     unmarked = [[False] * len(row) for row in leaves]
-    trained = trainable_leaves(trees, trainable, marked=agreed.marked, leaves=leaves) if backward else unmarked
+    trained = (
+        trainable_leaves(trees, trainable, marked=agreed.marked, leaves=leaves)
+        if backward
+        else unmarked
+    )
     ties = resolve_ties(plan, trees, trained, here)
     if len(words) == 1 and ties:
         compare_tied(part.compared, trees, leaves, ties)
@@ -215,8 +263,13 @@ def prepare(
     checks = checked_words(options.check)
     for params_of_stage in spread.values():
         params_of_stage.count(program_for(plan, min(map(len, agreed.parts))))
-    bindable = [spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)]
-    keys, guard = Keys(seed, plan.stages, first), options.optimizer is None  # a step writes into parameters
+    bindable = [
+        spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)
+    ]
+    keys, guard = (
+        Keys(seed, plan.stages, first),
+        options.optimizer is None,
+    )  # a step writes into parameters
     bounds = _bind(plan, here, bindable, states, trained, keys, shares, checks, guard=guard)
     program = program_for(plan, cut.num_microbatches, halves=halves)
     used = "used" in checks
@@ -243,10 +296,17 @@ def prepare(
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
     """What the parameters of this process are, without their numbers: the same for each replica."""
     rows = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in leaves]
-    tensors = [(tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", ())) for row in rows for leaf in row]
+    tensors = [
+        (tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", ()))
+        for row in rows
+        for leaf in row
+    ]
     cuts = [(stage, sorted(params.cuts.items())) for stage, params in spread.items()]
     digest = hashlib.blake2b(str((tensors, cuts)).encode(), digest_size=6).hexdigest()
-    return f"{len(tensors)} tensors, {sum(len(cut) for _, cut in cuts)} of them in parts (hash of shapes {digest})"
+    return (
+        f"{len(tensors)} tensors, {sum(len(cut) for _, cut in cuts)} of them in parts (hash of "
+        f"shapes {digest})"
+    )
 
 
 def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
@@ -260,17 +320,28 @@ def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
 
 
 def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tuple[str, ...]:
-    """What the stages that are here read and the process was not given; in one process nothing can be missing so."""
+    """What the stages that are here read and the process was not given; in one process nothing can
+    be missing so."""
     if len(here) == plan.num_stages:
         return ()
     first, last = 0 in here and inputs is None, plan.num_stages - 1 in here and target is None
     lacks = ["has stage 0 and was given no inputs"] if first and not plan.stages[0].feeds else []
     # A loss may do without a target; then nobody gives one, and the batch is (inputs, None).
-    return (*lacks, *(["has the last stage and was given no batch"] if last and plan.loss and inputs is None else []))
+    return (
+        *lacks,
+        *(
+            ["has the last stage and was given no batch"]
+            if last and plan.loss and inputs is None
+            else []
+        ),
+    )
 
 
-def _weighed_again(part: PlanPart, cut: microbatch.Batch, plan: Plan) -> tuple[tuple[float, ...], ...] | None:
-    """The weights of microbatches that were cut otherwise than their process thought at first, of each replica."""
+def _weighed_again(
+    part: PlanPart, cut: microbatch.Batch, plan: Plan
+) -> tuple[tuple[float, ...], ...] | None:
+    """The weights of microbatches that were cut otherwise than their process thought at first, of
+    each replica."""
     found: list[Weighed] = part.exchange("the weights of microbatches", weighed(cut, plan))
     size = len(found) // part.replicas
     return weights_of_all([found[first : first + size] for first in range(0, len(found), size)])
@@ -326,44 +397,57 @@ def _per_stage(name: str, trees: Any, plan: Plan, here: Collection[int]) -> tupl
         if len(here) == count:
             return entries
         others = [
-            stage for stage in range(count) if stage not in here and flatten(entries[stage])[0] not in ([], [None])
+            stage
+            for stage in range(count)
+            if stage not in here and flatten(entries[stage])[0] not in ([], [None])
         ]
         if others:
             raise PlanError(
-                f"{name} has trees for stages {others}, which other ranks have; give None there, as fp.place(plan, "
-                f"{name}, ranks) does"
+                f"{name} has trees for stages {others}, which other ranks have; give None there, "
+                f"as fp.place(plan, {name}, ranks) does"
             )
         missing = [stage for stage in sorted(here) if entries[stage] is None]
         if name == "params" and missing:
-            raise PlanError(f"params has None for stages {missing}, which are here; give their trees")
+            raise PlanError(
+                f"params has None for stages {missing}, which are here; give their trees"
+            )
         return tuple(entry if stage in here else None for stage, entry in enumerate(entries))
     got = f"a {type(trees).__name__}" if entries is None else f"{len(entries)}"
     hint = f"; for one stage that is ({name},)" if count == 1 else ""
     raise PlanError(
-        f"{name} is a tuple with one tree for each of {count} stages ({labels}), () for none; got {got}{hint}"
+        f"{name} is a tuple with one tree for each of {count} stages ({labels}), () for none; got "
+        f"{got}{hint}"
     )
 
 
 def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     labels = names_of(plan.stages)
     if state is None:
-        changing = [labels[i] for i, part in enumerate(plan.stages) if part.commit is not None and plan.train]
+        changing = [
+            labels[i]
+            for i, part in enumerate(plan.stages)
+            if part.commit is not None and plan.train
+        ]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
         if forgotten:  # the plan's statistics may be from before training
             raise PlanError(forgotten)
         if plan.state is not None and not changing:
-            return tuple(tree if stage in here else None for stage, tree in enumerate(place(plan, plan.state)))
+            return tuple(
+                tree if stage in here else None
+                for stage, tree in enumerate(place(plan, plan.state))
+            )
         if plan.state is not None:
             raise PlanError(
-                f"state= is missing: a batch changes that of {', '.join(changing)}; give fp.place(plan, plan.state) "
-                "with the first batch, and with every other one the result.state of the one before"
+                f"state= is missing: a batch changes that of {', '.join(changing)}; give "
+                "fp.place(plan, plan.state) with the first batch, and with every other one the "
+                "result.state of the one before"
             )
         if needing:
             raise PlanError(
-                f"state= is missing: {', '.join(needing)} {'has' if len(needing) == 1 else 'have'} state; give "
-                "state=, a tuple with one tree per stage (fp.from_module returns each; the new one is in "
-                "result.state)"
+                f"state= is missing: {', '.join(needing)} "
+                f"{'has' if len(needing) == 1 else 'have'} state; give state=, a tuple with one "
+                "tree per stage (fp.from_module returns each; the new one is in result.state)"
             )
         return tuple(() if stage in here else None for stage in range(plan.num_stages))
     states = _per_stage("state", state, plan, here)
@@ -382,6 +466,10 @@ def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
     if plan.loss is None:
         return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        got = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")  # pyright: ignore
-        raise BatchError(f"the plan has a loss, so a batch is (inputs, target); got {got}; target may be None")
+        got = f"a {type(batch).__name__}" + (
+            f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        )  # pyright: ignore
+        raise BatchError(
+            f"the plan has a loss, so a batch is (inputs, target); got {got}; target may be None"
+        )
     return batch[0], batch[1]

@@ -1,4 +1,5 @@
-"""``ranges=True``: every action is a range for profilers, of torch.profiler, and of NVTX on CUDA devices."""
+"""``ranges=True``: every action is a range for profilers, of torch.profiler, and of NVTX on CUDA
+devices."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from funcpipe._src.engine.steps import Step
 
 
 def named_range(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """What is done inside of it has this name in profiles: it runs on the host, and queues work on the device."""
+    """What is done inside of it has this name in profiles: it runs on the host, and queues work on
+    the device."""
     return _for_both(name) if device.type == "cuda" else record_function(name)
 
 

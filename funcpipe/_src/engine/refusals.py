@@ -20,12 +20,14 @@ from funcpipe._src.stages.trainable import Trainable
 
 
 def refuse_unsaid_axes(cut: microbatch.Batch) -> None:
-    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not known then."""
+    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not
+    known then."""
     axes = sorted({axis for axis in cut.axes if axis is not None})
     if axes and axes[0] > 0:
         raise BatchError(
-            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how outputs are joined: "
-            f"make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree of these like the outputs"
+            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how "
+            f"outputs are joined: make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree "
+            "of these like the outputs"
         )
 
 
@@ -36,7 +38,8 @@ class NamedTrees:
         self.trees = [(root, tree, flatten(tree)[0]) for root, tree in trees.items()]
 
     def found(self, wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-        """The wrong leaves with their places; places cost much, so they are made only for trees with a wrong leaf."""
+        """The wrong leaves with their places; places cost much, so they are made only for trees
+        with a wrong leaf."""
         return [
             (place, leaf)
             for root, tree, leaves in self.trees
@@ -47,12 +50,13 @@ class NamedTrees:
 
 
 def refuse_attached(trees: NamedTrees) -> None:
-    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into its batch."""
+    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into
+    its batch."""
     faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
     raise_all(
-        "no gradient goes from a run into its batch, and what made these values would not be trained. Make "
-        "it the first stage; or take the gradients of the inputs by fp.vjp, or by fp.Pipe inside of an "
-        "autograd graph; or hand the values in detached, x.detach():",
+        "no gradient goes from a run into its batch, and what made these values would not be "
+        "trained. Make it the first stage; or take the gradients of the inputs by fp.vjp, or by "
+        "fp.Pipe inside of an autograd graph; or hand the values in detached, x.detach():",
         faults,
         BatchError,
     )
@@ -77,9 +81,13 @@ def _asks(leaf: Any) -> bool:
 
 
 def refuse_untrained(
-    trees: Sequence[Tree], leaves: Sequence[Leaves], states: Sequence[Tree], trained: list[list[bool]]
+    trees: Sequence[Tree],
+    leaves: Sequence[Leaves],
+    states: Sequence[Tree],
+    trained: list[list[bool]],
 ) -> None:
-    """Raise PlanError for state that requires gradients, params that are arrays, and params with gradient hooks."""
+    """Raise PlanError for state that requires gradients, params that are arrays, and params with
+    gradient hooks."""
     states_by_name = NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
     faults = [
         f"{place} requires a gradient, and state gets none: put it into params, or detach it"
@@ -97,13 +105,17 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
     """Why a leaf of the params would not be trained as it says; "" where it would."""
     if not isinstance(leaf, Tensor):
         array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
-        return f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)" if array else ""
+        return (
+            f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)"
+            if array
+            else ""
+        )
     if not trained:
         return ""
     if has_gradient_hooks(leaf):
         return (
-            f"has hooks on its gradient, which a run does not call: apply them to result.grads[{stage}] before "
-            "fp.step, and take them off (the handle's remove())"
+            "has hooks on its gradient, which a run does not call: apply them to "
+            f"result.grads[{stage}] before fp.step, and take them off (the handle's remove())"
         )
     return ""
 
@@ -114,9 +126,9 @@ def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: boo
         return
     if any(isinstance(leaf, torch.nn.Parameter) for row in leaves for leaf in row):
         raise PlanError(
-            "every parameter is frozen (requires_grad is False), so there is nothing to train; leaf.requires_grad_() "
-            "on what is trained, run(..., trainable=True) for gradients all the same, or evaluate: "
-            "fp.make_plan(stages, schedule.forwards())"
+            "every parameter is frozen (requires_grad is False), so there is nothing to train; "
+            "leaf.requires_grad_() on what is trained, run(..., trainable=True) for gradients all "
+            "the same, or evaluate: fp.make_plan(stages, schedule.forwards())"
         )
 
 
@@ -133,35 +145,46 @@ def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool)
         if options.optimizer is not None or options.max_norm is not None:
             raise PlanError(
                 f"schedule {plan.schedule.name!r} has no S, so nothing is stepped in it: "
-                "fp.schedules.step_params(schedule) puts it in; or leave optimizer= and max_norm= out and call fp.step "
-                "after the run"
+                "fp.schedules.step_params(schedule) puts it in; or leave optimizer= and "
+                "max_norm= out and call fp.step after the run"
             )
     elif name == "vjp":
         raise PlanError(
-            f"schedule {plan.schedule.name!r} steps (S), and vjp gives gradients for a loss of your own; use a schedule "
-            "without step_params, and fp.step"
+            f"schedule {plan.schedule.name!r} steps (S), and vjp gives gradients for a loss of "
+            "your own; use a schedule without step_params, and fp.step"
         )
     elif name in ("run", "run_batches"):
         if options.optimizer is None and alone:
             raise PlanError(
-                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: fp.{name}(..., "
-                "optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients alone use a schedule without step_params"
+                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: "
+                f"fp.{name}(..., optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients "
+                "alone use a schedule without step_params"
             )
         check_options(options.optimizer, options.max_norm, None, optional=not alone)
 
 
 def refuse_options(options: RunOptions) -> None:
     """Raise PlanError for options that are of a wrong type or out of range."""
-    feeds, scale, threads, timeout = options.feeds, options.loss_scale, options.threads_per_lane, options.timeout
+    feeds, scale, threads, timeout = (
+        options.feeds,
+        options.loss_scale,
+        options.threads_per_lane,
+        options.timeout,
+    )
     if not isinstance(options.ranges, bool):
         raise PlanError(f"ranges is True or False; got {options.ranges!r}")
     if feeds is not None and not isinstance(feeds, Mapping):
-        raise PlanError(f"feeds is a dict with a tree for each name that stages feed on; got a {type(feeds).__name__}")
+        raise PlanError(
+            "feeds is a dict with a tree for each name that stages feed on; got a "
+            f"{type(feeds).__name__}"
+        )
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise PlanError(f"loss_scale is a number above 0 (a scaler's get_scale()); got {scale!r}")
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise PlanError(f"threads_per_lane is a positive int or None; got {threads!r}")
-    if timeout is not None and (isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)):
+    if timeout is not None and (
+        isinstance(timeout, bool) or not (isinstance(timeout, (int, float)) and timeout > 0)
+    ):
         raise PlanError(f"timeout is a number of seconds above 0, or None; got {timeout!r}")
 
 
@@ -171,15 +194,16 @@ def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
         return
     if plan.loss is None:
         raise PlanError(
-            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know where gradients "
-            "begin: make_plan(..., loss=fn); for gradients of outputs use fp.vjp; for outputs alone a forward-only "
-            "schedule, fp.schedules.fill_drain(..., backward=False)"
+            f"the plan's schedule has backwards but the plan has no loss, so {name} does not know "
+            "where gradients begin: make_plan(..., loss=fn); for gradients of outputs use "
+            "fp.vjp; for outputs alone a forward-only schedule, fp.schedules.fill_drain(..., "
+            "backward=False)"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlanError(
-            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the forwards alone: "
-            "fp.make_plan(stages, schedule.forwards(), ...)"
+            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the "
+            "forwards alone: fp.make_plan(stages, schedule.forwards(), ...)"
         )
 
 
@@ -187,26 +211,35 @@ def refuse_halves(plan: Plan, backward: bool) -> None:
     """Raise PlanError for a plan that a `vjp` cannot run."""
     if plan.loss is not None:
         raise PlanError(
-            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; or leave loss= out "
-            "of make_plan and give the cotangents of the outputs"
+            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; "
+            "or leave loss= out of make_plan and give the cotangents of the outputs"
         )
     if plan.schedule.num_slices > 1:
         raise PlanError(
-            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts them into slices; use "
-            "one without num_slices="
+            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts "
+            "them into slices; use one without num_slices="
         )
     if not backward:
         raise PlanError(
-            "the plan's schedule has no backwards to pull cotangents through; use fp.schedules.fill_drain(num_stages, "
-            "num_microbatches), or fp.run for outputs alone"
+            "the plan's schedule has no backwards to pull cotangents through; use "
+            "fp.schedules.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone"
         )
     if torch.is_inference_mode_enabled():
-        raise PlanError("vjp was called under torch.inference_mode, where autograd records nothing; call it outside")
+        raise PlanError(
+            "vjp was called under torch.inference_mode, where autograd records nothing; call it "
+            "outside"
+        )
 
 
 def checked_words(check: Any) -> set[str]:
     """The words of ``check=``. Raises PlanError."""
-    words = {check} if isinstance(check, str) else set(check) if isinstance(check, Iterable) else {repr(check)}
+    words = (
+        {check}
+        if isinstance(check, str)
+        else set(check)
+        if isinstance(check, Iterable)
+        else {repr(check)}
+    )
     unknown = sorted(str(word) for word in words - {"finite", "used"})
     if unknown:
         raise PlanError(f"check is any of 'finite', 'used'; got {', '.join(unknown)}")

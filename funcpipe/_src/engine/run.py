@@ -38,8 +38,9 @@ def run(
 ) -> Result:
     """Run a plan on one batch. Returns losses, gradients, new state and outputs.
 
-    The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the executor, remat. A run
-    without ``optimizer`` does not write to your tensors. On the CPU it raises PlanError if a stage writes to its params.
+    The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the
+    executor, remat. A run without ``optimizer`` does not write to your tensors. On the CPU it
+    raises PlanError if a stage writes to its params.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -52,36 +53,42 @@ def run(
     Args:
         plan: made by `make_plan`.
         params: a tuple with one tree per stage, each on its stage's device (`place`).
-        batch: ``(inputs, target)`` if the plan has a loss, else inputs: trees whose tensors are cut along axis 0 into
-            at most M microbatches that differ by one row at most. Non-tensors are shared; see `Replicate`, `Axis`,
-            `Microbatches`. Any device.
-        state: a tuple with one tree per stage, () for stages without; None if no stage has state, or if the plan has a
-            split's state that training does not change.
+        batch: ``(inputs, target)`` if the plan has a loss, else inputs: trees whose tensors are cut
+            along axis 0 into at most M microbatches that differ by one row at most. Non-tensors are
+            shared; see `Replicate`, `Axis`, `Microbatches`. Any device.
+        state: a tuple with one tree per stage, () for stages without; None if no stage has state,
+            or if the plan has a split's state that training does not change.
         feeds: by name, what stages declare as feeds; cut like the batch.
         seed: keys every random number; give another for each step. None: drawing raises.
-        trainable: which leaves get gradients. None: those with ``requires_grad``, or every floating leaf if none has
-            it. Else True or False, a function ``(name, leaf) -> bool`` (names as in `named_leaves`), or a tuple with a
-            bool or a tree of bools per stage.
+        trainable: which leaves get gradients. None: those with ``requires_grad``, or every floating
+            leaf if none has it. Else True or False, a function ``(name, leaf) -> bool`` (names as
+            in `named_leaves`), or a tuple with a bool or a tree of bools per stage.
         loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
         record: measure a timeline.
-        ranges: every action is a range of torch.profiler, named as it is printed (``2F3``), and of NVTX on CUDA devices.
-            (Other threads are seen by a profiler with ``profile_all_threads``; the how-to on profilers has it.)
-        executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers, profilers and hooks
-            work), `lanes` (threads kept between runs), `graphs` (one CUDA graph), anything else with
-            ``run(plan, params, batch, options)``, or None: threads where at least two lanes are on the CPU ("serial" is
-            quicker where actions take less than 100 us). Same bits.
-        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that is less, divided by
-            lanes. Some of torch's kernels divide sums among them, so that other numbers of threads give other bits.
-        check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and microbatch; costs a
-            look at every value), "used" (a trainable leaf that no backward reached is an error). See also `Result.finite`,
-            which costs nothing during the run.
-        timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did last and waits for,
-            with its Python stack. Code that cannot be interrupted is left behind in its thread. Python's one
-            ``faulthandler.dump_traceback_later`` is taken for the length of the run.
-        optimizer: of a schedule that steps (`schedules.step_params`) what steps: parameters and its state are written to, as
-            by `step` after the run, with the same bits; each stage's on its lane, beside what others do. Where the run
-            fails, or `step` would not have stepped (inf or NaN under a loss scale), they are what they were. One that is
-            not torch's own, or has hooks, is stepped as a whole when all is done. With `ranks` each has one of its own leaves.
+        ranges: every action is a range of torch.profiler, named as it is printed (``2F3``), and of
+            NVTX on CUDA devices. (Other threads are seen by a profiler with
+            ``profile_all_threads``; the how-to on profilers has it.)
+        executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers,
+            profilers and hooks work), `lanes` (threads kept between runs), `graphs` (one CUDA
+            graph), anything else with ``run(plan, params, batch, options)``, or None: threads where
+            at least two lanes are on the CPU ("serial" is quicker where actions take less than 100
+            us). Same bits.
+        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that
+            is less, divided by lanes. Some of torch's kernels divide sums among them, so that other
+            numbers of threads give other bits.
+        check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and
+            microbatch; costs a look at every value), "used" (a trainable leaf that no backward
+            reached is an error). See also `Result.finite`, which costs nothing during the run.
+        timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did
+            last and waits for, with its Python stack. Code that cannot be interrupted is left
+            behind in its thread. Python's one ``faulthandler.dump_traceback_later`` is taken for
+            the length of the run.
+        optimizer: of a schedule that steps (`schedules.step_params`) what steps: parameters and its
+            state are written to, as by `step` after the run, with the same bits; each stage's on
+            its lane, beside what others do. Where the run fails, or `step` would not have stepped
+            (inf or NaN under a loss scale), they are what they were. One that is not torch's own,
+            or has hooks, is stepped as a whole when all is done. With `ranks` each has one of its
+            own leaves.
         max_norm: of `step`, for such a schedule.
 
     Raises:
@@ -109,5 +116,7 @@ def run(
         raise error.with_traceback(None) from error.__cause__
 
 
-def _run(plan: Plan, params: Sequence[Tree], batch: Any, executor: ExecutorLike, options: RunOptions) -> Result:
+def _run(
+    plan: Plan, params: Sequence[Tree], batch: Any, executor: ExecutorLike, options: RunOptions
+) -> Result:
     return executor_for(executor, plan).run(plan, params, batch, options)

@@ -1,4 +1,5 @@
-"""The oracle of `run`: the same stages on the same microbatches in a plain loop, without lanes and slots."""
+"""The oracle of `run`: the same stages on the same microbatches in a plain loop, without lanes and
+slots."""
 
 from __future__ import annotations
 
@@ -41,10 +42,11 @@ def run_sequential(
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
 ) -> Result:
-    """What `run` must equal: every microbatch through all stages and back, one after the other, on this thread.
+    """What `run` must equal: every microbatch through all stages and back, one after the other, on
+    this thread.
 
-    Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W). Arguments, result
-    and errors are those of `run`.
+    Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W).
+    Arguments, result and errors are those of `run`.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -79,7 +81,9 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
             with loop.switches, CatchDraws():
                 loop.run()
             seconds = perf_counter() - began
-            stats = RunStats("sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds)
+            stats = RunStats(
+                "sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds
+            )
             backward = ready.plan.schedule.has_backward
             result = finish(ready, loop.reports, loop.outputs, None, stats, backward=backward)
             release(ready)
@@ -89,7 +93,8 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
 
 
 class Loop:
-    """Runs the stages in a plain loop, a microbatch at a time; of one in slices a slice, ``m`` is that of the piece."""
+    """Runs the stages in a plain loop, a microbatch at a time; of one in slices a slice, ``m`` is
+    that of the piece."""
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
@@ -106,7 +111,8 @@ class Loop:
         self.switches = SwitchWatch(alone=True)
 
     def run(self) -> None:
-        """Run all microbatches: a forward of each, then every backward that the order of its stage lets come next."""
+        """Run all microbatches: a forward of each, then every backward that the order of its stage
+        lets come next."""
         schedule = self.plan.schedule.first(self.ready.batch.num_microbatches)
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
@@ -117,17 +123,23 @@ class Loop:
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
-                        if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
+                        if (
+                            self.switches.touched
+                            or torch.is_grad_enabled() is not self.switches.grad
+                        ):
                             self.switches.check()
         except BaseException as error:
             fail(error, self.where())
 
     def _may(self, action: Action, stage: int) -> bool:
-        """Are there the values that a backward reads. Where the next stage's has run, so have all later ones."""
+        """Are there the values that a backward reads. Where the next stage's has run, so have all
+        later ones."""
         m = self.piece(action)
         if action.kind is Kind.W:
             return True  # its I stands before it
-        return (stage, m) in self.residuals and (stage == self.plan.num_stages - 1 or (stage, m) in self.grads)
+        return (stage, m) in self.residuals and (
+            stage == self.plan.num_stages - 1 or (stage, m) in self.grads
+        )
 
     def where(self) -> Where:
         """The coordinates of what it is at."""
@@ -147,7 +159,9 @@ class Loop:
     def _moved(self, value: Border, stage: int) -> Border:
         """The value on the stage's device."""
         place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
-        if not place.asynchronous and all(getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves):
+        if not place.asynchronous and all(
+            getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves
+        ):
             return value
         ticket = CopyEdge(None, place).send(value)
         place.wait(ticket[1])
@@ -203,7 +217,9 @@ class Loop:
         y_grads = None if y is None else self._to(y, stage)
         residual = self.residuals.pop((stage, m))
         if kind is Kind.I:
-            cotangents, self.residuals[stage, m] = bound.backward(residual, y_grads, stash, split=True)
+            cotangents, self.residuals[stage, m] = bound.backward(
+                residual, y_grads, stash, split=True
+            )
         else:
             cotangents, _ = bound.backward(residual, y_grads, stash)
         if stage:

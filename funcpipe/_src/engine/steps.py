@@ -1,4 +1,5 @@
-"""What each call of a program does with a stage: values in, values out, in the order of the effects table."""
+"""What each call of a program does with a stage: values in, values out, in the order of the effects
+table."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def make_step(
     reduce: Callable[[int, int | None], Reduction],
     advance: Callable[[int, Reduction], None],
 ) -> Step:
-    """The step of a call; everything that is the same for all microbatches is worked out here, once a run."""
+    """The step of a call; everything that is the same for all microbatches is worked out here, once
+    a run."""
     wires = program.wires
     match call.kind:
         case Kind.F | Kind.R:
@@ -47,13 +49,16 @@ def make_step(
             assert host is not None
             return _move(call, bound, host)
         case Kind.U:
-            return _nothing  # of parameters that are here; of others `sharded.holding` makes more of it
+            # of parameters that are here; of others `sharded.holding` makes more of it
+            return _nothing
         case Kind.G:
             return lambda reads, run: [reduce(call.stage, run.writes[0])]
         case Kind.S:
 
             def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
-                written = [] if reads else [reduce(call.stage, None)]  # the schedule has no G for this stage
+                written = (
+                    [] if reads else [reduce(call.stage, None)]
+                )  # the schedule has no G for this stage
                 (reduction,) = reads or written
                 advance(call.stage, reduction)
                 return written
@@ -75,11 +80,19 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
     forward = bound.forward
     written = [wires[number] for number in call.writes]
     take = _taker(written)
-    drops = stage.carry and call.kind is Kind.F and all(wire.role is not Role.CARRY for wire in written)
+    drops = (
+        stage.carry and call.kind is Kind.F and all(wire.role is not Role.CARRY for wire in written)
+    )
 
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
         target = reads[feeds] if loss else None
-        args = StageArgs(reads[0], reads[1:pops], reads[pops:feeds] if feeds > pops else (), target, run.microbatch)
+        args = StageArgs(
+            reads[0],
+            reads[1:pops],
+            reads[pops:feeds] if feeds > pops else (),
+            target,
+            run.microbatch,
+        )
         out = forward(args, keep=keeps)
         if drops and isinstance(out.residual, EagerResidual):
             out.residual.stash.pop(CARRY, None)  # nobody reads it, so nothing comes back to it
@@ -96,7 +109,10 @@ def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
         return itemgetter(*[places[wire.role] for wire in wires])
 
     def take(out: StageOut) -> Sequence[Any]:
-        return [out.stash[wire.name] if wire.role in stashed else out[places[wire.role]] for wire in wires]
+        return [
+            out.stash[wire.name] if wire.role in stashed else out[places[wire.role]]
+            for wire in wires
+        ]
 
     return take
 
@@ -104,7 +120,8 @@ def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
 def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
     roles = [wires[number] for number, _ in call.reads]
     output = next((at for at, wire in enumerate(roles) if wire.role is Role.GRAD), None)
-    # By name, where the gradients from each popper stand; the table has them in the order in which they are added.
+    # By name, where the gradients from each popper stand; the table has them in the order in which
+    # they are added.
     stashed: dict[str, list[int]] = {}
     for at, wire in enumerate(roles):
         if wire.role in (Role.SKIP_GRAD, Role.CARRY_GRAD):
@@ -115,7 +132,11 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
 
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
         y = None if output is None else reads[output].leaves
-        stash = {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()} if stashed else {}
+        stash = (
+            {name: [leaves_of(reads[at]) for at in places] for name, places in stashed.items()}
+            if stashed
+            else {}
+        )
         gradients, residual = bound.backward(reads[0], y, stash, split=split)
         out: list[Any] = [Border(gradients.x, LEAF, ())] if gives else []
         if gradients.skips:

@@ -1,10 +1,11 @@
 """Watch settings that a stage must leave unchanged: settings of the process and of its thread.
 
-Torch has one copy of most switches for the whole process: attention kernels, the default dtype, anomaly detection, the
-level of forward-mode derivatives. While lanes run, hooks replace the functions that change switches, and the originals
-return afterwards. On threads that run no lane a hook calls the original. If several lanes run on threads, the hook
-raises PlanError before the change. Otherwise stages of other lanes would see it, and two contexts that overlap would
-leave the wrong setting. On one thread a stage may change a switch until its action ends.
+Torch has one copy of most switches for the whole process: attention kernels, the default dtype,
+anomaly detection, the level of forward-mode derivatives. While lanes run, hooks replace the
+functions that change switches, and the originals return afterwards. On threads that run no lane a
+hook calls the original. If several lanes run on threads, the hook raises PlanError before the
+change. Otherwise stages of other lanes would see it, and two contexts that overlap would leave the
+wrong setting. On one thread a stage may change a switch until its action ends.
 """
 
 from __future__ import annotations
@@ -46,10 +47,18 @@ _SWITCHES = {
     "torch.set_float32_matmul_precision": ("float32_matmul_precision",),
     "torch.utils.deterministic": ("deterministic_fill_uninitialized_memory",),
     "torch.nn.attention.sdpa_kernel": (
-        *(f"sdp_use_{kernel}" for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
+        *(
+            f"sdp_use_{kernel}"
+            for kernel in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+        ),
         "sdp_priority_order",
     ),
-    "torch.backends.cudnn": ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32"),
+    "torch.backends.cudnn": (
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "cudnn_allow_tf32",
+    ),
     "torch.backends.mkldnn": ("mkldnn_enabled", "mkldnn_deterministic"),
     "torch.backends.nnpack": ("nnpack_enabled",),
     "torch.backends.quantized.engine": ("qengine",),
@@ -102,7 +111,9 @@ def switches() -> Sequence[Switch]:
             lambda: (torch.get_num_threads(),),
             torch.set_num_threads,
         ),
-        Switch("torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal),
+        Switch(
+            "torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal
+        ),
     ]
     for name, words in _SWITCHES.items():
         for word in words:
@@ -148,7 +159,11 @@ class SwitchWatch:
         self._changed: dict[tuple[int, str], tuple[Switch, tuple[Any, ...]]] = {}
 
     def __enter__(self) -> Self:
-        self.grad, self._casts, self._depth = torch.is_grad_enabled(), autocast_now(), autocast_depth()
+        self.grad, self._casts, self._depth = (
+            torch.is_grad_enabled(),
+            autocast_now(),
+            autocast_depth(),
+        )
         _hooks.put()
         self._outer, _thread.watch = _thread.watch, self
         return self
@@ -161,35 +176,45 @@ class SwitchWatch:
         _hooks.take_off()
 
     def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
-        """Note that a stage is about to change a switch. Raises PlanError where other stages would see the change."""
+        """Note that a stage is about to change a switch. Raises PlanError where other stages would
+        see the change."""
         now = None if switch.read is None else switch.read()
         if now == values or (now is not None and now[: len(values)] == values):
             return  # torch.compile sets switches to their present values
         if not self._alone:
-            if switch.setter == "set_anomaly_enabled" and now is not None and not (now[1] and (*values, True)[1]):
-                return  # without NaN checks only messages change; torch.cond does this in a backward
+            if (
+                switch.setter == "set_anomaly_enabled"
+                and now is not None
+                and not (now[1] and (*values, True)[1])
+            ):
+                # without NaN checks only messages change; torch.cond does this in a backward
+                return
             self._refuse(
-                f"the stage calls {switch.name}, which changes a setting of the whole process, while stages of other "
-                "lanes run on other threads; use executor='serial', or call it around the run"
+                f"the stage calls {switch.name}, which changes a setting of the whole process, "
+                "while stages of other lanes run on other threads; use executor='serial', or "
+                "call it around the run"
             )
         if now is None:
             raise PlanError(
-                f"the stage calls {switch.name}, which cannot be put back afterwards; call it around the run"
+                f"the stage calls {switch.name}, which cannot be put back afterwards; call it "
+                "around the run"
             )
         self.touched = True
         self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
 
     def before_forward_mode(self) -> None:
-        """Raise PlanError if a stage is about to compute forward-mode derivatives beside other lanes."""
+        """Raise PlanError if a stage is about to compute forward-mode derivatives beside other
+        lanes."""
         if not self._alone:
             self._refuse(
                 "the stage computes forward-mode derivatives (torch.func.jvp, jacfwd, hessian or "
-                "torch.autograd.forward_ad), of which torch has one level for the whole process, while stages of "
-                "other lanes run on other threads; use executor='serial'"
+                "torch.autograd.forward_ad), of which torch has one level for the whole process, "
+                "while stages of other lanes run on other threads; use executor='serial'"
             )
 
     def _refuse(self, message: str) -> NoReturn:
-        """Raise, and let `check` raise again: a stage may catch the error and go on with wrong numbers."""
+        """Raise, and let `check` raise again: a stage may catch the error and go on with wrong
+        numbers."""
         self.touched, self._refusal = True, message
         raise PlanError(message)
 
@@ -200,8 +225,8 @@ class SwitchWatch:
             raise PlanError(self._refusal)
         if left:
             raise PlanError(
-                f"the stage changes {', '.join(left)} and leaves it so, which other stages would see; enter and "
-                "leave it in the stage (with ...:), or set it around the run"
+                f"the stage changes {', '.join(left)} and leaves it so, which other stages would "
+                "see; enter and leave it in the stage (with ...:), or set it around the run"
             )
 
     def _restore(self) -> list[str]:
@@ -228,7 +253,8 @@ def autocast_depth() -> int:
 
 
 def _leave_autocast(depth: int) -> None:
-    """Leave contexts that a stage left open: torch keeps casts of parameters until the last context ends."""
+    """Leave contexts that a stage left open: torch keeps casts of parameters until the last context
+    ends."""
     while autocast_depth() > depth:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
@@ -254,25 +280,32 @@ class _SetterHook:
 
 
 def _hooked_property(setter: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the setter of ``torch.backends`` attributes, which hold their functions since the import of torch."""
+    """Wrap the setter of ``torch.backends`` attributes, which hold their functions since the import
+    of torch."""
 
     def hooked(prop: Any, module: Any, value: Any) -> None:
         if _thread.watch is not None:
-            switch = Switch("an attribute of torch.backends", prop, "", lambda: (prop.getter(),), prop.setter)
+            switch = Switch(
+                "an attribute of torch.backends", prop, "", lambda: (prop.getter(),), prop.setter
+            )
             _thread.watch.before(switch, (value,))
         setter(prop, module, value)
 
     return hooked
 
 
-def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked_precision(
+    getter: Callable[[str, str], str], setter: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wrap the setter of ``fp32_precision``, one switch for each backend and operation."""
 
     def hooked(backend: str, operation: str, value: str) -> Any:
         if _thread.watch is not None:
             name = "fp32_precision of torch.backends"
             read, write = partial(getter, backend, operation), partial(setter, backend, operation)
-            switch = Switch(name, torch.backends, f"{backend} {operation}", lambda: (read(),), write)
+            switch = Switch(
+                name, torch.backends, f"{backend} {operation}", lambda: (read(),), write
+            )
             _thread.watch.before(switch, (value,))
         return setter(backend, operation, value)
 
@@ -280,7 +313,8 @@ def _hooked_precision(getter: Callable[[str, str], str], setter: Callable[..., A
 
 
 def _hooked_autocast(setter: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a setter of autocast, a setting of the thread: a stage may change it until its action ends."""
+    """Wrap a setter of autocast, a setting of the thread: a stage may change it until its action
+    ends."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         if _thread.watch is not None:
@@ -327,7 +361,9 @@ class _Hooks:
             if not self._watches:
                 for owner, originals, _ in self._places:
                     _set(owner, originals)
-                if _anomaly_mode() != self._anomaly:  # threads that enter and leave it alternately leave it on
+                if (
+                    _anomaly_mode() != self._anomaly
+                ):  # threads that enter and leave it alternately leave it on
                     torch.set_anomaly_enabled(*self._anomaly)
 
 
@@ -345,10 +381,13 @@ def _set(owner: Any, attributes: dict[str, Any]) -> None:
 
 
 def _all_places() -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """List the modules and classes to hook, each with its original attributes and with the hooks."""
+    """List the modules and classes to hook, each with its original attributes and with the
+    hooks."""
     found: list[tuple[Any, str, Callable[[Any], Any]]]
     found = [(each.owner, each.setter, partial(_SetterHook, each)) for each in switches()]
-    found += [(torch, name, _hooked_autocast) for name in vars(torch) if name.startswith("set_autocast_")]
+    found += [
+        (torch, name, _hooked_autocast) for name in vars(torch) if name.startswith("set_autocast_")
+    ]
     found += [(owner, name, _hooked_entry) for owner, name in FORWARD_MODE]
     owner, name, getter = switch_of("fp32_precision_setter")
     found.append((owner, name, partial(_hooked_precision, getter)))

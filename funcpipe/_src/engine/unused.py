@@ -17,7 +17,8 @@ UnusedLeaf: TypeAlias = tuple[int, int, str]
 
 
 def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[UnusedLeaf]:
-    """The trainable leaves of stages that are here (None: of all) that no backward of this process reached."""
+    """The trainable leaves of stages that are here (None: of all) that no backward of this process
+    reached."""
     return [
         (stage, number, repr(_key(ready, stage, number)))
         for stage in (ready.bounds if stages is None else stages)
@@ -32,15 +33,23 @@ def unused_in_all(ready: Prepared, unused: Iterable[Sequence[UnusedLeaf]]) -> li
 
 
 def unused_keys(ready: Prepared, unused: Sequence[UnusedLeaf]) -> tuple[tuple[int, Any], ...]:
-    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at all."""
+    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at
+    all."""
     if ready.strict:
         faults = [f"{key} of {names_of(ready.plan.stages)[stage]}" for stage, _, key in unused]
         raise_all(
-            'these trainable leaves got no gradient (check="used"); use them, freeze them (trainable=, '
+            'these trainable leaves got no gradient (check="used"); use them, freeze them '
+            "(trainable=, "
             "requires_grad), or leave the check out:",
             faults,
         )
-    return tuple([(stage, _key(ready, stage, number)) for stage, number, _ in unused if stage in ready.bounds])
+    return tuple(
+        [
+            (stage, _key(ready, stage, number))
+            for stage, number, _ in unused
+            if stage in ready.bounds
+        ]
+    )
 
 
 def _key(ready: Prepared, stage: int, number: int) -> Any:

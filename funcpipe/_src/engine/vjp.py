@@ -23,7 +23,12 @@ from funcpipe._src.engine.finish import finish, gradient_sums, gradients, refuse
 from funcpipe._src.engine.options import ExecutorLike, RunOptions
 from funcpipe._src.engine.prepare import Prepared, prepare
 from funcpipe._src.engine.unused import unused_keys, unused_leaves
-from funcpipe._src.stages.context import checked_plan, intra_op_threads, not_carried, refuse_transforms
+from funcpipe._src.stages.context import (
+    checked_plan,
+    intra_op_threads,
+    not_carried,
+    refuse_transforms,
+)
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -43,11 +48,12 @@ def vjp(
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, Pullback]:
-    """Run the forwards of a plan without a loss; what comes back runs its backwards, from any cotangents, once.
+    """Run the forwards of a plan without a loss; what comes back runs its backwards, from any
+    cotangents, once.
 
-    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where the cotangents are
-    those of the loss. Every device's order has its forwards first (`fill_drain`, `looped_bfs`, with or without
-    `remat`).
+    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where
+    the cotangents are those of the loss. Every device's order has its forwards first (`fill_drain`,
+    `looped_bfs`, with or without `remat`).
 
     >>> stages = [fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p * x)]
     >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")
@@ -58,10 +64,11 @@ def vjp(
 
     Args:
         plan: made without ``loss=``, of a schedule with backwards.
-        params, state, feeds, seed, trainable, executor, threads_per_lane, ranges, check, timeout: as for `run`.
+        params, state, feeds, seed, trainable, executor, threads_per_lane, ranges, check, timeout:
+            as for `run`.
         inputs: the inputs alone; cut as those of `run`.
-        input_grads: compute the gradients of the inputs too: True for those of every floating leaf, or a tree of bools
-            like the inputs.
+        input_grads: compute the gradients of the inputs too: True for those of every floating leaf,
+            or a tree of bools like the inputs.
 
     Returns:
         The result (``outputs`` and ``state``; no loss, no grads) and the pullback.
@@ -96,8 +103,8 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     chosen = executor_for(executor, plan)
     if not isinstance(chosen, LaneExecutor) or not chosen.halves:
         raise PlanError(
-            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also fp.graphs(plan) and "
-            f"fp.ranks(plan), which do whole runs; got {chosen!r}"
+            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also "
+            f"fp.graphs(plan) and fp.ranks(plan), which do whole runs; got {chosen!r}"
         )
     return chosen
 
@@ -109,9 +116,13 @@ def _want(inputs: list[Border], input_grads: Tree) -> None:
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
         if len(flags) != len(border.leaves) or not all(isinstance(flag, bool) for flag in flags):
             raise PlanError(
-                f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); got {tree!r}"
+                f"input_grads is True, False, or a tree of them like the inputs ({border.spec}); "
+                f"got {tree!r}"
             )
-        asked = [flag and is_differentiable(leaf) for flag, leaf in zip(flags, border.leaves, strict=True)]
+        asked = [
+            flag and is_differentiable(leaf)
+            for flag, leaf in zip(flags, border.leaves, strict=True)
+        ]
         inputs[index] = Border(border.leaves, border.spec, asked)
 
 
@@ -122,8 +133,9 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
         raise PlanError(
-            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add it to; return it as "
-            "an output of the last stage (through a skip) and give its cotangent, or use run with a loss"
+            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add "
+            "it to; return it as an output of the last stage (through a skip) and give its "
+            "cotangent, or use run with a loss"
         )
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
@@ -134,7 +146,8 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
 
 
 def _middle(program: Lowered) -> int:
-    """The index in the order where the second half begins: after the last forward and the offloads that follow it."""
+    """The index in the order where the second half begins: after the last forward and the offloads
+    that follow it."""
     kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
     middle = 1 + max(index for index, kind in enumerate(kinds) if kind is Kind.F)
     while middle < len(kinds) and kinds[middle] is Kind.O:
@@ -145,13 +158,15 @@ def _middle(program: Lowered) -> int:
 class Pullback:
     """The second half of a `vjp`: cotangents of the outputs in, gradients out; once.
 
-    It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its executor is that of the
-    first half, and what the caller had switched on then (autocast, default device) holds again.
+    It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its
+    executor is that of the first half, and what the caller had switched on then (autocast, default
+    device) holds again.
 
     Attributes:
-        attached: for each microbatch, which leaves of its outputs can have a gradient: ``requires_grad`` in plain
-            autograd.
-        unused: (stage, path) of trainable leaves that the backwards did not reach; known after the call.
+        attached: for each microbatch, which leaves of its outputs can have a gradient:
+            ``requires_grad`` in plain autograd.
+        unused: (stage, path) of trainable leaves that the backwards did not reach; known after the
+            call.
     """
 
     def __init__(self, execution: Execution, seam: OutputJoin) -> None:
@@ -172,12 +187,13 @@ class Pullback:
         """Run the backwards.
 
         Args:
-            cotangents: in the structure of ``result.outputs``: for each leaf a tensor of its shape and dtype, on any
-                device, or None for no gradient.
+            cotangents: in the structure of ``result.outputs``: for each leaf a tensor of its shape
+                and dtype, on any device, or None for no gradient.
 
         Returns:
-            The gradients of the parameters, one tree per stage (None where not trainable, zeros where unused), and
-            those of the inputs, in their structure (None where a leaf has none, or for ``input_grads=False``).
+            The gradients of the parameters, one tree per stage (None where not trainable, zeros
+            where unused), and those of the inputs, in their structure (None where a leaf has none,
+            or for ``input_grads=False``).
 
         Raises:
             BatchError: the cotangents do not fit the outputs; call again with others.
@@ -188,18 +204,21 @@ class Pullback:
         refuse_transforms("a pullback")
         execution = self._execution
         if execution is None:
-            raise FuncpipeError("this pullback is spent: its residuals are freed by the first call; call fp.vjp again")
+            raise FuncpipeError(
+                "this pullback is spent: its residuals are freed by the first call; call fp.vjp "
+                "again"
+            )
         pieces = self._seam.cut(cotangents)
         ready = execution.ready
         refuse_writes(
             ready,
-            "parameters were written to between vjp and its pullback, which needs their old values; call the "
-            "pullback before the optimizer's step:",
+            "parameters were written to between vjp and its pullback, which needs their old "
+            "values; call the pullback before the optimizer's step:",
         )
         if not_carried() != self._carried:
             raise PlanError(
-                "function modes, dispatch modes or saved-tensor hooks are on that were not at vjp, or the other way "
-                "round; call the pullback where they are the same"
+                "function modes, dispatch modes or saved-tensor hooks are on that were not at "
+                "vjp, or the other way round; call the pullback where they are the same"
             )
         with self._lock:
             if self._execution is None:
@@ -213,7 +232,9 @@ class Pullback:
         with intra_op_threads(ready.threads):
             unused = unused_keys(ready, unused_leaves(ready))
             grads = gradients(ready, gradient_sums(ready, reductions))
-            inputs = join_input_grads(ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))])
+            inputs = join_input_grads(
+                ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))]
+            )
         self.unused = unused
         release(ready)
         execution.settle()

@@ -1,4 +1,5 @@
-"""Watches for ``timeout=``: when no action begins, reports what every lane did last and waits for, and ends the run."""
+"""Watches for ``timeout=``: when no action begins, reports what every lane did last and waits for,
+and ends the run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _GRACE = 1.0
 
 
 class LaneWatch:
-    """What a thread that waits for the lanes looks at now and then: whether any has begun an action.
+    """What a thread that waits for the lanes looks at now and then: whether any has begun an
+    action.
 
     Attributes:
         pause: seconds from one look to the next.
@@ -63,7 +65,8 @@ class LaneWatch:
         return [self.executions[0].executor.beats(), *begun(self.executions)]
 
     def _backstop(self) -> None:
-        """Start Python's own timer, which works also while code keeps the GIL and stops this thread.
+        """Start Python's own timer, which works also while code keeps the GIL and stops this
+        thread.
 
         The process has one such timer, so only runs with a timeout given by the user take it.
         """
@@ -72,14 +75,23 @@ class LaneWatch:
         self._has_backstop = True  # set first: an interruption may come right after the call
         try:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
-        except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):  # stderr is no file (notebooks)
+        except (
+            AttributeError,
+            ValueError,
+            OSError,
+            RuntimeError,
+            OverflowError,
+        ):  # stderr is no file (notebooks)
             pass
 
 
 class Watchdog(LaneWatch):
-    """A thread that looks at the lanes while another runs them; when none begins an action it reports, and bites once."""
+    """A thread that looks at the lanes while another runs them; when none begins an action it
+    reports, and bites once."""
 
-    def __init__(self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]) -> None:
+    def __init__(
+        self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]
+    ) -> None:
         super().__init__(executions, timeout)
         self.bite = bite
         self._over = threading.Event()
@@ -120,13 +132,15 @@ def begun(executions: Sequence[Execution]) -> list[int]:
 def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Lane]]:
     """Of every lane that is here the execution that it is in, or was last."""
     rows = [
-        [(execution, execution.lanes[seat]) for execution in executions] for seat in range(len(executions[0].lanes))
+        [(execution, execution.lanes[seat]) for execution in executions]
+        for seat in range(len(executions[0].lanes))
     ]
     return [max(row, key=_lateness) for row in rows]
 
 
 def _lateness(at: tuple[Execution, Lane]) -> tuple[bool, int]:
-    """Sorts the executions of a lane: the one that it is in comes last, else the last that has begun, else the first."""
+    """Sorts the executions of a lane: the one that it is in comes last, else the last that has
+    begun, else the first."""
     execution, lane = at
     number = execution.number or 0
     return lane.thread != 0, number if lane.begun else -1 - number
@@ -140,7 +154,12 @@ def lane_states(executions: Sequence[Execution]) -> list[tuple[bool, str]]:
         number = lane.program.lane
         settling = execution.settling and lane.place.asynchronous
         busy = settling or (working and execution.boxes[number].waits is None)
-        states.append((busy, f"device {number} ({lane.place.device}) {_state(execution, lane, working=working)}"))
+        states.append(
+            (
+                busy,
+                f"device {number} ({lane.place.device}) {_state(execution, lane, working=working)}",
+            )
+        )
     return states
 
 
@@ -161,17 +180,23 @@ def describe(executions: Sequence[Execution], seconds: float) -> str:
             shown = [
                 entry
                 for entry in traceback.extract_stack(frame)
-                if "/funcpipe/" not in entry.filename.replace("\\", "/") and not entry.filename.endswith("threading.py")
+                if "/funcpipe/" not in entry.filename.replace("\\", "/")
+                and not entry.filename.endswith("threading.py")
             ]
             if shown:
                 stacks.append(f"device {lane.program.lane} is at:")
                 stacks += [
-                    f"  {line}" for text in traceback.format_list(shown[-12:]) for line in text.rstrip().split("\n")
+                    f"  {line}"
+                    for text in traceback.format_list(shown[-12:])
+                    for line in text.rstrip().split("\n")
                 ]
     del frames
     lanes = [lane for execution in executions for lane in execution.lanes]
     done, total = (
-        sum(count) for count in zip(*[(lane.done - lane.first, lane.stop - lane.first) for lane in lanes], strict=True)
+        sum(count)
+        for count in zip(
+            *[(lane.done - lane.first, lane.stop - lane.first) for lane in lanes], strict=True
+        )
     )
     lines.append(f"{done} of {total} actions are done")
     return "\n".join([*lines, *stacks])
@@ -190,7 +215,10 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     if waits is None:
         return f"{last} and is in {current}"
     if isinstance(waits, Gathered):
-        return f"{last} and waits, before {current}, for the parts of its parameters that other replicas have"
+        return (
+            f"{last} and waits, before {current}, for the parts of its parameters that other "
+            "replicas have"
+        )
     if isinstance(waits, Summed):
         return f"{last} and waits, before {current}, for the gradients of other replicas"
     if isinstance(waits, tuple):
@@ -204,9 +232,11 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
 
 
 class interrupting:
-    """While inside, the calling thread is the one that a `Watchdog` interrupts: it then raises RunTimeout.
+    """While inside, the calling thread is the one that a `Watchdog` interrupts: it then raises
+    RunTimeout.
 
-    The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next bytecode.
+    The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next
+    bytecode.
     """
 
     def __init__(self, executions: Sequence[Execution], timeout: float | None) -> None:
@@ -215,10 +245,16 @@ class interrupting:
 
     def _bite(self) -> None:
         main = threading.main_thread().ident == self._identity
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler and hasattr(signal, "pthread_kill"):
+        if (
+            main
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and hasattr(signal, "pthread_kill")
+        ):
             signal.pthread_kill(self._identity, signal.SIGINT)
         else:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._identity), ctypes.py_object(Stop))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._identity), ctypes.py_object(Stop)
+            )
 
     def __enter__(self) -> Self:
         if self.dog is not None:

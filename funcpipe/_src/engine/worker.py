@@ -1,4 +1,5 @@
-"""Threads that do jobs: interrupted inside of a job only, ended one by one, and waited for when Python ends."""
+"""Threads that do jobs: interrupted inside of a job only, ended one by one, and waited for when
+Python ends."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ import torch
 from funcpipe._src.engine.mail import Stop
 
 _waited_for: set[Worker] = set()
-"""Workers that Python's end must wait for: a thread that is in torch's code then would abort the process."""
+"""Workers that Python's end must wait for: a thread that is in torch's code then would abort the
+process."""
 
 
 class Worker:
@@ -31,7 +33,9 @@ class Worker:
         patience: for how many seconds Python's end waits for it.
     """
 
-    def __init__(self, name: str, stop: Callable[[], None] | None = None, patience: float = 0.0) -> None:
+    def __init__(
+        self, name: str, stop: Callable[[], None] | None = None, patience: float = 0.0
+    ) -> None:
         self.name, self.stop, self.patience = name, stop, patience
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -59,7 +63,8 @@ class Worker:
         self._jobs.put(partial(contextvars.copy_context().run, job))
 
     def interrupt(self) -> None:
-        """Raise Stop in the thread at its next bytecode, that is after the operation that it is in."""
+        """Raise Stop in the thread at its next bytecode, that is after the operation that it is
+        in."""
         with self._gate:
             if self._interruptible and self._thread.ident is not None:
                 identity = ctypes.c_ulong(self._thread.ident)
@@ -83,7 +88,9 @@ class Worker:
                 del job  # it holds the run's values
         finally:
             _waited_for.discard(self)
-            self.stop = None  # mostly a method of who has this worker: a cycle, with all that is held there
+            self.stop = (
+                None  # mostly a method of who has this worker: a cycle, with all that is held there
+            )
 
     def _do(self, job: Callable[[], Any]) -> None:
         try:
@@ -98,7 +105,8 @@ class Worker:
 
 
 def _tell_system(name: str) -> None:
-    """Tell Linux the name of this thread, as Python does from 3.14 on: profilers and debuggers show it, 15 letters."""
+    """Tell Linux the name of this thread, as Python does from 3.14 on: profilers and debuggers show
+    it, 15 letters."""
     with suppress(OSError):
         Path("/proc/thread-self/comm").write_text(name)
 
@@ -111,8 +119,10 @@ def end_all(workers: list[Worker], seconds: float | None) -> None:
 
 
 def compute_with(threads: int) -> None:
-    """Set the intra-op threads of this thread: MKL counts per thread, and one that never set it takes every core."""
-    torch.get_num_threads()  # else torch takes at the first operation what another run has set since
+    """Set the intra-op threads of this thread: MKL counts per thread, and one that never set it
+    takes every core."""
+    # else torch takes at the first operation what another run has set since
+    torch.get_num_threads()
     torch.set_num_threads(threads)
 
 

@@ -49,9 +49,10 @@ def effects(
 ) -> tuple[list[Wire], list[Wire]]:
     """The wires that an action reads, and those that it writes.
 
-    A forward does not keep its residual where it is computed again, or never needed. Gradients of one skip from several
-    pops are read in descending order of the popper: plain autograd adds them in that order. A stage with a carry gets it
-    from the slice before, and its gradient from the slice after.
+    A forward does not keep its residual where it is computed again, or never needed. Gradients of
+    one skip from several pops are read in descending order of the popper: plain autograd adds them
+    in that order. A stage with a carry gets it from the slice before, and its gradient from the
+    slice after.
     """
     this, last = context.stages[stage], len(context.stages) - 1
     ends_in_loss = stage == last and context.loss
@@ -79,8 +80,16 @@ def effects(
                 poppers = sorted(context.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
             cotangents += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.last else []
-            gradients = [Wire(Role.GRAD, stage - 1)] if stage else [Wire(Role.INPUT_GRAD, 0)] if context.inputs else []
-            gradients += [Wire(Role.SKIP_GRAD, context.routes[name].stash, name, stage) for name in this.pop]
+            gradients = (
+                [Wire(Role.GRAD, stage - 1)]
+                if stage
+                else [Wire(Role.INPUT_GRAD, 0)]
+                if context.inputs
+                else []
+            )
+            gradients += [
+                Wire(Role.SKIP_GRAD, context.routes[name].stash, name, stage) for name in this.pop
+            ]
             gradients += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.first else []
             gradients += [Wire(Role.WEIGHT_RESIDUAL, stage)] if kind is Kind.I else []
             return [residual, *cotangents], gradients

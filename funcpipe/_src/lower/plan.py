@@ -33,7 +33,8 @@ def make_plan(
     spare_slots: int = 0,
     slices: Sequence[float] = (),
 ) -> Plan:
-    """Lower a schedule for stages; everything that can be wrong before there are numbers is refused here.
+    """Lower a schedule for stages; everything that can be wrong before there are numbers is refused
+    here.
 
     >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
     >>> plan = fp.make_plan([double, add], fp.schedules.one_f_one_b(2, 1), loss=print)
@@ -49,32 +50,38 @@ def make_plan(
     free grad[0,0]@4
 
     Args:
-        stages: the stages, in order; or what `split` made, whose loss (where the schedule has backwards and none is
-            given), ties and state the plan takes too.
+        stages: the stages, in order; or what `split` made, whose loss (where the schedule has
+            backwards and none is given), ties and state the plan takes too.
         schedule: any schedule with as many stages; checked.
-        devices: a ``torch.device`` or its name for each device of the schedule, or one for all of them; None: chosen
-            when the plan runs (CUDA devices if there are any, else the CPU).
+        devices: a ``torch.device`` or its name for each device of the schedule, or one for all of
+            them; None: chosen when the plan runs (CUDA devices if there are any, else the CPU).
         loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a
-            ``functools.partial`` of these with keywords) are known: the batch's loss is theirs of the whole batch,
-            whatever ``reduction``, ``weight`` and ``ignore_index`` are. A loss of your own returns its mean, which
-            counts by the microbatch's rows; where something else divides it (tokens, class weights) it returns ``(sum,
-            weight)`` or a `Loss`, or has a method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An
-            ``nn.Module`` of your own whose ``reduction`` is "sum" is believed to return sums, which are added.)
-        weight: ``target -> number``, evaluated before any forward: what the loss's mean over a microbatch is divided
-            by, or what all sums together are divided by. It goes before what is known of the loss.
-        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every holder gets the sum.
-            Stages that `split` made know theirs; these need not be named.
-        train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule has backwards.
-        outputs: does a run return the last stage's outputs, merged; None: True if the schedule has no backwards.
-        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by rows), "sum",
-            "each" (`Microbatches`, one value each), or a tree of these like the outputs, down to where one rule holds
-            for all below. None: tensors along axis 0, single numbers "each"; values that are no tensors come as one
-            where all are equal.
-        spare_slots: how many more values may be on their way from one lane to another, of each sort, than where they
-            take no time: over a network a lane that waits for the one slot waits for two latencies. Each costs the
-            memory of a value. `simulate` says whether it pays.
-        slices: where the schedule cuts microbatches into slices along their sequence: how long each is, in any unit
-            (`balanced_slices` gives lengths that take equally long). (): equal ones.
+            ``functools.partial`` of these with keywords) are known: the batch's loss is theirs of
+            the whole batch, whatever ``reduction``, ``weight`` and ``ignore_index`` are. A loss of
+            your own returns its mean, which counts by the microbatch's rows; where something else
+            divides it (tokens, class weights) it returns ``(sum, weight)`` or a `Loss`, or has a
+            method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An ``nn.Module`` of
+            your own whose ``reduction`` is "sum" is believed to return sums, which are added.)
+        weight: ``target -> number``, evaluated before any forward: what the loss's mean over a
+            microbatch is divided by, or what all sums together are divided by. It goes before what
+            is known of the loss.
+        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every
+            holder gets the sum. Stages that `split` made know theirs; these need not be named.
+        train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule
+            has backwards.
+        outputs: does a run return the last stage's outputs, merged; None: True if the schedule has
+            no backwards.
+        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by
+            rows), "sum", "each" (`Microbatches`, one value each), or a tree of these like the
+            outputs, down to where one rule holds for all below. None: tensors along axis 0, single
+            numbers "each"; values that are no tensors come as one where all are equal.
+        spare_slots: how many more values may be on their way from one lane to another, of each
+            sort, than where they take no time: over a network a lane that waits for the one slot
+            waits for two latencies. Each costs the memory of a value. `simulate` says whether it
+            pays.
+        slices: where the schedule cuts microbatches into slices along their sequence: how long each
+            is, in any unit (`balanced_slices` gives lengths that take equally long). (): equal
+            ones.
 
     Raises:
         ScheduleError: the schedule is not legal.
@@ -87,8 +94,8 @@ def make_plan(
     stages, faults = _stages(stages)
     if not isinstance(schedule, Schedule):
         faults.append(
-            f"schedule is a {type(schedule).__name__}; make one with fp.schedules.one_f_one_b(...) or "
-            "Schedule.parse(text)"
+            f"schedule is a {type(schedule).__name__}; make one with "
+            "fp.schedules.one_f_one_b(...) or Schedule.parse(text)"
         )
     faults += [*_function("loss", loss, "(y, target) -> loss"), *_weight(weight)]
     for name, flag in (("train", train), ("outputs", outputs)):
@@ -100,7 +107,10 @@ def make_plan(
         if not _is_rule(rule)
     ]
     if type(spare_slots) is not int or spare_slots < 0:
-        faults.append(f"spare_slots= is how many more slots there are between two lanes, from 0; got {spare_slots!r}")
+        faults.append(
+            "spare_slots= is how many more slots there are between two lanes, from 0; got "
+            f"{spare_slots!r}"
+        )
     faults += _slices(slices, schedule) + _whole(stages, schedule)
     counts = BY_ROWS
     if loss is not None and not faults:
@@ -112,7 +122,13 @@ def make_plan(
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     raise_all("no such plan:", faults)
     with_outputs = not schedule.has_backward if outputs is None else outputs
-    program = lower(tuple(stages), schedule, loss=loss is not None, outputs=with_outputs, spare_slots=spare_slots)
+    program = lower(
+        tuple(stages),
+        schedule,
+        loss=loss is not None,
+        outputs=with_outputs,
+        spare_slots=spare_slots,
+    )
     return Plan(
         tuple(stages),
         schedule,
@@ -139,7 +155,9 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
     program = cache.get((num_microbatches, halves))
     if program is None:
         if num_microbatches < plan.num_microbatches:
-            program = program_for(plan, plan.num_microbatches, halves=halves).first(num_microbatches)
+            program = program_for(plan, plan.num_microbatches, halves=halves).first(
+                num_microbatches
+            )
         else:
             given = {"loss": plan.loss is not None, "outputs": plan.outputs, "halves": halves}
             program = lower(plan.stages, plan.schedule, spare_slots=plan.spare_slots, **given)
@@ -158,8 +176,8 @@ def _slices(slices: Any, schedule: Any) -> list[str]:
         return [f"slices= has the length of each slice, numbers above 0; got {slices!r}"]
     if slices and len(slices) != count:
         return [
-            f"slices= has the lengths of {len(slices)} slices, and the schedule cuts a microbatch into {count} (its "
-            "family's num_slices=)"
+            f"slices= has the lengths of {len(slices)} slices, and the schedule cuts a microbatch "
+            f"into {count} (its family's num_slices=)"
         ]
     return []
 
@@ -169,8 +187,8 @@ def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
     if not isinstance(schedule, Schedule) or schedule.num_slices == 1:
         return []
     return [
-        f"{label} attends to whole sequences, and the schedule cuts them into slices: fp.split(model, num_stages, "
-        "slices=True)"
+        f"{label} attends to whole sequences, and the schedule cuts them into slices: "
+        "fp.split(model, num_stages, slices=True)"
         for label, part in _parts(stages)
         if isinstance(part.fn, Bindable) and not part.fn.sliceable
     ]
@@ -181,12 +199,17 @@ def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
     if isinstance(stages, Schedule):
         return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
     if not isinstance(stages, Stage | Iterable):
-        return (), [f"stages is a {type(stages).__name__}; give a sequence of stages, or what fp.split returns"]
+        return (), [
+            (
+                f"stages is a {type(stages).__name__}; give a sequence of stages, or what "
+                "fp.split returns"
+            )
+        ]
     if hasattr(stages, "named_parameters"):
         kind = type(stages).__name__
         return (), [
-            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and make_plan takes what "
-            "it returns"
+            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and "
+            "make_plan takes what it returns"
         ]
     stages = (stages,) if isinstance(stages, Stage) else tuple(cast("Iterable[Any]", stages))
     faults = [
@@ -210,10 +233,13 @@ def _moved(stages: Sequence[Stage]) -> list[str]:
     for _, part in _parts(stages):
         functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
     # One function alone may read what it wants; several of one code were made to differ.
-    parts = [row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1]
+    parts = [
+        row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1
+    ]
     faults = [
-        f"{label} and others are one function, made in a loop, that reads a variable when it runs: {', '.join(names)}; "
-        "hold it in a default, lambda params, x, k=k: ..., or by functools.partial"
+        f"{label} and others are one function, made in a loop, that reads a variable when it "
+        f"runs: {', '.join(names)}; hold it in a default, lambda params, x, k=k: ..., or by "
+        "functools.partial"
         for label, part in parts
         if part.closed and not part.seen.settled
         for names in [rebound_names(part.closed, part.fn)]
@@ -232,10 +258,18 @@ def _function(name: str, fn: Any, form: str) -> list[str]:
     if not callable(fn):
         kind = type(fn).__name__
         return [
-            f"{name} is a {kind}, not a function {form}; give the function itself, not its name or what it returned"
+            (
+                f"{name} is a {kind}, not a function {form}; give the function itself, not its "
+                "name or what it returned"
+            )
         ]
     if isinstance(fn, type):
-        return [f"{name} is the class {fn.__name__}, not a function; make an instance: {name}={fn.__name__}()"]
+        return [
+            (
+                f"{name} is the class {fn.__name__}, not a function; make an instance: "
+                f"{name}={fn.__name__}()"
+            )
+        ]
     return []
 
 
@@ -262,8 +296,8 @@ def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
     named = tuple(cast("Iterable[Any]", devices))
     if len(named) != count:
         raise PlanError(
-            f"the schedule has {count} devices, but devices= names {len(named)}; give one for each (the same may "
-            f"stand many times), or fp.devices({count})"
+            f"the schedule has {count} devices, but devices= names {len(named)}; give one for "
+            f"each (the same may stand many times), or fp.devices({count})"
         )
     return named
 
@@ -273,19 +307,26 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
     seen: dict[tuple[int, Any], int] = {}
     out: list[tuple[tuple[int, Any], ...]] = []
     for number, group in enumerate(ties):
-        if not isinstance(group, Sequence) or not all(isinstance(member, (tuple, list)) for member in group):
-            faults.append(f"group {number}: {group!r} is no group; write ties=[[(0, path), (1, path)], ...]")
+        if not isinstance(group, Sequence) or not all(
+            isinstance(member, (tuple, list)) for member in group
+        ):
+            faults.append(
+                f"group {number}: {group!r} is no group; write ties=[[(0, path), (1, path)], ...]"
+            )
             continue
         members = [tuple(member) for member in group]
         for member in members:
             if not _is_place(member, len(stages)):
                 faults.append(
-                    f"group {number}: {member!r} is no (stage, path): a stage from 0 to {len(stages) - 1}, a key or a "
-                    "tuple of keys"
+                    f"group {number}: {member!r} is no (stage, path): a stage from 0 to "
+                    f"{len(stages) - 1}, a key or a tuple of keys"
                 )
                 continue
             if (member[0], member[1]) in seen:
-                faults.append(f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} already")
+                faults.append(
+                    f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} "
+                    "already"
+                )
             seen[member[0], member[1]] = number
         if len(members) < 2:
             faults.append(f"group {number} has {len(members)} member; a tie has two or more")
@@ -295,7 +336,8 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
 
 
 def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
-    """The ties, and those that stages know of each other. Raises PlanError where they contradict."""
+    """The ties, and those that stages know of each other. Raises PlanError where they
+    contradict."""
     groups: dict[Shared, list[tuple[int, Any]]] = {}
     for index, part in enumerate(stages):
         for path, shared in part.shares:
@@ -307,20 +349,29 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
         if numbers == {None} and len(members) > 1:
             out.append(tuple(members))
         elif len(numbers) > 1:
-            faults.append(f"{members} are one parameter ({shared.name!r}), and ties= names only some of them")
-    raise_all("ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults)
+            faults.append(
+                f"{members} are one parameter ({shared.name!r}), and ties= names only some of them"
+            )
+    raise_all(
+        "ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults
+    )
     return tuple(out)
 
 
 def _is_rule(rule: Any) -> bool:
-    return rule is None or rule in ("mean", "sum", "each") if not isinstance(rule, int) else not isinstance(rule, bool)
+    return (
+        rule is None or rule in ("mean", "sum", "each")
+        if not isinstance(rule, int)
+        else not isinstance(rule, bool)
+    )
 
 
 def _unpacked(part: Any) -> str:
     """What to say of (stage, params, state)."""
     unpacked = isinstance(part, tuple) and any(isinstance(item, Stage) for item in part)  # pyright: ignore[reportUnknownVariableType]
     return (
-        ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), ...)"
+        ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), "
+        "...)"
         if unpacked
         else ""
     )

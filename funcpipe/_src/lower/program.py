@@ -1,8 +1,8 @@
 """Stages and a schedule become a program: plan order, what is sent where, slots.
 
-What is sent follows one rule: an action reads a value that another lane makes, so that lane sends it, once, straight
-after making it. What the caller gives is fetched just before its first use. The slots of an edge are the most values
-that lie at its end at a time, in plan order.
+What is sent follows one rule: an action reads a value that another lane makes, so that lane sends
+it, once, straight after making it. What the caller gives is fetched just before its first use. The
+slots of an edge are the most values that lie at its end at a time, in plan order.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ def lower(
         schedule: any schedule; it is checked.
         loss: does the plan have a loss.
         outputs: does the caller get the last stage's outputs.
-        halves: the program of a `vjp`: every forward comes before all backwards, and the caller gets outputs and the
-            gradients of the inputs.
-        spare_slots: how many more slots each way between lanes has than it needs where values take no time.
+        halves: the program of a `vjp`: every forward comes before all backwards, and the caller
+            gets outputs and the gradients of the inputs.
+        spare_slots: how many more slots each way between lanes has than it needs where values take
+            no time.
 
     Raises:
         ScheduleError: the schedule is not legal.
-        PlanError: the number of stages differs, stash and pop do not match, or halves are asked for and a device has
-            a forward after a backward.
+        PlanError: the number of stages differs, stash and pop do not match, or halves are asked for
+            and a device has a forward after a backward.
     """
     legal = examine(schedule)
     if len(stages) != schedule.num_stages:
@@ -61,7 +62,9 @@ def lower(
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
     if halves:
         _refuse_mixed(schedule)
-    reduced = {action.stage for order in schedule.orders for action in order if action.kind is Kind.G}
+    reduced = {
+        action.stage for order in schedule.orders for action in order if action.kind is Kind.G
+    }
     context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced)
     calls = _Calls(context, schedule, legal)
     order, pairs = calls.order()
@@ -72,27 +75,37 @@ def lower(
         Pool(*key, slots + (0 if key[0] == CALLER else spare_slots))
         for key, slots in zip(calls.pools, most, strict=True)
     )
-    counts = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices, schedule.num_devices)
-    return Lowered(*counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools, frozenset(pairs))
+    counts = (
+        schedule.num_stages,
+        schedule.num_microbatches,
+        schedule.num_slices,
+        schedule.num_devices,
+    )
+    return Lowered(
+        *counts, tuple(calls.wires), tuple(calls.calls), Packed(order), pools, frozenset(pairs)
+    )
 
 
 def _refuse_mixed(schedule: Schedule) -> None:
     """Forwards first, on every device; else they cannot run without the backwards."""
     faults: list[str] = []
     for device, order in enumerate(schedule.orders):
-        begun = next((at for at, action in enumerate(order) if action.kind not in _FIRST), len(order))
+        begun = next(
+            (at for at, action in enumerate(order) if action.kind not in _FIRST), len(order)
+        )
         late = next((action for action in order[begun:] if action.kind is Kind.F), None)
         if late is not None:
             faults.append(f"device {device} runs {late} after {order[begun]}")
     raise_all(
-        "vjp runs all forwards before it knows the cotangents, so no forward may stand after a backward; use "
-        "fp.schedules.fill_drain or fp.schedules.looped_bfs:",
+        "vjp runs all forwards before it knows the cotangents, so no forward may stand after a "
+        "backward; use fp.schedules.fill_drain or fp.schedules.looped_bfs:",
         faults,
     )
 
 
 def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:
-    """Each lane up to its last forward, with the O that follow it (and L that come before it); then the rest."""
+    """Each lane up to its last forward, with the O that follow it (and L that come before it); then
+    the rest."""
     left: list[int] = []
     for actions in schedule.orders:
         end = 1 + max(at for at, action in enumerate(actions) if action.kind is Kind.F)
@@ -123,20 +136,30 @@ class _Calls:
                     self.readers[wire].add(device)
 
     def order(self) -> tuple[list[int], set[int]]:
-        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``. And which overlap."""
-        schedule, rematted, backward = self.schedule, self.legal.rematted, self.schedule.has_backward
+        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``. And
+        which overlap."""
+        schedule, rematted, backward = (
+            self.schedule,
+            self.legal.rematted,
+            self.schedule.has_backward,
+        )
         count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
         stages = schedule.num_stages
         codes = [*chain.from_iterable(coded(schedule.orders, slices))]
-        # By code, and last the F that keeps nothing; then by stage the first number of the call, -1 while it is not made.
+        # By code, and last the F that keeps nothing; then by stage the first number of the call, -1
+        # while it is not made.
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
-        tables = {among: (among, [[-1] * stages for _ in range(len(CODED) + 1)]) for among in {ALONE, *places}}
+        tables = {
+            among: (among, [[-1] * stages for _ in range(len(CODED) + 1)])
+            for among in {ALONE, *places}
+        }
         alone, cut = tables[ALONE], [tables[among] for among in places]
         carries = [part.carry and slices > 1 for part in self.context.stages]
         joined = self._joined()
         counted = {CODE[kind] for kind in COUNTED}
         turns: dict[tuple[int, int, int], int] = {}
-        """The first number of the call, by code, stage and how often all its numbers have stood, of what is counted."""
+        """The first number of the call, by code, stage and how often all its numbers have stood, of
+        what is counted."""
         pairs: set[int] = set()
         out: list[int] = []
         for number in self.legal.plan_order:
@@ -169,7 +192,9 @@ class _Calls:
         for order in self.schedule.orders:
             for at in self.schedule.joined(order):
                 kinds = {order[at].kind, order[at + 1].kind}
-                if not self.context.inputs or Kind.F not in kinds or len(kinds) == 1:  # else one is of the other half
+                if (
+                    not self.context.inputs or Kind.F not in kinds or len(kinds) == 1
+                ):  # else one is of the other half
                     joined.add(first + at)
             first += len(order)
         return joined
@@ -194,7 +219,9 @@ class _Calls:
         read: list[tuple[int, int]] = []
         for wire in reads:
             home = self._home(wire)
-            read.append((self._number(wire), -1 if home == lane else self._pool(home, lane, wire.role)))
+            read.append(
+                (self._number(wire), -1 if home == lane else self._pool(home, lane, wire.role))
+            )
         sends = [
             (self._number(wire), to, self._pool(lane, to, wire.role))
             for wire in writes
@@ -202,7 +229,9 @@ class _Calls:
             for to in sorted(self.readers[wire])
             if to != lane
         ]
-        return Call(kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends))
+        return Call(
+            kind, stage, lane, keeps, tuple(read), tuple(map(self._number, writes)), tuple(sends)
+        )
 
 
 def _levels(
@@ -213,15 +242,19 @@ def _levels(
     pools: Sequence[tuple[int, int, Role]],
     pairs: Collection[int],
 ) -> list[int]:
-    """The most values that lie in each pool at a time, in plan order. What the first of a pair has read stays for both."""
+    """The most values that lie in each pool at a time, in plan order. What the first of a pair has
+    read stays for both."""
     readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
-    # Of values that several calls read it depends on the microbatch which is the first and which the last.
+    # Of values that several calls read it depends on the microbatch which is the first and which
+    # the last.
     shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
     again = set[tuple[int, int]]()
     if any(shared):
         again = read_again(calls, wires, order, count, {lane for _, lane, _ in pools})
     there: set[tuple[int, int]] = set()
-    alone = [[pool for read in call.reads for pool in read[1:] if readers[read] == 1] for call in calls]
+    alone = [
+        [pool for read in call.reads for pool in read[1:] if readers[read] == 1] for call in calls
+    ]
     comes = [[(pool, 1) for pool in row if pools[pool][0] == CALLER] for row in alone]
     goes = [
         [(pool, -1) for pool in row] + [(pool, 1) for _, _, pool in call.sends]
@@ -235,7 +268,11 @@ def _levels(
         steps = moves[number]
         if shared[number]:
             read = [(wire * count + code % count, pool) for wire, pool in shared[number]]
-            come = [arrival for arrival in read if pools[arrival[1]][0] == CALLER and arrival not in there]
+            come = [
+                arrival
+                for arrival in read
+                if pools[arrival[1]][0] == CALLER and arrival not in there
+            ]
             there.update(come)
             gone = [(pool, -1) for wire, pool in shared[number] if (position, wire) not in again]
             steps = [*comes[number], *((pool, 1) for _, pool in come), *gone, *goes[number]]

@@ -20,26 +20,32 @@ def routes(stages: Sequence[Stage]) -> dict[str, Route]:
     """The route of each skip that someone pops.
 
     Raises:
-        PlanError: with every mismatch: stashed twice, popped before or without a stash, never popped.
+        PlanError: with every mismatch: stashed twice, popped before or without a stash, never
+            popped.
     """
     labels = names_of(stages)
     stashed: dict[str, int] = {}
     pops: dict[str, list[int]] = {}
     faults: list[str] = []
-    everyone = {name: index for index, part in enumerate(stages) for name in (*part.stash, *part.offers)}
+    everyone = {
+        name: index for index, part in enumerate(stages) for name in (*part.stash, *part.offers)
+    }
     for index, part in enumerate(stages):
         for name in part.pop:
             if name in stashed:
                 pops.setdefault(name, []).append(index)
             elif name in everyone:
                 faults.append(
-                    f"{labels[index]} pops {name!r}, but only {labels[everyone[name]]}, which comes later, stashes it"
+                    f"{labels[index]} pops {name!r}, but only {labels[everyone[name]]}, which "
+                    "comes later, stashes it"
                 )
             else:
                 faults.append(f"{labels[index]} pops {name!r}, but no stage stashes it")
         for name in (*part.stash, *part.offers):
             if name in stashed:
-                faults.append(f"{labels[index]} stashes {name!r} again; {labels[stashed[name]]} did already")
+                faults.append(
+                    f"{labels[index]} stashes {name!r} again; {labels[stashed[name]]} did already"
+                )
             stashed.setdefault(name, index)
     optional = {name for part in stages for name in part.offers}
     faults += [

@@ -19,16 +19,20 @@ Contents: TypeAlias = Mapping[Any, int]
 def join(row: Sequence[Measured], popped: set[str]) -> Measured:
     """Neighbouring layers as one stage.
 
-    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether autograd needs them or
-    not. In between it holds what autograd keeps, once, however many layers keep it.
-    ``popped`` are the names of the skips that other stages pop.
+    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether
+    autograd needs them or not. In between it holds what autograd keeps, once, however many layers
+    keep it. ``popped`` are the names of the skips that other stages pop.
     """
     if len(row) == 1:
         only = row[0]
-        return only._replace(stash={name: size for name, size in only.stash.items() if name in popped})
+        return only._replace(
+            stash={name: size for name, size in only.stash.items() if name in popped}
+        )
     inside = {name for layer in row for name in layer.stash}
     stash = {name: sizes for layer in row for name, sizes in layer.stash.items() if name in popped}
-    pops = {name: sizes for layer in row for name, sizes in layer.pops.items() if name not in inside}
+    pops = {
+        name: sizes for layer in row for name, sizes in layer.pops.items() if name not in inside
+    }
     arrived = merged((row[0].inputs, *pops.values()))
     border = merged((arrived, row[-1].outputs, *stash.values()))
     inner = 0
@@ -50,14 +54,16 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
 def _weights(row: Sequence[Measured]) -> WeightResidual:
     """Join the memory that neighbouring layers keep between I and W.
 
-    A stage keeps the graph from the last operation that waits back to the input. So layers before that operation keep
-    their whole graph. If no input has a gradient, W is the whole backward.
+    A stage keeps the graph from the last operation that waits back to the input. So layers before
+    that operation keep their whole graph. If no input has a gradient, W is the whole backward.
     """
     waiting = [number for number, layer in enumerate(row) if layer.weights.gradients]
     if not waiting:
         return NOTHING_WAITS
     if not row[waiting[0]].has_input:
-        return WeightResidual(sum(layer.inner for layer in row), merged(layer.kept for layer in row), row[-1].gradient)
+        return WeightResidual(
+            sum(layer.inner for layer in row), merged(layer.kept for layer in row), row[-1].gradient
+        )
     *before, last = row[: waiting[-1] + 1]
     return WeightResidual(
         sum(layer.inner for layer in before) + last.weights.inner,
@@ -72,13 +78,19 @@ def _besides(sizes: Bytes, excluded: Bytes) -> int:
 
 
 def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
-    """The most bytes of values and sums of gradients that each device holds, going through the program of a schedule.
+    """The most bytes of values and sums of gradients that each device holds, going through the
+    program of a schedule.
 
     The first gradients of a stage become its sums.
     """
     popped = {name for row in rows for name in row.pops}
     stages = [
-        Stage(_nothing, f"{number}", stash=tuple(name for name in row.stash if name in popped), pop=tuple(row.pops))
+        Stage(
+            _nothing,
+            f"{number}",
+            stash=tuple(name for name in row.stash if name in popped),
+            pop=tuple(row.pops),
+        )
         for number, row in enumerate(rows)
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
@@ -93,7 +105,12 @@ def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule
             case Run(call, _, _, writes):
                 kind, stage = program.lanes[number].calls[call][:2]
                 row = rows[stage]
-                working = {Kind.F: row.forward, Kind.R: row.forward, Kind.B: row.backward, Kind.I: row.backward}
+                working = {
+                    Kind.F: row.forward,
+                    Kind.R: row.forward,
+                    Kind.B: row.backward,
+                    Kind.I: row.backward,
+                }
                 lane.most(working.get(kind, 0))
                 if kind in (Kind.B, Kind.I) and stage in lacking:
                     lane.now += gradients[stage]
@@ -151,7 +168,10 @@ def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
         case Role.SKIP_GRAD:
             return {(value.role, value.name, value.peer): sum(row.stash[value.name].values())}
         case Role.WEIGHT_RESIDUAL:
-            return {**row.weights.kept, (value.role, value.stage): row.weights.inner + row.weights.gradients}
+            return {
+                **row.weights.kept,
+                (value.role, value.stage): row.weights.inner + row.weights.gradients,
+            }
         case _:
             return {}
 

@@ -1,4 +1,5 @@
-"""A dispatch mode that knows how many bytes are alive: of what is made while it is on, until nobody holds it."""
+"""A dispatch mode that knows how many bytes are alive: of what is made while it is on, until nobody
+holds it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class Live(WatchingMode):
 
     def _watch(self, tensor: Tensor) -> bool:
         """Note a storage; False where there is none."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":  # a fake one says where it would be
+        if (
+            tensor.layout is not torch.strided or tensor.device.type == "meta"
+        ):  # a fake one says where it would be
             return False
         storage = tensor.untyped_storage()
         key = storage_number(storage)

@@ -1,7 +1,9 @@
-"""One pass over a row of layers without data: what each keeps for its backward, and the most bytes alive in it.
+"""One pass over a row of layers without data: what each keeps for its backward, and the most bytes
+alive in it.
 
-Layers run one after the other under FakeTensor, forward and at once backward. The values between them are known by
-numbers, not held: after a forward the pass drops them, and what is still alive the graph keeps.
+Layers run one after the other under FakeTensor, forward and at once backward. The values between
+them are known by numbers, not held: after a forward the pass drops them, and what is still alive
+the graph keeps.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Measured(NamedTuple):
         inputs, outputs, stash, pops: what it gets and hands on; stash and pops by name.
         gradient: of the output.
         forward: the most that is alive in its forward, of what it makes.
-        backward: the most that is alive in its backward besides what was before (what is kept, the gradient of the
-            output, sums of gradients).
+        backward: the most that is alive in its backward besides what was before (what is kept, the
+            gradient of the output, sums of gradients).
         weights: memory that the layer keeps between I and W.
         has_input: whether an input of the layer has a gradient; if not, W is the whole backward.
     """
@@ -95,7 +97,9 @@ class Measured(NamedTuple):
 
     def held(self) -> Bytes:
         """The values that its residual holds, besides the inner ones: kept, or at its borders."""
-        return merged((self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values()))
+        return merged(
+            (self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values())
+        )
 
 
 class _TensorSpec(NamedTuple):
@@ -138,7 +142,8 @@ class _Source(torch.autograd.Function):
 
 
 class Pass:
-    """The pass over the layers, with the kernels of a device; there are backwards where they train."""
+    """The pass over the layers, with the kernels of a device; there are backwards where they
+    train."""
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
         self.train, self.device = train, device
@@ -151,16 +156,25 @@ class Pass:
         """The leaf in whose place gradients of inputs arrive, of the last forward."""
 
     def run(
-        self, layers: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree], trainable: Sequence[Sequence[bool]]
+        self,
+        layers: Sequence[Layer],
+        example: Tree,
+        feeds: Mapping[str, Tree],
+        trainable: Sequence[Sequence[bool]],
     ) -> list[Measured]:
         """Measure every layer. Raises what a layer raises, with the layer's name."""
-        placed_feeds = {name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()}
+        placed_feeds = {
+            name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()
+        }
         x = self._held(map_tensors(self._like, example), {})
         out: list[Measured] = []
         for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
             placed = x
             try:
-                with torch.inference_mode(False), no_autocast_cache():  # as in a run, whatever the caller's mode
+                with (
+                    torch.inference_mode(False),
+                    no_autocast_cache(),
+                ):  # as in a run, whatever the caller's mode
                     measured, x = self._layer(layer, x, placed_feeds, flags)
             except Exception as error:
                 with self.fake:
@@ -169,19 +183,25 @@ class Pass:
             out.append(measured)
         return out
 
-    # -- one layer -----------------------------------------------------------------------------------------------------
+    # -- one layer
+    # -------------------------------------------------------------------------------
 
     def _layer(
         self, layer: Layer, x: _PlacedTree, feeds: dict[str, _PlacedTree], flags: Sequence[bool]
     ) -> tuple[Measured, _PlacedTree]:
         stage, memo = layer.stage, dict[int, Tensor]()
         values, spec = flatten(layer.params)
-        params = [self._parameter(leaf, flag and self.train, memo) for leaf, flag in zip(values, flags, strict=True)]
+        params = [
+            self._parameter(leaf, flag and self.train, memo)
+            for leaf, flag in zip(values, flags, strict=True)
+        ]
         state = map_tensors(self._like, layer.state)
         self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
         fn = stage.bind(unflatten(spec, params), state)
         pops = {name: self.skips[name] for name in stage.pop}
-        if self.live.now:  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
+        if (
+            self.live.now
+        ):  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
             gc.collect()
             self.live.forget()
         self.live.restart()
@@ -203,12 +223,24 @@ class Pass:
                 again = partial(self._forward, stage, fn, x, pops, feeds, state)
                 weights = self._weights(params, received, has_input, again)
         fn.release()
-        gradient = sum(prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad)
+        gradient = sum(
+            prod(place.size) * place.dtype.itemsize for place in y.places() if place.grad
+        )
         self.skips |= stash
         stashed = {name: tree.bytes() for name, tree in stash.items()}
         popped = {name: tree.bytes() for name, tree in pops.items()}
         measured = Measured(
-            inner, kept, x.bytes(), y.bytes(), stashed, popped, gradient, forward, backward, weights, has_input
+            inner,
+            kept,
+            x.bytes(),
+            y.bytes(),
+            stashed,
+            popped,
+            gradient,
+            forward,
+            backward,
+            weights,
+            has_input,
         )
         return measured, y
 
@@ -221,14 +253,25 @@ class Pass:
         feeds: dict[str, _PlacedTree],
         state: Tree,
     ) -> tuple[
-        dict[int, tuple[int, int]], _PlacedTree, dict[str, _PlacedTree], list[tuple[GradientEdge, _TensorSpec]], int
+        dict[int, tuple[int, int]],
+        _PlacedTree,
+        dict[str, _PlacedTree],
+        list[tuple[GradientEdge, _TensorSpec]],
+        int,
     ]:
-        """Call the layer; returns the numbers of the values that it gets and hands on, and the roots of its graph."""
+        """Call the layer; returns the numbers of the values that it gets and hands on, and the
+        roots of its graph."""
         storages: dict[int, Tensor] = {}
         handle = self.handle = torch.empty(0, device=self.device, requires_grad=True)
         arguments = unflatten(x.spec, self._tensors(x, handle, storages))
-        skips = {name: unflatten(tree.spec, self._tensors(tree, handle, storages)) for name, tree in pops.items()}
-        fed = {name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages)) for name in stage.feeds}
+        skips = {
+            name: unflatten(tree.spec, self._tensors(tree, handle, storages))
+            for name, tree in pops.items()
+        }
+        fed = {
+            name: unflatten(feeds[name].spec, self._tensors(feeds[name], None, storages))
+            for name in stage.feeds
+        }
         self.live.restart()
         keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
         storages.clear()
@@ -238,7 +281,11 @@ class Pass:
         stash = {name: self._held(tree, keys) for name, tree in out.stash.items()}
         side = side_loss(out)
         ends = [*leaves(out.y), *leaves(out.stash), *leaves((side or ())[:1])]
-        roots = [(get_gradient_edge(leaf), self._place(leaf, keys)) for leaf in ends if leaf.requires_grad]
+        roots = [
+            (get_gradient_edge(leaf), self._place(leaf, keys))
+            for leaf in ends
+            if leaf.requires_grad
+        ]
         sizes = merged(tree.bytes() for tree in (x, y, *pops.values(), *stash.values()))
         by_value = {value: (key, sizes[value]) for key, value in keys.items() if value in sizes}
         return by_value, y, stash, roots, forward
@@ -248,7 +295,8 @@ class Pass:
         if not roots:
             return 0
         grads = [
-            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device)
+            for _, place in roots
         ]
         self.live.known(grads)
         start = self.live.restart()
@@ -260,12 +308,14 @@ class Pass:
     def _weights(
         self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
     ) -> WeightResidual:
-        """Measure the memory between I and W: run a forward and I as a run does, and count the live tensors."""
+        """Measure the memory between I and W: run a forward and I as a run does, and count the live
+        tensors."""
         before = self.live.now
         storages, _, _, roots, _ = forward()
         edges = [edge for edge, _ in roots]
         gradients = [
-            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device) for _, place in roots
+            torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=self.device)
+            for _, place in roots
         ]
         del roots
         trained = [leaf for leaf in params if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -279,17 +329,24 @@ class Pass:
             return NOTHING_WAITS
         arrived = [gradient.untyped_storage() for walk in waiting for gradient in walk.gradients]
         waits = sum({storage_number(storage): storage.nbytes() for storage in arrived}.values())
-        kept = {value: size for value, (key, size) in storages.items() if value in received and self.live.holds(key)}
+        kept = {
+            value: size
+            for value, (key, size) in storages.items()
+            if value in received and self.live.holds(key)
+        }
         return WeightResidual(self.live.now - before - waits, kept, waits)
 
-    # -- values between layers -----------------------------------------------------------------------------------------
+    # -- values between layers
+    # -------------------------------------------------------------------------------
 
     def _like(self, leaf: Tensor) -> Tensor:
         """A fake tensor with the shape, strides and dtype of a leaf."""
         with self.fake:
             if leaf.layout is not torch.strided:
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+            return torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device
+            )
 
     def _parameter(self, leaf: Any, trains: bool, memo: dict[int, Tensor]) -> Any:
         if not isinstance(leaf, Tensor):
@@ -304,7 +361,9 @@ class Pass:
     def _held(self, tree: Tree, keys: dict[int, int]) -> _PlacedTree:
         """A tree as places; ``keys`` numbers the storages that are known, and gets the new ones."""
         values, spec = flatten(tree)
-        return _PlacedTree([self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec)
+        return _PlacedTree(
+            [self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec
+        )
 
     def _place(self, tensor: Tensor, keys: dict[int, int]) -> _TensorSpec:
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
@@ -316,7 +375,9 @@ class Pass:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _TensorSpec(value, storage.nbytes(), size, stride, offset, tensor.dtype, grad)
 
-    def _tensors(self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]) -> list[Any]:
+    def _tensors(
+        self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]
+    ) -> list[Any]:
         """The leaves as tensors, in memory that does not count; places of one storage share one."""
         out: list[Any] = []
         for leaf in placed.leaves:
@@ -324,7 +385,9 @@ class Pass:
                 out.append(leaf)
                 continue
             if leaf.value not in storages:
-                base = storages[leaf.value] = torch.empty(leaf.nbytes, dtype=torch.uint8, device=self.device)
+                base = storages[leaf.value] = torch.empty(
+                    leaf.nbytes, dtype=torch.uint8, device=self.device
+                )
                 self.live.known([base])
             flat = storages[leaf.value].view(leaf.dtype)
             tensor = flat.as_strided(leaf.size, leaf.stride, leaf.offset)

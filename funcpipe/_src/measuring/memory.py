@@ -1,4 +1,5 @@
-"""Memory per layer, and per device under a schedule, from FakeTensor: no GPU, no allocation, any size."""
+"""Memory per layer, and per device under a schedule, from FakeTensor: no GPU, no allocation, any
+size."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ class LayerMemory:
         parameters, buffers: of its own; what an earlier layer has too is counted there.
         gradients: sums of the gradients of what is trained.
         optimizer: state of the optimizer.
-        activations: of a layer what it adds to the residual of a stage, for one microbatch; of a stage its whole
-            residual: what autograd keeps, and what it gets and hands on.
+        activations: of a layer what it adds to the residual of a stage, for one microbatch; of a
+            stage its whole residual: what autograd keeps, and what it gets and hands on.
         input, output: what it gets and hands on, skips included.
-        forward: the most that is alive in its forward besides its input: what stays, and what does not.
-        backward: the most that its backward makes while it runs, besides what was there and the gradient of its output.
+        forward: the most that is alive in its forward besides its input: what stays, and what does
+            not.
+        backward: the most that its backward makes while it runs, besides what was there and the
+            gradient of its output.
         weight_residual: what is left of the residual between I and W.
     """
 
@@ -57,7 +60,9 @@ class LayerMemory:
     measured: Measured = field(repr=False)
 
     @classmethod
-    def of(cls, name: str, sizes: Sequence[int], activations: int, measured: Measured) -> LayerMemory:
+    def of(
+        cls, name: str, sizes: Sequence[int], activations: int, measured: Measured
+    ) -> LayerMemory:
         """The entry of a layer with these parameters, buffers, gradients and optimizer state."""
         return cls(
             name,
@@ -124,10 +129,10 @@ class Memory:
     def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
         """The most bytes that each device holds when it runs a schedule, each layer being a stage.
 
-        The program that would run is gone through, value by value: model, residuals, inputs kept for remat, skips on
-        their way, gradients between stages, sums of gradients from a stage's first backward on, and what a forward or
-        backward makes while it runs. Not in it: the batch, targets and the loss, workspaces of kernels, and what the
-        allocator keeps or splits.
+        The program that would run is gone through, value by value: model, residuals, inputs kept
+        for remat, skips on their way, gradients between stages, sums of gradients from a stage's
+        first backward on, and what a forward or backward makes while it runs. Not in it: the batch,
+        targets and the loss, workspaces of kernels, and what the allocator keeps or splits.
 
         >>> made = fp.models.memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
         >>> [made.peak(family(2, 4))[0] for family in (fp.schedules.fill_drain, fp.schedules.one_f_one_b)]
@@ -142,15 +147,20 @@ class Memory:
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
         if order.num_slices > 1:
             raise PlanError(
-                f"what was measured is of whole microbatches, and the schedule {order.name!r} cuts them into slices; "
-                "fp.simulate(schedule, fp.Cost(residual=...)) counts the residuals of slices"
+                f"what was measured is of whole microbatches, and the schedule {order.name!r} "
+                "cuts them into slices; fp.simulate(schedule, fp.Cost(residual=...)) counts the "
+                "residuals of slices"
             )
         if order.num_stages != len(self):
             raise PlanError(
-                f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; say which make which "
-                "stage: memory.group(sizes)"
+                f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; "
+                "say which make which stage: memory.group(sizes)"
             )
-        moving = peaks([layer.measured for layer in self.layers], [layer.gradients for layer in self.layers], order)
+        moving = peaks(
+            [layer.measured for layer in self.layers],
+            [layer.gradients for layer in self.layers],
+            order,
+        )
         model = [0] * order.num_devices
         for layer, device in zip(self.layers, order.device_of, strict=True):
             model[device] += layer.model - layer.gradients
@@ -162,11 +172,17 @@ class Memory:
     @guarded
     def __repr__(self) -> str:
         facts = zip(self._heads()[1:-1], self._rows()[-1][1:-1], strict=True)
-        return line(f"Memory of {len(self)} layers", [fact for fact in facts if fact[1] != size_of(0)])
+        return line(
+            f"Memory of {len(self)} layers", [fact for fact in facts if fact[1] != size_of(0)]
+        )
 
     @shown
     def _repr_html_(self) -> str:
-        return page("Memory", [("of", f"{len(self)} layers, activations of one microbatch")], self._table.html())
+        return page(
+            "Memory",
+            [("of", f"{len(self)} layers, activations of one microbatch")],
+            self._table.html(),
+        )
 
     @property
     def _table(self) -> Table:
@@ -193,11 +209,13 @@ def memory(
     train: bool = True,
     device: Any = "cpu",
 ) -> Memory:
-    """What each layer takes: parameters, gradients, optimizer state, and activations kept for one microbatch.
+    """What each layer takes: parameters, gradients, optimizer state, and activations kept for one
+    microbatch.
 
-    Every layer runs forward and backward under FakeTensor: shapes go through it, numbers do not, nothing is allocated
-    (the model may be on the meta device), and the module, its gradients, mode, buffers and the random generators are
-    untouched. Activations are the storages that stay alive after the forward, each counted once; parameters are none.
+    Every layer runs forward and backward under FakeTensor: shapes go through it, numbers do not,
+    nothing is allocated (the model may be on the meta device), and the module, its gradients, mode,
+    buffers and the random generators are untouched. Activations are the storages that stay alive
+    after the forward, each counted once; parameters are none.
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
@@ -209,17 +227,20 @@ def memory(
     all    32.0 MiB      0 B   32.0 MiB  64.0 MiB    768.0 KiB  128.0 KiB
 
     Args:
-        layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or stages.
-        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis` mark is taken as it is.
+        layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or
+            stages.
+        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis`
+            mark is taken as it is.
         params, state: with stages, one tree per stage.
         feeds: by name, those that stages declare.
-        optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or an instance of
-            ``torch.optim``, or the bytes of state for each byte of parameters (8-bit Adam 0.5; bfloat16 parameters with
-            float32 copies and Adam 6).
-        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
+        optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or
+            an instance of ``torch.optim``, or the bytes of state for each byte of parameters (8-bit
+            Adam 0.5; bfloat16 parameters with float32 copies and Adam 6).
+        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none
+            has it.
         train: the mode; False: nothing is trained, and nothing is kept.
-        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda" needs a torch that sees
-            one.
+        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda"
+            needs a torch that sees one.
 
     Returns:
         `Memory`, with one entry per layer.
@@ -229,13 +250,16 @@ def memory(
         PlacementError: no such device.
         StageError: a layer failed on what it got; it says which, and on what.
     """
-    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
+    example, feeds = (
+        unmarked(example),
+        {name: unmarked(tree) for name, tree in (feeds or {}).items()},
+    )
     row = layers_of(layers, params, state, feeds)
     name, numbers = optimizer_state(optimizer)
     flags = trainable_leaves([layer.params for layer in row], trainable if train else False)
-    measured = Pass(train=train, device=known_device("cpu" if str(device) == "meta" else device)).run(
-        row, example, feeds, flags
-    )
+    measured = Pass(
+        train=train, device=known_device("cpu" if str(device) == "meta" else device)
+    ).run(row, example, feeds, flags)
     seen: set[int] = set()
     kept: set[int] = set()
     out: list[LayerMemory] = []
@@ -243,7 +267,9 @@ def memory(
         seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
         counted = _numbers(layer, layer_flags, numbers, seen)
         residual = (
-            sizes.held() if layer.whole else {value: sizes.kept[value] for value in sizes.kept if value not in kept}
+            sizes.held()
+            if layer.whole
+            else {value: sizes.kept[value] for value in sizes.kept if value not in kept}
         )
         activations = sizes.inner + sum(residual.values())
         kept |= sizes.kept.keys()
@@ -251,8 +277,11 @@ def memory(
     return Memory(tuple(out), name if train else "no optimizer", train)
 
 
-def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]) -> tuple[int, int, int, int]:
-    """Bytes of parameters, buffers, gradients and optimizer state, of parameters that were not seen before."""
+def _numbers(
+    layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]
+) -> tuple[int, int, int, int]:
+    """Bytes of parameters, buffers, gradients and optimizer state, of parameters that were not seen
+    before."""
     parameters = gradients = optimizer = 0
     for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:
@@ -266,12 +295,22 @@ def _numbers(layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[in
 def _stage(row: Sequence[LayerMemory], popped: set[str], train: bool) -> LayerMemory:
     joined = join([layer.measured for layer in row], popped)
     first, last = row[0].name, row[-1].name
-    columns = zip(*((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row), strict=True)
+    columns = zip(
+        *((layer.parameters, layer.buffers, layer.gradients, layer.optimizer) for layer in row),
+        strict=True,
+    )
     sums = [sum(column) for column in columns]
     activations = joined.inner + sum(joined.held().values()) if train else 0
     return LayerMemory.of(first if len(row) == 1 else f"{first}-{last}", sums, activations, joined)
 
 
 def _row(layer: LayerMemory) -> list[str]:
-    sizes = (layer.parameters, layer.buffers, layer.gradients, layer.optimizer, layer.activations, layer.output)
+    sizes = (
+        layer.parameters,
+        layer.buffers,
+        layer.gradients,
+        layer.optimizer,
+        layer.activations,
+        layer.output,
+    )
     return [layer.name, *map(size_of, sizes)]

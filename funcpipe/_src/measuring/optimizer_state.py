@@ -67,13 +67,17 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
     [0, 64, 12.0, 32, 48.0]
 
     Args:
-        optimizer: a name of the table, a number of bytes for each byte of parameters, a class of ``torch.optim`` (with
-            its default options) or an optimizer (with its own).
+        optimizer: a name of the table, a number of bytes for each byte of parameters, a class of
+            ``torch.optim`` (with its default options) or an optimizer (with its own).
 
     Raises:
         PlanError: it is not in the table.
     """
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and 0 <= optimizer < float("inf"):
+    if (
+        isinstance(optimizer, (int, float))
+        and not isinstance(optimizer, bool)
+        and 0 <= optimizer < float("inf")
+    ):
         return f"{optimizer:g} x", _copies(optimizer)
     if isinstance(optimizer, str):
         name, options = "".join(c for c in optimizer.lower() if c.isalnum()), {}
@@ -85,8 +89,9 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
     if name not in _TABLE:
         mend = similar(name, _TABLE, "did you mean {!r}? ")
         raise PlanError(
-            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has {', '.join(_TABLE)}; "
-            "else give the bytes of state for each byte of parameters: optimizer=2"
+            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has "
+            f"{', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: "
+            "optimizer=2"
         )
     extra = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))
     base = _TABLE[name]
@@ -99,4 +104,8 @@ def _options(optimizer: Any) -> Mapping[str, Any]:
     """The options of an optimizer, or the defaults of a class."""
     if not isinstance(optimizer, type):
         return getattr(optimizer, "defaults", {})
-    return {p.name: p.default for p in inspect.signature(optimizer).parameters.values() if p.default is not p.empty}
+    return {
+        p.name: p.default
+        for p in inspect.signature(optimizer).parameters.values()
+        if p.default is not p.empty
+    }

@@ -1,4 +1,5 @@
-"""Measured times of each layer as a `Cost`: what a schedule is simulated with, and a model balanced by."""
+"""Measured times of each layer as a `Cost`: what a schedule is simulated with, and a model balanced
+by."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe._src.models.example import unmarked
 from funcpipe._src.stages.bound import Bound, Program, StageArgs
-from funcpipe._src.stages.context import CallerContext, cores, intra_op_threads, pin, refuse_transforms
+from funcpipe._src.stages.context import (
+    CallerContext,
+    cores,
+    intra_op_threads,
+    pin,
+    refuse_transforms,
+)
 from funcpipe._src.stages.eager import EagerBound
 from funcpipe._src.stages.residual import EagerResidual
 from funcpipe._src.stages.rng import Keys
@@ -57,40 +64,43 @@ def profile(
 ) -> Cost:
     """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
 
-    Layers run one after the other as a run would run them, each on what the one before gave. They are copies: the
-    module, its gradients, mode and buffers, the example and the random generators are untouched, and layers that write
-    into their input do so in memory of their own.
+    Layers run one after the other as a run would run them, each on what the one before gave. They
+    are copies: the module, its gradients, mode and buffers, the example and the random generators
+    are untouched, and layers that write into their input do so in memory of their own.
 
-    B is the whole backward, I and W are its halves as the stage runs them; together they may take longer. If nothing in
-    an eager stage waits for W, I is B. For compiled stages, residuals are the memory that their programs keep; for
-    eager stages, `memory` measures them.
+    B is the whole backward, I and W are its halves as the stage runs them; together they may take
+    longer. If nothing in an eager stage waits for W, I is B. For compiled stages, residuals are the
+    memory that their programs keep; for eager stages, `memory` measures them.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_weight[1], cost.residual
     (3, 0.0, (128, 128, 0))
 
     Args:
-        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and ``split(balance=)``), a list
-            of modules, a split, or stages.
-        example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it, and in ``feeds``, the
-            values count.
+        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and
+            ``split(balance=)``), a list of modules, a split, or stages.
+        example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it,
+            and in ``feeds``, the values count.
         params, state: with stages, one tree per stage.
         feeds: by name, those that stages declare.
-        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none has it.
+        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none
+            has it.
         train: the mode; False: forwards alone, the other times are 0.
-        device: where to measure. Parameters elsewhere are brought there layer by layer, so the model need not fit.
+        device: where to measure. Parameters elsewhere are brought there layer by layer, so the
+            model need not fit.
         repeats: sweeps over all layers whose medians are taken.
         warmup: sweeps before them.
-        threads_per_lane: intra-op threads, as many as a lane of the run will have; None: torch's number.
-        lanes: CPU lanes that compute at the same time, as many as the run will have, each in a thread with its share of
-            the cores and at another layer. Lanes share caches and memory bandwidth: next to each other they take
-            longer than one alone.
+        threads_per_lane: intra-op threads, as many as a lane of the run will have; None: torch's
+            number.
+        lanes: CPU lanes that compute at the same time, as many as the run will have, each in a
+            thread with its share of the cores and at another layer. Lanes share caches and memory
+            bandwidth: next to each other they take longer than one alone.
         seed: keys what layers draw.
         comm: of one hop between devices, in seconds; it is not measured.
-        measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of a stage all that it
-            holds. False: those of ``Cost()``.
-        progress: True shows on stderr how many layers of all sweeps are done; or a function that is told a
-            `CallProgress`, between two measurements where there is one lane.
+        measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of
+            a stage all that it holds. False: those of ``Cost()``.
+        progress: True shows on stderr how many layers of all sweeps are done; or a function that is
+            told a `CallProgress`, between two measurements where there is one lane.
 
     Returns:
         A cost with one number per layer.
@@ -101,7 +111,10 @@ def profile(
         StageError: a layer failed on what it got; it says which, and on what.
     """
     refuse_transforms("profile")
-    example, feeds = unmarked(example), {name: unmarked(tree) for name, tree in (feeds or {}).items()}
+    example, feeds = (
+        unmarked(example),
+        {name: unmarked(tree) for name, tree in (feeds or {}).items()},
+    )
     _check_counts(repeats, warmup, threads_per_lane, lanes)
     row = layers_of(layers, params, state, feeds)
     _check_numbers(row, example, feeds)
@@ -109,7 +122,11 @@ def profile(
     clock = _Clock(known_device(device))
     _check_lanes(lanes, row, clock.device)
     sweep = _Sweep(row, flags, clock, train=train, seed=seed)
-    context, threads, available = CallerContext(), threads_per_lane or torch.get_num_threads(), cores()
+    context, threads, available = (
+        CallerContext(),
+        threads_per_lane or torch.get_num_threads(),
+        cores(),
+    )
     total = lanes * (warmup + repeats) * len(row)
 
     def sweep_often(lane: int) -> list[list[_Times]]:
@@ -147,9 +164,13 @@ def profile(
             }
             held = memory(layers, example, train=train, device=device, **args)
             kept = [
-                found.kept(layer.activations, layer.weight_residual) for found, layer in zip(times, held, strict=True)
+                found.kept(layer.activations, layer.weight_residual)
+                for found, layer in zip(times, held, strict=True)
             ]
-            residuals = {"residual": tuple(a for a, _ in kept), "weight_residual": tuple(b for _, b in kept)}
+            residuals = {
+                "residual": tuple(a for a, _ in kept),
+                "weight_residual": tuple(b for _, b in kept),
+            }
     forward, whole, inputs, weights, *_ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
 
@@ -171,7 +192,8 @@ class _Times(NamedTuple):
     left: int | None = None
 
     def kept(self, activations: int, weight_residual: int) -> tuple[int, int]:
-        """Bytes between F and its backward, and between I and W, where autograd would keep so many."""
+        """Bytes between F and its backward, and between I and W, where autograd would keep so
+        many."""
         if self.program is not None:
             return self.program, self.left or 0
         return activations, 0 if self.left is None else weight_residual
@@ -179,7 +201,9 @@ class _Times(NamedTuple):
 
 def _middle(times: Sequence[_Times]) -> _Times:
     """Medians."""
-    forward, whole, inputs, weights = (median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True))
+    forward, whole, inputs, weights = (
+        median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True)
+    )
     return times[0]._replace(forward=forward, whole=whole, inputs=inputs, weights=weights)
 
 
@@ -203,11 +227,19 @@ class _Sweep:
     """One pass over all layers, each called as a run would call it."""
 
     def __init__(
-        self, layers: Sequence[Layer], flags: Sequence[Sequence[bool]], clock: _Clock, *, train: bool, seed: int
+        self,
+        layers: Sequence[Layer],
+        flags: Sequence[Sequence[bool]],
+        clock: _Clock,
+        *,
+        train: bool,
+        seed: int,
     ) -> None:
         self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
-        self.turns = {id(layer.stage): threading.Lock() for layer in layers}  # no stage runs on two threads at once
+        self.turns = {
+            id(layer.stage): threading.Lock() for layer in layers
+        }  # no stage runs on two threads at once
         self.told = Teller()
         self.done = 0
         """How many layers were measured, in all threads."""
@@ -230,7 +262,9 @@ class _Sweep:
         times: list[_Times] = []
         for number, layer in enumerate(self.layers):
             stage = layer.stage
-            args = StageArgs(x, [skips[name] for name in stage.pop], [fed[name] for name in stage.feeds], None, 0)
+            args = StageArgs(
+                x, [skips[name] for name in stage.pop], [fed[name] for name in stage.feeds], None, 0
+            )
             try:
                 with self.turns[id(stage)]:
                     layer_times, x = self._layer(number, args, skips)
@@ -243,7 +277,9 @@ class _Sweep:
                 break  # nobody wants the times any more
         return times
 
-    def _layer(self, number: int, args: StageArgs, skips: dict[str, Border]) -> tuple[_Times, Border]:
+    def _layer(
+        self, number: int, args: StageArgs, skips: dict[str, Border]
+    ) -> tuple[_Times, Border]:
         flags = self.flags[number]
         forward, whole, y, stash = self._calls(number, args, flags)
         skips |= stash
@@ -253,7 +289,8 @@ class _Sweep:
     def _halves(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, int | None, int] | None:
-        """I, W, and the bytes that wait for them as in `_Times`; None where I is the whole backward."""
+        """I, W, and the bytes that wait for them as in `_Times`; None where I is the whole
+        backward."""
         bound = self._bound(number, args, flags)
         out = bound.forward(args, keep=True)
         stash = {name: [_ones(border)] for name, border in out.stash.items()}
@@ -308,7 +345,10 @@ class _Sweep:
 
 def _ones(border: Border) -> list[Tensor | None]:
     """Gradients of ones for the leaves that take a gradient; None for the others."""
-    return [torch.ones_like(leaf) if flag else None for leaf, flag in zip(border.leaves, border.flags, strict=True)]
+    return [
+        torch.ones_like(leaf) if flag else None
+        for leaf, flag in zip(border.leaves, border.flags, strict=True)
+    ]
 
 
 def _check_counts(repeats: Any, warmup: Any, threads: Any, lanes: Any) -> None:
@@ -326,8 +366,8 @@ def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None
     stages = len({id(layer.stage) for layer in row})
     if lanes > stages:
         raise PlanError(
-            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: give lanes={stages} or "
-            "fewer, or cut finer"
+            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: "
+            f"give lanes={stages} or fewer, or cut finer"
         )
     if lanes > 1 and device.type != "cpu":
         raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")
@@ -341,10 +381,14 @@ def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree
         for root, tree in trees
         for place, leaf in zip(locations(tree, root), flatten(tree)[0], strict=True)
     ]
-    places += [(f"layer {layer.name!r}", leaf) for layer in row for leaf in leaves((layer.params, layer.state))]
+    places += [
+        (f"layer {layer.name!r}", leaf)
+        for layer in row
+        for leaf in leaves((layer.params, layer.state))
+    ]
     empty = [place for place, leaf in places if isinstance(leaf, Tensor) and leaf.is_meta]
     if empty:
         raise PlanError(
-            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; fp.models.memory(...) needs "
-            "none"
+            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; "
+            "fp.models.memory(...) needs none"
         )

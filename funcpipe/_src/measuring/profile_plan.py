@@ -45,12 +45,14 @@ def profile_plan(
     warmup: int = 2,
     progress: ProgressTo = False,
 ) -> Cost:
-    """What the actions of a plan take while it runs, and what the host and the hops between devices take around them.
+    """What the actions of a plan take while it runs, and what the host and the hops between devices
+    take around them.
 
-    What `profile` cannot see of a layer by itself is in these times: lanes that share caches and memory bandwidth,
-    memory that is new in each run, and the host's own work. With them `simulate` tells how long other schedules of the
-    same stages, or other numbers of microbatches, take on the same devices. Memory is not measured: take ``residual``
-    from `profile`, by `dataclasses.replace`.
+    What `profile` cannot see of a layer by itself is in these times: lanes that share caches and
+    memory bandwidth, memory that is new in each run, and the host's own work. With them `simulate`
+    tells how long other schedules of the same stages, or other numbers of microbatches, take on the
+    same devices. Memory is not measured: take ``residual`` from `profile`, by
+    `dataclasses.replace`.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> weights, x = (torch.tensor(2.0), torch.tensor(3.0)), torch.ones(4)
@@ -60,19 +62,20 @@ def profile_plan(
     True
 
     Args:
-        plan: of any schedule; 1F1B of a few microbatches is a good one. Where stages are compiled one that splits
-            backwards (`zero_bubble`), for I and W.
+        plan: of any schedule; 1F1B of a few microbatches is a good one. Where stages are compiled
+            one that splits backwards (`zero_bubble`), for I and W.
         params, batch, state, feeds, seed, trainable, threads_per_lane: as for `run`.
-        executor: as for `run`; None: threads that are kept between the runs, where `run` would take threads. With
-            `ranks` all of them make this call, and get the same cost.
+        executor: as for `run`; None: threads that are kept between the runs, where `run` would take
+            threads. With `ranks` all of them make this call, and get the same cost.
         repeats: runs whose medians are taken.
         warmup: runs before them.
-        progress: True shows on stderr how many runs are done; or a function that is told a `CallProgress`.
+        progress: True shows on stderr how many runs are done; or a function that is told a
+            `CallProgress`.
 
     Returns:
-        A cost in seconds, with one number per stage: means over the microbatches of a run, medians over runs; ``comm``
-        is a hop. Of eager stages that run B, I is all of it and W nothing, as in a run; of compiled ones half of it
-        each.
+        A cost in seconds, with one number per stage: means over the microbatches of a run, medians
+        over runs; ``comm`` is a hop. Of eager stages that run B, I is all of it and W nothing, as
+        in a run; of compiled ones half of it each.
 
     Raises:
         PlanError: repeats or warmup are not what they should be, or what `run` raises.
@@ -83,7 +86,10 @@ def profile_plan(
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     kept: AbstractContextManager[ExecutorLike] = lanes(plan) if keeps else nullcontext(executor)
     timelines: list[Timeline] = []
-    with telling("profile_plan", progress, unit="runs", total=warmup + repeats) as told, kept as lanes_or_other:
+    with (
+        telling("profile_plan", progress, unit="runs", total=warmup + repeats) as told,
+        kept as lanes_or_other,
+    ):
         told.phase("runs")
         for number in range(warmup + repeats):
             result = run(
@@ -95,7 +101,9 @@ def profile_plan(
                 threads_per_lane=threads_per_lane,
                 record=True,
             )
-            timeline = executor.timeline(result) if isinstance(executor, Joining) else result.timeline
+            timeline = (
+                executor.timeline(result) if isinstance(executor, Joining) else result.timeline
+            )
             assert timeline is not None
             if number >= warmup:
                 timelines.append(timeline)

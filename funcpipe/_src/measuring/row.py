@@ -1,4 +1,5 @@
-"""What `profile` and `memory` are given, as a row of layers: each a stage with its parameters and state."""
+"""What `profile` and `memory` are given, as a row of layers: each a stage with its parameters and
+state."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def layers_of(
     """
     if isinstance(layers, Split):
         row = _stages(
-            layers.stages, layers.params if params is None else params, layers.state if state is None else state
+            layers.stages,
+            layers.params if params is None else params,
+            layers.state if state is None else state,
         )
     elif isinstance(layers, nn.Sequential):
         _refuse_numbers(params, state)
@@ -59,14 +62,17 @@ def layers_of(
         )
     elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
         raise PlanError(
-            "layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or stages with params=; "
-            f"got a {type(layers).__name__}"
+            "layers are an nn.Sequential, a list of modules, a split (fp.split(model, ...)), or "
+            f"stages with params=; got a {type(layers).__name__}"
         )
     else:
         entries = tuple(cast("Iterable[Any]", layers))
         if entries and all(isinstance(module, nn.Module) for module in entries):
             _refuse_numbers(params, state)
-            row = tuple(Layer(*from_module(module, name=str(i)), str(i), False) for i, module in enumerate(entries))
+            row = tuple(
+                Layer(*from_module(module, name=str(i)), str(i), False)
+                for i, module in enumerate(entries)
+            )
         else:
             row = _stages(entries, params, state)
     routes([layer.stage for layer in row])
@@ -82,12 +88,17 @@ def layers_of(
 
 def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
     faults = [
-        f"entry {i} is a {type(entry).__name__}, not a stage; make it one with fp.stage(fn) or fp.from_module(module)"
+        (
+            f"entry {i} is a {type(entry).__name__}, not a stage; make it one with fp.stage(fn) "
+            "or fp.from_module(module)"
+        )
         for i, entry in enumerate(entries)
         if not isinstance(entry, Stage)
     ]
     faults += [] if entries else ["there are none"]
-    faults += ["stages come with params=, one tree per stage, () for none"] if params is None else []
+    faults += (
+        ["stages come with params=, one tree per stage, () for none"] if params is None else []
+    )
     faults += [
         f"{option} has {len(trees)} trees for {len(entries)} stages"
         for option, trees in (("params", params), ("state", state))
@@ -102,7 +113,10 @@ def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...
     raise_all("these stages cannot be measured:", faults)
     assert params is not None
     rows = zip(entries, params, ((),) * len(entries) if state is None else state, strict=True)
-    return tuple(Layer(stage, p, s, stage.name or str(number), True) for number, (stage, p, s) in enumerate(rows))
+    return tuple(
+        Layer(stage, p, s, stage.name or str(number), True)
+        for number, (stage, p, s) in enumerate(rows)
+    )
 
 
 def _refuse_numbers(params: Any, state: Any) -> None:
@@ -122,8 +136,8 @@ def known_device(device: Any) -> torch.device:
     resolved = torch.device(device)
     if resolved.type == "meta" or not torch.get_device_module(resolved).is_available():
         raise PlacementError(
-            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; leave device= out "
-            "for those of the CPU"
+            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; "
+            "leave device= out for those of the CPU"
         )
     return resolved
 

@@ -1,1 +1,2 @@
-"""nn.Module becomes stages, parameters and state: whole, in rows of layers, by blocks, or traced."""
+"""nn.Module becomes stages, parameters and state: whole, in rows of layers, by blocks, or
+traced."""

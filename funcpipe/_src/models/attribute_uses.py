@@ -1,4 +1,5 @@
-"""Read from bytecode which attributes a module's forward writes, and which it reads before a write."""
+"""Read from bytecode which attributes a module's forward writes, and which it reads before a
+write."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from funcpipe._src.core.remembered import Remembered
 _FILLS = frozenset({"append", "appendleft", "add", "clear", "extend", "update"})
 """Methods that write into a container and give nothing of it."""
 
-_CHANGES = frozenset({"insert", "move_to_end", "pop", "popitem", "popleft", "remove", "setdefault", *_FILLS})
+_CHANGES = frozenset(
+    {"insert", "move_to_end", "pop", "popitem", "popleft", "remove", "setdefault", *_FILLS}
+)
 """Methods that write into a container."""
 
 _NEAR = 12
-"""How many steps of bytecode lie at most between a container and a write into it: what computes the key."""
+"""How many steps of bytecode lie at most between a container and a write into it: what computes the
+key."""
 
 _LOOKUPS = frozenset({"getattr", "hasattr"})
 
@@ -29,7 +33,8 @@ class AttributeUses(NamedTuple):
 
     Attributes:
         written: attributes that the forward assigns, or writes into.
-        kept: attributes that the forward reads before it writes them. An earlier call's value may reach a later call.
+        kept: attributes that the forward reads before it writes them. An earlier call's value may
+            reach a later call.
         mentioned: all names and strings in the code of the forward.
     """
 
@@ -43,7 +48,10 @@ def _uses(kind: type) -> AttributeUses:
     read: set[str] = set()
     mentioned: set[str] = set()
     for code in _reachable(kind):
-        names, consts = set(code.co_names), {const for const in code.co_consts if isinstance(const, str)}
+        names, consts = (
+            set(code.co_names),
+            {const for const in code.co_consts if isinstance(const, str)},
+        )
         mentioned |= names | consts
         if names & _LOOKUPS:
             read |= consts
@@ -73,18 +81,28 @@ def _is_written_into(following: list[dis.Instruction]) -> bool:
 
 
 def _is_filled(following: list[dis.Instruction]) -> bool:
-    """Return whether the code writes into a container that it just loaded, and surely reads nothing from it."""
+    """Return whether the code writes into a container that it just loaded, and surely reads nothing
+    from it."""
     # The key must be one loaded value: an expression may read the container itself.
-    stores = len(following) > 1 and following[0].opname.startswith("LOAD") and following[1].opname == "STORE_SUBSCR"
+    stores = (
+        len(following) > 1
+        and following[0].opname.startswith("LOAD")
+        and following[1].opname == "STORE_SUBSCR"
+    )
     return stores or _calls(following, _FILLS)
 
 
 def _calls(following: list[dis.Instruction], methods: frozenset[str]) -> bool:
-    return bool(following) and following[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and following[0].argval in methods
+    return (
+        bool(following)
+        and following[0].opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and following[0].argval in methods
+    )
 
 
 def _reachable(kind: type) -> Iterator[CodeType]:
-    """Yield the code of a class's forward, of the methods that the forward names, and of inner functions."""
+    """Yield the code of a class's forward, of the methods that the forward names, and of inner
+    functions."""
     todo: list[Any] = [getattr(kind, "forward", None)]
     seen: set[CodeType] = set()
     while todo:

@@ -23,12 +23,32 @@ from funcpipe._src.core.errors import raise_all
 from funcpipe._src.core.torch_names import FLAT_WEIGHTS, TABLES, children_of, version
 from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
 
-_PLAIN = (int, float, complex, str, bytes, bool, torch.Size, torch.dtype, torch.device, tuple, frozenset, range)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    tuple,
+    frozenset,
+    range,
+)
 """What is compared by equality; everything else is the same if it is the same object."""
 
 _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
-    *(FunctionType, BuiltinFunctionType, ModuleType, logging.Logger, nn.Parameter, *weakref.ProxyTypes),
+    *(
+        FunctionType,
+        BuiltinFunctionType,
+        ModuleType,
+        logging.Logger,
+        nn.Parameter,
+        *weakref.ProxyTypes,
+    ),
 )
 """What has no contents of its own that a copy could miss: a copy of a function is the function."""
 
@@ -38,7 +58,8 @@ _APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
 
 
 _FILLED_IN = frozenset({"problem_type"})
-"""What transformers writes into a configuration in the first call with labels, which a user may make at any time."""
+"""What transformers writes into a configuration in the first call with labels, which a user may
+make at any time."""
 
 
 class Change(NamedTuple):
@@ -65,7 +86,9 @@ class Change(NamedTuple):
             return f"{self.place} was {'set' if absent[0] else 'deleted'}"
         old, new = _shown(self.old), _shown(self.new)
         return (
-            f"{self.place} was {old}, is {new}" if old != new else f"{self.place} is another {type(self.new).__name__}"
+            f"{self.place} was {old}, is {new}"
+            if old != new
+            else f"{self.place} is another {type(self.new).__name__}"
         )
 
 
@@ -101,8 +124,9 @@ class _Noted(NamedTuple):
 class ModuleAttributes:
     """The attributes of a model at the time of construction, at any depth.
 
-    `changes` compares plain values by equality, objects by identity and by their attributes, tensors by their count of
-    writes. Numbers in parameters and buffers, and training flags, are left out. References to modules are weak.
+    `changes` compares plain values by equality, objects by identity and by their attributes,
+    tensors by their count of writes. Numbers in parameters and buffers, and training flags, are
+    left out. References to modules are weak.
 
     Args:
         model: a module, with all modules inside.
@@ -114,9 +138,13 @@ class ModuleAttributes:
         self.tables: list[_Noted] = []
         self.empty: list[Any] = []  # containers without contents, most of them tables of hooks
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
-        self.children: list[tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]] = []
+        self.children: list[
+            tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]
+        ] = []
         self.seen: set[int] = set()
-        self.kept: list[Any] = []  # keeps values alive, so that no other object gets an id in `seen`
+        self.kept: list[
+            Any
+        ] = []  # keeps values alive, so that no other object gets an id in `seen`
         for path, module in model.named_modules():
             self._module(path, module)
         self.seen, self.kept = set(), []
@@ -125,9 +153,12 @@ class ModuleAttributes:
         return self
 
     def __reduce__(self) -> Any:
-        return ModuleAttributes, (nn.Module(),)  # a copy in another process has no original to compare with
+        return ModuleAttributes, (
+            nn.Module(),
+        )  # a copy in another process has no original to compare with
 
-    # -- noting ----------------------------------------------------------------------------------------------------
+    # -- noting
+    # -------------------------------------------------------------------------------
 
     def _module(self, path: str, module: nn.Module) -> None:
         if id(module) in self.seen:
@@ -136,7 +167,8 @@ class ModuleAttributes:
         uses, reference = uses_of(type(module)), weakref.ref(module)
         children = children_of(module)
         references = tuple(
-            _Child(None if child is None else weakref.ref(child), type(child).__name__) for child in children.values()
+            _Child(None if child is None else weakref.ref(child), type(child).__name__)
+            for child in children.values()
         )
         self.children.append((path, reference, tuple(children), references))
         self._table(path, "", uses, partial(_attributes_of, reference))
@@ -148,7 +180,9 @@ class ModuleAttributes:
         """Record the contents of a value, and of values inside."""
         if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
             return
-        if isinstance(value, (tuple, frozenset)) and all(each is None or isinstance(each, _OPAQUE) for each in value):  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, (tuple, frozenset)) and all(
+            each is None or isinstance(each, _OPAQUE) for each in value
+        ):  # pyright: ignore[reportUnknownVariableType]
             return
         if isinstance(value, nn.Module):
             for path, module in value.named_modules():
@@ -160,10 +194,14 @@ class ModuleAttributes:
             self.tensors.append((place, name, uses, value, _writes(value)))
         elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
             self.empty.append((place, name, uses, value))
-        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):  # torch's and our own objects
+        elif not type(value).__module__.startswith(
+            ("torch.", "funcpipe.")
+        ):  # torch's and our own objects
             self._table(place, name, uses, partial(_contents, value))
 
-    def _table(self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]) -> None:
+    def _table(
+        self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]
+    ) -> None:
         now: Mapping[Any, Any] | None = contents()
         if not now:
             return
@@ -175,7 +213,8 @@ class ModuleAttributes:
                 if self.all_names or key not in uses.written:
                     self._walk(value, _inside(place, key), name, uses)
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- looking
+    # -------------------------------------------------------------------------------
 
     def changes(self) -> list[Change]:
         """List the changes since construction."""
@@ -188,9 +227,10 @@ class ModuleAttributes:
     def refuse_changes(self) -> None:
         """Raise PlanError if the model has changed."""
         raise_all(
-            f"attributes of this {self.who} were changed after stages were made of it, and stages compute with copies, "
-            "which do not see that; make the stages again, and the plan (fp.split(model, ...), fp.from_module(model); "
-            "split.load_state_dict(...) and params= keep the numbers), or set them back:",
+            f"attributes of this {self.who} were changed after stages were made of it, and stages "
+            "compute with copies, which do not see that; make the stages again, and the plan "
+            "(fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
+            "params= keep the numbers), or set them back:",
             [str(change) for change in self._changes()],
         )
 
@@ -206,10 +246,14 @@ class ModuleAttributes:
             for name in dict.fromkeys((*names, *now)):
                 old, new = before.get(name, _MISSING), now.get(name, _MISSING)
                 if (old.now() if isinstance(old, _Child) else old) is not new:
-                    yield Change(f"{path}.{name}" if path else name, name, uses_of(type(module)), old, new)
+                    yield Change(
+                        f"{path}.{name}" if path else name, name, uses_of(type(module)), old, new
+                    )
         for table in self.tables:
             now = table.contents()
-            if now is None or (len(now) == table.size and all(map(is_, map(now.get, table.keys), table.values))):
+            if now is None or (
+                len(now) == table.size and all(map(is_, map(now.get, table.keys), table.values))
+            ):
                 continue
             before = dict(zip(table.keys, table.values, strict=True))
             for key in dict.fromkeys((*table.keys, *now)):
@@ -224,9 +268,12 @@ class ModuleAttributes:
                 yield Change(place, name, uses, _WRITTEN, tensor)
 
     def _counts(self, table: _Noted, key: Any, old: Any) -> bool:
-        """Return whether a changed attribute is a setting, not a value that a forward leaves for others to read."""
+        """Return whether a changed attribute is a setting, not a value that a forward leaves for
+        others to read."""
         if table.name:
-            return self.all_names or not (key in table.uses.written or (key in _FILLED_IN and old is None))
+            return self.all_names or not (
+                key in table.uses.written or (key in _FILLED_IN and old is None)
+            )
         if key in _APART or (not self.all_names and key in table.uses.written):
             return False
         # A new attribute that no forward mentions comes from hooks or callers.
@@ -247,9 +294,17 @@ def _contents(value: Any) -> Mapping[Any, Any]:
         return {"__self__": value.__self__}
     if type(value).__module__ == "numpy":
         return {"numbers": value.tobytes(), "shape": getattr(value, "shape", ())}
-    slots = [name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    slotted = {name: getattr(value, name) for name in slots if hasattr(value, name) and not name.startswith("__")}
-    return {**slotted, **getattr(value, "__dict__", {})} if slotted else getattr(value, "__dict__", {})
+    slots = [
+        name for kind in type(value).__mro__ for name in _names(getattr(kind, "__slots__", ()))
+    ]
+    slotted = {
+        name: getattr(value, name)
+        for name in slots
+        if hasattr(value, name) and not name.startswith("__")
+    }
+    return (
+        {**slotted, **getattr(value, "__dict__", {})} if slotted else getattr(value, "__dict__", {})
+    )
 
 
 def _attributes_of(reference: weakref.ref[nn.Module]) -> Mapping[str, Any] | None:
@@ -292,5 +347,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, _Child):
         return "None" if value.reference is None else f"a {value.kind}"
     return (
-        repr(value) if isinstance(value, (int, float, complex, str, bool, type(None))) else f"a {type(value).__name__}"
+        repr(value)
+        if isinstance(value, (int, float, complex, str, bool, type(None)))
+        else f"a {type(value).__name__}"
     )

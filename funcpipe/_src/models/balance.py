@@ -26,7 +26,8 @@ class Balance(tuple[int, ...]):
 
     Attributes:
         bottleneck: time of the slowest part.
-        bound: a lower bound of the bottleneck: all work over all speeds, and the largest layer on the fastest device.
+        bound: a lower bound of the bottleneck: all work over all speeds, and the largest layer on
+            the fastest device.
         times: time of each part, its borders included.
         memory: of each part.
         remat: does the part run its forward again in the backward.
@@ -56,18 +57,28 @@ class Balance(tuple[int, ...]):
         columns = zip(self, ends, self.times, self.memory, self.remat, strict=True)
         rows = [
             (
-                *(str(part), str(count), f"{first}-{end - 1}" if count > 1 else str(first), f"{time:.6g}"),
+                *(
+                    str(part),
+                    str(count),
+                    f"{first}-{end - 1}" if count > 1 else str(first),
+                    f"{time:.6g}",
+                ),
                 *(f"{memory:.6g}" if any(self.memory) else "", "yes" if remat else ""),
             )
             for part, (count, (first, end), time, memory, remat) in enumerate(columns)
         ]
         return page(
-            "Balance", facts, Table("Parts", ("part", "layers", "which", "time", "memory", "remat"), tuple(rows)).html()
+            "Balance",
+            facts,
+            Table(
+                "Parts", ("part", "layers", "which", "time", "memory", "remat"), tuple(rows)
+            ).html(),
         )
 
 
 class _PartCost(NamedTuple):
-    """One way to run a part on one device, in prefix sums; ``largest``: one layer's most work and most memory."""
+    """One way to run a part on one device, in prefix sums; ``largest``: one layer's most work and
+    most memory."""
 
     remat: bool
     work: Numbers
@@ -76,7 +87,8 @@ class _PartCost(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The problem of `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory of one."""
+    """The problem of `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory
+    of one."""
 
     ways: Sequence[Sequence[_PartCost]]
     speeds: Sequence[Fraction]
@@ -109,23 +121,28 @@ def balance(
 ) -> Balance:
     """Cut layers into contiguous, non-empty parts with the least bottleneck.
 
-    Exact: sums are rational numbers, and the search ends where no double lies between a bottleneck that can be had and
-    one that cannot. Of equal ones it takes the partition whose first parts have the most layers.
+    Exact: sums are rational numbers, and the search ends where no double lies between a bottleneck
+    that can be had and one that cannot. Of equal ones it takes the partition whose first parts have
+    the most layers.
 
     >>> print(fp.models.balance([1, 1, 1, 1, 3, 3], 5))
     [2, 1, 1, 1, 1]: bottleneck 3, lower bound 3
 
     Args:
-        costs: time of each layer, or a `Cost` with one number per layer: forward and backward count.
+        costs: time of each layer, or a `Cost` with one number per layer: forward and backward
+            count.
         num_parts: how many parts; part s runs on device s.
-        comm: of the border after each layer but the last, one number or one for each; both its parts pay it.
-        memory: each layer's residual of one microbatch; left out with a `Cost`, its ``residual`` is taken.
+        comm: of the border after each layer but the last, one number or one for each; both its
+            parts pay it.
+        memory: each layer's residual of one microbatch; left out with a `Cost`, its ``residual`` is
+            taken.
         fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
         limit: memory of a device, one number or one for each.
         in_flight: microbatches whose residuals a part holds at a time; for 1F1B ``min(M, S - s)``.
         speeds: of the devices; a part's time is its work and borders over this.
-        remat: run forward again in the backward, so that one microbatch's residuals are held. "auto": each part only
-            where it needs to, to fit the limit. Needs a `Cost`. The inputs that are kept are not counted.
+        remat: run forward again in the backward, so that one microbatch's residuals are held.
+            "auto": each part only where it needs to, to fit the limit. Needs a `Cost`. The inputs
+            that are kept are not counted.
 
     Raises:
         PlanError: numbers that are none, wrong lengths; no partition fits the limit.
@@ -156,26 +173,43 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
-    """The number of layers of each stage, by whatever name: each has at least one, and together they are all.
+    """The number of layers of each stage, by whatever name: each has at least one, and together
+    they are all.
 
-    ``noun`` is what is divided, for messages. Raises PlanError, also where there are not ``num_stages`` of them.
+    ``noun`` is what is divided, for messages. Raises PlanError, also where there are not
+    ``num_stages`` of them.
     """
     try:
         counts = [index(size) for size in sizes]
     except TypeError:
-        raise PlanError(f"sizes are how many of the {total} {noun} each stage gets; got {sizes!r}") from None
-    if not counts or min(counts) < 1 or sum(counts) != total or num_stages not in (None, len(counts)):
+        raise PlanError(
+            f"sizes are how many of the {total} {noun} each stage gets; got {sizes!r}"
+        ) from None
+    if (
+        not counts
+        or min(counts) < 1
+        or sum(counts) != total
+        or num_stages not in (None, len(counts))
+    ):
         number = "" if num_stages is None else f"{num_stages} "
         example = evenly([1] * total, min(num_stages or max(len(counts), 1), total))
         raise PlanError(
-            f"the sizes are {number}positive numbers that sum to the {total} {noun}; got {counts}, which sum to "
-            f"{sum(counts)}; e.g. {example}"
+            f"the sizes are {number}positive numbers that sum to the {total} {noun}; got "
+            f"{counts}, which sum to {sum(counts)}; e.g. {example}"
         )
     return counts
 
 
 def _problem(
-    costs: Any, count: int, comm: Any, memory: Any, fixed: Any, limit: Any, in_flight: Any, speeds: Any, remat: Any
+    costs: Any,
+    count: int,
+    comm: Any,
+    memory: Any,
+    fixed: Any,
+    limit: Any,
+    in_flight: Any,
+    speeds: Any,
+    remat: Any,
 ) -> _Division:
     faults: list[str] = []
     remat_work: Any = 0.0
@@ -187,7 +221,8 @@ def _problem(
             layers = 0
         if not layers:
             raise PlanError(
-                "a Cost to balance has one number per layer, the same count in each field, as fp.models.profile gives"
+                "a Cost to balance has one number per layer, the same count in each field, as "
+                "fp.models.profile gives"
             )
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
         remat_work = [costs.of(Kind.R, i) for i in range(layers)]
@@ -195,13 +230,16 @@ def _problem(
     else:
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(
-                "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that fp.models.profile(model, "
-                f"example) measures; got a {type(costs).__name__}"
+                "balance takes the time of each layer, [1.0, 2.0, ...], or the Cost that "
+                f"fp.models.profile(model, example) measures; got a {type(costs).__name__}"
             )
         work = list(cast("Iterable[Any]", costs))
         layers = len(work)
         if remat is not False:
-            faults.append("remat needs a Cost: plain numbers do not tell what a forward takes; pass remat=False")
+            faults.append(
+                "remat needs a Cost: plain numbers do not tell what a forward takes; pass "
+                "remat=False"
+            )
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= layers:
         faults.append(f"num_parts is from 1 to the number of layers, {layers}; got {count!r}")
         raise PlanError(bullets("nothing to balance:", faults))
@@ -210,10 +248,15 @@ def _problem(
         values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
         if len(values) != length:
             faults.append(f"{name} has {len(values)} numbers, not {length}")
-        bad = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf]
+        bad = [
+            v
+            for v in values
+            if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 <= v < inf
+        ]
         if bad or (name in ("speeds", "limit") and 0 in values):
             faults.append(
-                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got {(bad or [0])[0]!r}"
+                f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got "
+                f"{(bad or [0])[0]!r}"
             )
         return [] if bad else [Fraction(v) for v in values]
 
@@ -245,7 +288,9 @@ def _problem(
     kinds = (False, True) if remat == "auto" else (bool(remat),)
     ways = {times: [way(light, times) for light in kinds] for times in rows_of}
     whole_limits = [None if most is None else floor(most / byte) for most in limits]
-    return _Division([ways[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte)
+    return _Division(
+        [ways[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte
+    )
 
 
 def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
@@ -257,24 +302,33 @@ def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
 def _bound(problem: _Division) -> Fraction:
     work = problem.ways[0][0].work
     largest = max(b - a for a, b in pairwise(work))
-    return max(work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds))
+    return max(
+        work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds)
+    )
 
 
 def _fastest(problem: _Division, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
     limit = problem.limits[part]
-    ways = [way for way in problem.ways[part] if limit is None or way.memory[ends[1]] - way.memory[ends[0]] <= limit]
+    ways = [
+        way
+        for way in problem.ways[part]
+        if limit is None or way.memory[ends[1]] - way.memory[ends[0]] <= limit
+    ]
     return min(((problem.time(part, way, ends), way) for way in ways), key=lambda timed: timed[0])
 
 
 def _search(problem: _Division) -> list[int] | None:
-    """Borders of the least bottleneck, by bisection: no borders reach ``low``, ``ends`` reach ``high``."""
+    """Borders of the least bottleneck, by bisection: no borders reach ``low``, ``ends`` reach
+    ``high``."""
     ends = _fill(problem, None)
     if ends is None:
         return None
     bound = _bound(problem)
     low = nextafter(float(bound), -inf)
     while True:
-        high = float(max(_fastest(problem, s, ends[s : s + 2])[0] for s in range(len(problem.speeds))))
+        high = float(
+            max(_fastest(problem, s, ends[s : s + 2])[0] for s in range(len(problem.speeds)))
+        )
         better = None
         while better is None:
             middle = low + (high - low) / 2
@@ -286,16 +340,22 @@ def _search(problem: _Division) -> list[int] | None:
 
 
 def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
-    """Borders of parts that each take at most ``bottleneck``, first parts as long as can be; None: there are none."""
+    """Borders of parts that each take at most ``bottleneck``, first parts as long as can be; None:
+    there are none."""
     count, last = len(problem.speeds), len(problem.comm) - 1
-    free = not any(problem.comm) and _all_alone(problem, bottleneck)  # then a part that ends later is never worse
+    free = not any(problem.comm) and _all_alone(
+        problem, bottleneck
+    )  # then a part that ends later is never worse
     covered = None if free else _covered(problem, bottleneck)
     if covered is not None and not covered[0][0]:
         return None
     ends = [0]
     for part in range(count):
         start, furthest = ends[-1], last - (count - 1 - part)  # a layer is left for each later part
-        end = max(_furthest(problem, part, way, (start, furthest), bottleneck) for way in problem.ways[part])
+        end = max(
+            _furthest(problem, part, way, (start, furthest), bottleneck)
+            for way in problem.ways[part]
+        )
         if covered is not None:
             while not (covered[part + 1][end] and _fits(problem, part, (start, end), bottleneck)):
                 end -= 1
@@ -303,30 +363,45 @@ def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
     return ends if ends[-1] == last else None
 
 
-def _furthest(problem: _Division, part: int, way: _PartCost, span: tuple[int, int], bottleneck: Fraction | None) -> int:
+def _furthest(
+    problem: _Division,
+    part: int,
+    way: _PartCost,
+    span: tuple[int, int],
+    bottleneck: Fraction | None,
+) -> int:
     """Where a part that starts at the span's start must end, its last border not counted."""
     start, end = span
-    for sums, room in ((way.work, problem.room(part, bottleneck)), (way.memory, problem.limits[part])):
+    for sums, room in (
+        (way.work, problem.room(part, bottleneck)),
+        (way.memory, problem.limits[part]),
+    ):
         if room is not None:
             end = min(end, bisect_right(sums, sums[start] + room, lo=start, hi=span[1] + 1) - 1)
     return end
 
 
-def _fits(problem: _Division, part: int, span: tuple[int, int], bottleneck: Fraction | None) -> bool:
+def _fits(
+    problem: _Division, part: int, span: tuple[int, int], bottleneck: Fraction | None
+) -> bool:
     start, end = span
     room, limit = problem.room(part, bottleneck), problem.limits[part]
     return end > start and any(
-        (room is None or way.work[end] - way.work[start] + problem.comm[start] + problem.comm[end] <= room)
+        (
+            room is None
+            or way.work[end] - way.work[start] + problem.comm[start] + problem.comm[end] <= room
+        )
         and (limit is None or way.memory[end] - way.memory[start] <= limit)
         for way in problem.ways[part]
     )
 
 
 def _covered(problem: _Division, bottleneck: Fraction | None) -> list[list[bool]]:
-    """``[part][start]``: whether this part and those after it can hold all layers from ``start`` on.
+    """``[part][start]``: whether this part and those after it can hold all layers from ``start``
+    on.
 
-    From the last part back. For each start, the ends that memory allows are a window that only moves down, and the
-    cheapest of them is at the front of a queue.
+    From the last part back. For each start, the ends that memory allows are a window that only
+    moves down, and the cheapest of them is at the front of a queue.
     """
     last = len(problem.comm) - 1
     tables = [[end == last for end in range(last + 1)]]
@@ -341,9 +416,15 @@ def _covered(problem: _Division, bottleneck: Fraction | None) -> list[list[bool]
                     while window and load[window[-1]] >= load[start + 1]:
                         window.pop()
                     window.append(start + 1)
-                while window and limit is not None and way.memory[window[0]] - way.memory[start] > limit:
+                while (
+                    window
+                    and limit is not None
+                    and way.memory[window[0]] - way.memory[start] > limit
+                ):
                     window.popleft()
-                if window and (room is None or load[window[0]] - way.work[start] + problem.comm[start] <= room):
+                if window and (
+                    room is None or load[window[0]] - way.work[start] + problem.comm[start] <= room
+                ):
                     covers[start] = True
         tables.append(covers)
     return tables[::-1]
@@ -353,17 +434,26 @@ def _all_alone(problem: _Division, bottleneck: Fraction | None) -> bool:
     """Whether each layer alone fits on each device."""
     rooms = [problem.room(part, bottleneck) for part in range(len(problem.speeds))]
     return all(
-        any((room is None or way.largest[0] <= room) and (limit is None or way.largest[1] <= limit) for way in ways)
+        any(
+            (room is None or way.largest[0] <= room) and (limit is None or way.largest[1] <= limit)
+            for way in ways
+        )
         for ways, room, limit in zip(problem.ways, rooms, problem.limits, strict=True)
     )
 
 
 def _too_small(problem: _Division, remat: Any) -> str:
-    """The message where nothing fits; the least limit comes of the same search, memory for time, limits for speeds."""
+    """The message where nothing fits; the least limit comes of the same search, memory for time,
+    limits for speeds."""
     limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
-    ways = [[way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]] for ways in problem.ways]
+    ways = [
+        [way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]]
+        for ways in problem.ways
+    ]
     free = [0] * len(problem.comm)
-    least = problem._replace(ways=ways, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte)
+    least = problem._replace(
+        ways=ways, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte
+    )
     ends = _search(least)
     assert ends is not None
     factor = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
@@ -374,5 +464,6 @@ def _too_small(problem: _Division, remat: Any) -> str:
     )
     hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
     return (
-        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: {need}; or take {hint}"
+        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: "
+        f"{need}; or take {hint}"
     )

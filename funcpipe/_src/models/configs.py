@@ -10,7 +10,8 @@ from funcpipe._src.core.torch_names import forward_hooks_of
 
 
 def configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a model and of its parts, each once; by attribute, as their code reads them."""
+    """Return the configurations of a model and of its parts, each once; by attribute, as their code
+    reads them."""
     by_id: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
@@ -26,7 +27,8 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def without_cache(copy: nn.Module, model: nn.Module) -> None:
-    """Turn off the cache of keys and values of a model's copy; configurations that it shares with the model stay."""
+    """Turn off the cache of keys and values of a model's copy; configurations that it shares with
+    the model stay."""
     shared = set(map(id, configs(model)))
     for config in configs(copy):
         if id(config) not in shared and getattr(config, "use_cache", False):
@@ -36,8 +38,8 @@ def without_cache(copy: nn.Module, model: nn.Module) -> None:
 def without_capture_hooks(copy: nn.Module) -> None:
     """Remove the hooks by which transformers collects outputs.
 
-    transformers adds these hooks in the first call that needs them. Without them a model is cut alike, called before or
-    not. A forward of the copy adds them again where it needs them.
+    transformers adds these hooks in the first call that needs them. Without them a model is cut
+    alike, called before or not. A forward of the copy adds them again where it needs them.
     """
     for module in copy.modules():
         if vars(module).pop("_output_capturing_hooks_installed", False):

@@ -24,8 +24,9 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
     """Copy a module deeply, with given tensors in the places of others (by their ids).
 
     ``deepcopy`` shares functions between copy and original. An attribute such as ``layer.forward =
-    torch.compile(layer.forward)``, or a closure over the layer, would call the original. So the copy gets the same
-    function, bound to the copy. Functions made by torch.compile are replaced by the functions given to torch.compile.
+    torch.compile(layer.forward)``, or a closure over the layer, would call the original. So the
+    copy gets the same function, bound to the copy. Functions made by torch.compile are replaced by
+    the functions given to torch.compile.
 
     Raises:
         PlanError: an attribute calls the original in a way that cannot be copied.
@@ -41,10 +42,13 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
             bound = _Rebind(originals, memo).of(value)
             if _reaches(bound, originals, set()):
                 raise PlanError(
-                    f"its attribute {name!r} (a {type(value).__name__}) calls the module that it was put on, and a copy "
-                    "of the module cannot have one of its own; write it as a method of a subclass"
+                    f"its attribute {name!r} (a {type(value).__name__}) calls the module that it "
+                    "was put on, and a copy of the module cannot have one of its own; write it "
+                    "as a method of a subclass"
                 )
-            if isinstance(bound, MethodType) and bound.__func__ is getattr(type(bound.__self__), name, None):
+            if isinstance(bound, MethodType) and bound.__func__ is getattr(
+                type(bound.__self__), name, None
+            ):
                 del table[name]  # the class has this method anyway
             else:
                 table[name] = bound
@@ -102,7 +106,8 @@ def _as_written(value: Any) -> Any:
 
 
 def _reaches(value: Any, originals: dict[int, nn.Module], seen: set[int]) -> bool:
-    """Return whether a call of a value can reach one of these modules, by its binding or its closure."""
+    """Return whether a call of a value can reach one of these modules, by its binding or its
+    closure."""
     if id(value) in seen:
         return False
     seen.add(id(value))
@@ -133,8 +138,11 @@ def _is_full(cell: CellType) -> bool:
     return True
 
 
-def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> nn.Module:
-    """Copy a module's structure around its tensors, each passed through ``change``. Raises PlanError."""
+def copied(
+    module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> nn.Module:
+    """Copy a module's structure around its tensors, each passed through ``change``. Raises
+    PlanError."""
     tensors = [*module.parameters(), *module.buffers()]
     try:
         return copied_around(module, {id(tensor): change(tensor) for tensor in tensors})
@@ -142,7 +150,7 @@ def copied(module: nn.Module, change: Callable[[Tensor], Tensor] = lambda tensor
         raise
     except Exception as error:
         raise PlanError(
-            f"the module cannot be copied ({error}); stages have a copy of its structure, so tensors that a forward "
-            "computed must not be kept as attributes (instead of torch.nn.utils.weight_norm use "
-            "torch.nn.utils.parametrizations.weight_norm)"
+            f"the module cannot be copied ({error}); stages have a copy of its structure, so "
+            "tensors that a forward computed must not be kept as attributes (instead of "
+            "torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm)"
         ) from error

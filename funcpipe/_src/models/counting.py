@@ -25,10 +25,14 @@ Counter = Callable[[Mapping[str, Any]], Any]
 
 
 class Labels:
-    """The number of labels of a microbatch that a model's own loss counts, from the model's inputs."""
+    """The number of labels of a microbatch that a model's own loss counts, from the model's
+    inputs."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.name, self.names = type(model).__name__, tuple(inspect.signature(model.forward).parameters)
+        self.name, self.names = (
+            type(model).__name__,
+            tuple(inspect.signature(model.forward).parameters),
+        )
         self.counter = counter(model)
 
     def __call__(self, inputs: Tree) -> Any:
@@ -42,16 +46,17 @@ class Labels:
         if self.counter is not None:
             if arguments.get("num_items_in_batch") is not None:
                 raise BatchError(
-                    "the inputs have 'num_items_in_batch', but a plan counts the labels of all microbatches itself; "
-                    "leave it out"
+                    "the inputs have 'num_items_in_batch', but a plan counts the labels of all "
+                    "microbatches itself; leave it out"
                 )
             return self.counter(arguments)
         for name, value in arguments.items():
             if ("label" in name or "target" in name) and _ignores(value):
                 raise BatchError(
-                    f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is not known what the loss "
-                    f"of {self.name} is divided by; say it in make_plan(loss=), by a loss with a method "
-                    f"weigh(self, inputs, target) -> number (docs/howto/padding.md)"
+                    f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is "
+                    f"not known what the loss of {self.name} is divided by; say it in "
+                    "make_plan(loss=), by a loss with a method weigh(self, inputs, target) -> "
+                    "number (docs/howto/padding.md)"
                 )
         return None
 
@@ -64,12 +69,14 @@ def _ignores(value: Any) -> bool:
 def counter(model: Any) -> Counter | None:
     """The function that counts the labels of a model's own loss; None: it is not known.
 
-    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of them in its
-    forward. Its forward is read for which of them, so that a model that does anything else with its labels is not
-    known.
+    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of
+    them in its forward. Its forward is read for which of them, so that a model that does anything
+    else with its labels is not known.
     """
     base: Any = getattr(model, "get_base_model", None)
-    if callable(base) and not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", True):
+    if callable(base) and not getattr(
+        getattr(model, "active_peft_config", None), "is_prompt_learning", True
+    ):
         model = base()  # a model of peft hands its labels to its base
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -115,7 +122,8 @@ def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
-    """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "": otherwise."""
+    """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "":
+    otherwise."""
     nodes = syntax_of(forward)
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels"]
     written = [name for name in names if isinstance(name.ctx, ast.Store)]
@@ -125,14 +133,24 @@ def _loss_of_labels(forward: Callable[..., Any]) -> str:
         return ""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     functions = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
-    entropies = [call for call in calls if ast.unparse(call.func).split(".")[-1] == "CrossEntropyLoss"]
+    entropies = [
+        call for call in calls if ast.unparse(call.func).split(".")[-1] == "CrossEntropyLoss"
+    ]
     if len(functions) == 1 and not entropies:
-        keywords = {str(keyword.arg): ast.unparse(keyword.value) for keyword in functions[0].keywords}
+        keywords = {
+            str(keyword.arg): ast.unparse(keyword.value) for keyword in functions[0].keywords
+        }
         arguments = [*map(ast.unparse, functions[0].args), keywords.get("labels", "")]
-        return "function" if arguments.count("labels") == 1 and "shift_labels" not in keywords else ""
+        return (
+            "function" if arguments.count("labels") == 1 and "shift_labels" not in keywords else ""
+        )
     if len(entropies) == 1 and not functions:
         options = [ast.unparse(option) for option in (*entropies[0].args, *entropies[0].keywords)]
-        last = [ast.unparse(call.args[-1]) for call in calls if "loss" in ast.unparse(call.func) and call.args]
+        last = [
+            ast.unparse(call.args[-1])
+            for call in calls
+            if "loss" in ast.unparse(call.func) and call.args
+        ]
         flat = last in (["labels.view(-1)"], ["labels.reshape(-1)"])
         return "cross entropy" if flat and options in ([], [f"ignore_index={IGNORED}"]) else ""
     return ""

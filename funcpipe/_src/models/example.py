@@ -1,4 +1,5 @@
-"""Marked examples: their leaves without `Replicate` and `Axis`, and the axis along which each leaf has its rows."""
+"""Marked examples: their leaves without `Replicate` and `Axis`, and the axis along which each leaf
+has its rows."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def unmarked(example: Tree) -> Tree:
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Microbatches):
             raise PlanError(
-                "an example is one input, as large as a microbatch, and fp.Microbatches holds several; give one of "
-                "them: example=microbatches[0]"
+                "an example is one input, as large as a microbatch, and fp.Microbatches holds "
+                "several; give one of them: example=microbatches[0]"
             )
         return bare(leaf)
 
@@ -34,14 +35,16 @@ def unmarked(example: Tree) -> Tree:
 def row_axes(example: Tree) -> list[int | None]:
     """For each leaf of a forward's (args, kwargs) the axis of its rows; None where it has none.
 
-    The first tensor that is not replicated tells how many rows there are. Tensors without a mark have rows along axis 0
-    if that is as long.
+    The first tensor that is not replicated tells how many rows there are. Tensors without a mark
+    have rows along axis 0 if that is as long.
 
     Raises:
-        BatchError: an `Axis` that its tensor does not have, or along which it has another number of rows.
+        BatchError: an `Axis` that its tensor does not have, or along which it has another number of
+            rows.
     """
     marked = map_leaves(
-        lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf, example
+        lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf,
+        example,
     )
     faults: list[str] = []
     axes: list[int | None] = []
@@ -50,7 +53,9 @@ def row_axes(example: Tree) -> list[int | None]:
     for place, leaf in zip(locations(call, "example"), flatten(call)[0], strict=True):
         value, axis = (leaf.value, leaf.axis) if isinstance(leaf, Axis) else (leaf, 0)
         axes.append(None)
-        if isinstance(leaf, Axis) and not (isinstance(value, Tensor) and -value.dim() <= axis < value.dim()):
+        if isinstance(leaf, Axis) and not (
+            isinstance(value, Tensor) and -value.dim() <= axis < value.dim()
+        ):
             faults.append(f"{place} is a {type(value).__name__} without an axis {axis}")
         elif isinstance(value, Tensor) and value.dim():
             size = value.shape[axis]
@@ -58,6 +63,9 @@ def row_axes(example: Tree) -> list[int | None]:
             if size == rows:
                 axes[-1] = axis % value.dim()
             elif isinstance(leaf, Axis):
-                faults.append(f"{place} has {size} rows along axis {axis}, and what comes before it has {rows}")
+                faults.append(
+                    f"{place} has {size} rows along axis {axis}, and what comes before it has "
+                    f"{rows}"
+                )
     raise_all("the marks of this example do not fit it:", faults, BatchError)
     return axes

@@ -13,14 +13,18 @@ from funcpipe._src.models.counting import Labels
 
 
 class ModelLoss:
-    """``(output, target) -> loss`` for a model that computes its loss itself; the target is not looked at.
+    """``(output, target) -> loss`` for a model that computes its loss itself; the target is not
+    looked at.
 
     Attributes:
-        path: the keys or attributes that lead to the loss; None: the output itself, its ``.loss`` or its ``["loss"]``.
+        path: the keys or attributes that lead to the loss; None: the output itself, its ``.loss``
+            or its ``["loss"]``.
         labels: what a microbatch counts, by the model's inputs; None: its rows.
     """
 
-    def __init__(self, path: tuple[Any, ...] | None = None, labels: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, path: tuple[Any, ...] | None = None, labels: Callable[[Any], Any] | None = None
+    ) -> None:
         self.path, self.labels = path, labels
 
     def __call__(self, y: Any, target: Any = None) -> Any:
@@ -31,11 +35,13 @@ class ModelLoss:
             if self.path is None:
                 where, labels = (
                     "",
-                    "put labels among the inputs, ({..., 'labels': labels}, None), if that is where it is from; ",
+                    "put labels among the inputs, ({..., 'labels': labels}, None), if that is "
+                    "where it is from; ",
                 )
             raise PlanError(
-                f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; {labels}give "
-                "split(..., loss=path or function), or a loss of your own to make_plan(loss=)"
+                f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; "
+                f"{labels}give split(..., loss=path or function), or a loss of your own to "
+                "make_plan(loss=)"
             )
         return loss
 
@@ -45,7 +51,8 @@ class ModelLoss:
         return self.labels is not None and getattr(self.labels, "counter", None) is not None
 
     def weigh(self, inputs: Any, target: Any) -> Any:
-        """How much a microbatch counts: the labels that the model's loss is the mean of; None: its rows."""
+        """How much a microbatch counts: the labels that the model's loss is the mean of; None: its
+        rows."""
         return None if self.labels is None else self.labels(inputs)
 
     def find(self, y: Any) -> Any:
@@ -61,7 +68,8 @@ class ModelLoss:
 
 
 def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
-    """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path nor function."""
+    """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path
+    nor function."""
     if isinstance(loss, (str, int)):
         loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
     if loss is None or isinstance(loss, tuple):
@@ -69,14 +77,18 @@ def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
     if callable(loss):
         return lambda y, target: loss(y)
     raise PlanError(
-        "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of it; got a "
-        f"{type(loss).__name__}"
+        "loss is a path into the model's output ('loss', 0, ('head', 'loss')) or a function of "
+        f"it; got a {type(loss).__name__}"
     )
 
 
 def scalars(y: Any) -> list[str]:
     """The places of the floating scalars of an output."""
-    return [name for name, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True) if _is_loss(leaf)]
+    return [
+        name
+        for name, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True)
+        if _is_loss(leaf)
+    ]
 
 
 def _is_loss(value: Any) -> bool:

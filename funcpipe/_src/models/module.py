@@ -1,4 +1,5 @@
-"""One nn.Module as one stage: a parameter-free copy of it, and its parameters and buffers as flat dicts."""
+"""One nn.Module as one stage: a parameter-free copy of it, and its parameters and buffers as flat
+dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, raise_all
-from funcpipe._src.core.torch_names import FLAT_WEIGHTS, buffers_of, list_weights, parameters_of, without_modes
+from funcpipe._src.core.torch_names import (
+    FLAT_WEIGHTS,
+    buffers_of,
+    list_weights,
+    parameters_of,
+    without_modes,
+)
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.core.words import similar
 from funcpipe._src.data.stage import Bindable, Stage, checked_names, normalise
@@ -23,7 +30,12 @@ from funcpipe._src.models.kept_values import refuse_kept
 from funcpipe._src.models.module_carry import carry_apart, check_carry
 from funcpipe._src.models.norms.norm_commit import CommitLayers, Running
 from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
-from funcpipe._src.models.norms.written_buffers import has_numbers, looked_at, refuse_writes, version
+from funcpipe._src.models.norms.written_buffers import (
+    has_numbers,
+    looked_at,
+    refuse_writes,
+    version,
+)
 from funcpipe._src.models.skip_scope import carrying
 from funcpipe._src.models.skippable import Skips, skips_of
 
@@ -32,42 +44,59 @@ State: TypeAlias = Any
 
 
 def from_module(
-    module: nn.Module, *, name: str = "", feeds: Sequence[str] = (), deferred: bool = True, carry: str = ""
+    module: nn.Module,
+    *,
+    name: str = "",
+    feeds: Sequence[str] = (),
+    deferred: bool = True,
+    carry: str = "",
 ) -> tuple[Stage, Params, State]:
     """A module as a stage, with its parameters and state.
 
-    The stage owns a copy of the module without its numbers; the module itself is never touched. If you change
-    attributes, layers or hooks of the module afterwards, `run` raises PlanError, because the copy does not see the
-    change. Batch norm layers become deferred ones (`batch_norm`). The stage stashes and pops the skips that its
-    `skippable` layers, at any depth, exchange with other stages. A layer of the copy trains where the plan trains, if
-    the layer was in training mode when the stage was made. So a frozen batch norm stays frozen, and after
-    ``module.eval()`` the whole stage stays in evaluation mode.
+    The stage owns a copy of the module without its numbers; the module itself is never touched. If
+    you change attributes, layers or hooks of the module afterwards, `run` raises PlanError, because
+    the copy does not see the change. Batch norm layers become deferred ones (`batch_norm`). The
+    stage stashes and pops the skips that its `skippable` layers, at any depth, exchange with other
+    stages. A layer of the copy trains where the plan trains, if the layer was in training mode when
+    the stage was made. So a frozen batch norm stays frozen, and after ``module.eval()`` the whole
+    stage stays in evaluation mode.
 
     >>> block, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> sorted(params), sorted(state)[0]
     (['0.bias', '0.weight', '1.bias', '1.weight'], '1.num_batches_tracked')
 
     Args:
-        module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its arguments.
+        module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its
+            arguments.
         name: what errors call the stage.
         feeds: names of values of the batch that its forward takes as keywords.
-        deferred: batch norm layers update their running statistics once per batch (True), or once per microbatch, as
-            the module itself would if it were called on one microbatch after the other.
-        carry: for slices of sequences, the keyword of its forward that takes what the slice before returned as the second
-            of two values (the first one gets None): ``"hx"`` of ``nn.GRU(batch_first=True)``.
+        deferred: batch norm layers update their running statistics once per batch (True), or once
+            per microbatch, as the module itself would if it were called on one microbatch after the
+            other.
+        carry: for slices of sequences, the keyword of its forward that takes what the slice before
+            returned as the second of two values (the first one gets None): ``"hx"`` of
+            ``nn.GRU(batch_first=True)``.
 
     Returns:
-        The stage; the module's own parameters by the module's own names; copies of its buffers by name, or ``()``.
+        The stage; the module's own parameters by the module's own names; copies of its buffers by
+        name, or ``()``.
 
     Raises:
-        PlanError: not a module, not initialised, one that cannot be copied, one whose layers stash and pop what does
-            not match, or whose forward has no such keyword.
+        PlanError: not a module, not initialised, one that cannot be copied, one whose layers stash
+            and pop what does not match, or whose forward has no such keyword.
     """
     if not isinstance(module, nn.Module):
-        raise PlanError(f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: fp.stage(fn))")
+        raise PlanError(
+            f"from_module takes an nn.Module; got a {type(module).__name__} (for a function: "
+            "fp.stage(fn))"
+        )
     refuse_lazy(module)
     check_carry(module, carry, feeds)
-    options: dict[str, Any] = {"deferred": deferred, "carry": carry, "origin": ModuleAttributes(module)}
+    options: dict[str, Any] = {
+        "deferred": deferred,
+        "carry": carry,
+        "origin": ModuleAttributes(module),
+    }
     return stage_of(module, skips_of(module), name=name, feeds=feeds, **options)
 
 
@@ -98,16 +127,23 @@ def stage_of(
 
 
 def unfit(module: nn.Module) -> list[str]:
-    """What keeps a module from being a stage: layers that share it with other processes, or whose tensors are C++'s."""
+    """What keeps a module from being a stage: layers that share it with other processes, or whose
+    tensors are C++'s."""
     library = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
-    kinds = (nn.parallel.DistributedDataParallel, *(getattr(library, name) for name in names if library is not None))
+    kinds = (
+        nn.parallel.DistributedDataParallel,
+        *(getattr(library, name) for name in names if library is not None),
+    )
     shared = [path for path, layer in module.named_modules() if isinstance(layer, kinds)]
     if shared:
         return [
-            f"{repr(shared[0]) if shared[0] else 'it'} shares its parameters with other processes (fully_shard, "
-            "DistributedDataParallel), around its own forward; a plan does it in its own order: give the module as it "
-            'was before, fp.ranks(plan, mesh, dp="dp") and fp.place(plan, params, ranks, shard=True)'
+            f"{repr(shared[0]) if shared[0] else 'it'} shares its parameters with other processes "
+            "(fully_shard, "
+            "DistributedDataParallel), around its own forward; a plan does it in its own order: "
+            "give the module as it "
+            'was before, fp.ranks(plan, mesh, dp="dp") and fp.place(plan, params, ranks, '
+            "shard=True)"
         ]
     outermost: dict[str, nn.Module] = {}
     for path, layer in module.named_modules():
@@ -115,8 +151,9 @@ def unfit(module: nn.Module) -> list[str]:
         if isinstance(layer, torch.jit.ScriptModule) and not inside:
             outermost[path] = layer
     return [
-        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose parameters and copies are "
-        "not Python's; give the module that it was scripted or traced from"
+        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose "
+        "parameters and copies are not Python's; give the module that it was scripted or traced "
+        "from"
         for path, layer in outermost.items()
     ]
 
@@ -126,7 +163,9 @@ def refuse_lazy(module: nn.Module) -> None:
     raise_all(f"this {type(module).__name__} cannot be a stage:", unfit(module))
     lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
     if lazy:
-        raise PlanError(f"parameters {lazy} are not initialised yet; call the module once on an example first")
+        raise PlanError(
+            f"parameters {lazy} are not initialised yet; call the module once on an example first"
+        )
 
 
 def devices_fault(model: nn.Module) -> list[str]:
@@ -135,7 +174,10 @@ def devices_fault(model: nn.Module) -> list[str]:
     if len(named) < 2:
         return []
     listed = ", ".join(f"{name} on {device}" for device, name in sorted(named.items()))
-    empty, placed = "give numbers to all of it first, or to none", "cut it on one, then fp.place(plan, params)"
+    empty, placed = (
+        "give numbers to all of it first, or to none",
+        "cut it on one, then fp.place(plan, params)",
+    )
     return [f"it lies on several devices ({listed}); {empty if 'meta' in named else placed}"]
 
 
@@ -151,14 +193,19 @@ def clones(module: nn.Module) -> dict[str, Tensor]:
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under every name that they have."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     return dict(named)
 
 
 def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
     """The nodes of a function's source, outermost first; none where it has no source."""
     try:
-        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))))
+        return list(
+            ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))))
+        )
     except (OSError, TypeError, SyntaxError):
         return []
 
@@ -170,7 +217,8 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class Skeleton:
-    """A copy of a module without its numbers, with deferred norms; it is never run, so stages share it.
+    """A copy of a module without its numbers, with deferred norms; it is never run, so stages share
+    it.
 
     Attributes:
         module: the copy.
@@ -199,7 +247,8 @@ class Skeleton:
 
 
 class PartFn(Bindable):
-    """A part of a model as a function of its parameters: ``fn(params, x, skips=, feeds=, state=, train=)``.
+    """A part of a model as a function of its parameters: ``fn(params, x, skips=, feeds=, state=,
+    train=)``.
 
     Attributes:
         who: whose tensors these are, for messages.
@@ -218,25 +267,35 @@ class PartFn(Bindable):
         """Return the recorded attributes of the model."""
         return [] if self.origin is None else [self.origin]
 
-    def part(self, tensors: Mapping[str, Tensor], name: str, **declared: Any) -> tuple[Stage, Params, State]:
+    def part(
+        self, tensors: Mapping[str, Tensor], name: str, **declared: Any
+    ) -> tuple[Stage, Params, State]:
         """The stage of this function, with its share of a model's tensors; buffers are copied."""
         params = {key: tensors[key] for key in self.param_shapes}
         state = {key: tensors[key].detach().clone() for key in self.buffer_shapes}
-        stage = Stage(self, name, state=bool(state), takes_train=True, evaluation=self.evaluation, **declared)
+        stage = Stage(
+            self, name, state=bool(state), takes_train=True, evaluation=self.evaluation, **declared
+        )
         return stage, params, state or ()
 
     def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not exactly those of the part. Raises PlanError."""
+        """Refuse parameters and buffers that are not exactly those of the part. Raises
+        PlanError."""
         faults: list[str] = []
         for kind, tree, expected in (
             ("params", params, self.param_shapes),
             ("state", state or {}, self.buffer_shapes),
         ):
             if not isinstance(tree, Mapping):
-                faults.append(f"{kind} is a {type(tree).__name__}, not a dict by the module's names")
+                faults.append(
+                    f"{kind} is a {type(tree).__name__}, not a dict by the module's names"
+                )
                 continue
             strange = [str(name) for name in tree if name not in expected]  # pyright: ignore[reportUnknownVariableType]
-            faults += [f"{kind} has {name!r}, which the module does not{similar(name, expected)}" for name in strange]
+            faults += [
+                f"{kind} has {name!r}, which the module does not{similar(name, expected)}"
+                for name in strange
+            ]
             for name, shape in expected.items():
                 tensor: Any = tree.get(name)  # pyright: ignore[reportUnknownVariableType]
                 if name not in tree:
@@ -244,7 +303,9 @@ class PartFn(Bindable):
                 elif not isinstance(tensor, Tensor):
                     faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
                 elif tuple(tensor.shape) != shape:
-                    faults.append(f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}")
+                    faults.append(
+                        f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}"
+                    )
         raise_all(f"these are not the tensors of {self.who}:", faults)
 
 
@@ -255,20 +316,29 @@ class ModuleFn(PartFn):
         held: the names (all of them, of tied ones too) of the tensors that the stage has.
         norms: for the path of each layer whose statistics are deferred, its buffers.
         carry: as in `from_module`.
-        looked: the modes (training or not) in which a forward was looked at for writes into buffers.
+        looked: the modes (training or not) in which a forward was looked at for writes into
+            buffers.
         left: numbers that the last run left in attributes of its copy, by their places.
     """
 
-    def __init__(self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = "") -> None:
+    def __init__(
+        self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = ""
+    ) -> None:
         self.shape, self.skeleton, self.evaluation = skeleton, skeleton.module, skeleton.evaluation
         self.origin = skeleton.origin
         self.who = type(self.skeleton).__name__
         self.skips, self.held, self.spread, self.carry = skips, names, spread, carry
         canonical = {skeleton.canonical[alias] for alias in names}
         shapes = {name: size for name, size in skeleton.shapes.items() if name in canonical}
-        self.param_shapes = {name: size for name, size in shapes.items() if name not in skeleton.buffers}
-        self.buffer_shapes = {name: size for name, size in shapes.items() if name in skeleton.buffers}
-        self.norms = {path: running for path, running in skeleton.norms.items() if running.mean in names}
+        self.param_shapes = {
+            name: size for name, size in shapes.items() if name not in skeleton.buffers
+        }
+        self.buffer_shapes = {
+            name: size for name, size in shapes.items() if name in skeleton.buffers
+        }
+        self.norms = {
+            path: running for path, running in skeleton.norms.items() if running.mean in names
+        }
         self.looked: set[bool] = set()
         self.left: dict[str, Any] = {}
         self._idle: list[ModuleCopy] = []
@@ -298,7 +368,11 @@ class ModuleFn(PartFn):
 
     def layers(self) -> list[str]:
         """The paths of all submodules without children."""
-        return [path for path, layer in self.skeleton.named_modules() if path and not any(layer.children())]
+        return [
+            path
+            for path, layer in self.skeleton.named_modules()
+            if path and not any(layer.children())
+        ]
 
 
 class ModuleCopy:
@@ -317,8 +391,12 @@ class ModuleCopy:
         norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
-        self.slots: list[tuple[dict[str, Any], str, str]] = []  # where tensors go, and by which name
-        self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []  # places of tensors of other stages
+        self.slots: list[
+            tuple[dict[str, Any], str, str]
+        ] = []  # where tensors go, and by which name
+        self.absent: list[
+            tuple[dict[str, Any], str, Tensor, str]
+        ] = []  # places of tensors of other stages
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
@@ -330,7 +408,9 @@ class ModuleCopy:
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
         layers = list(self.module.modules())
         tables = [table for layer in layers for table in (parameters_of(layer), buffers_of(layer))]
-        self.tables = [(table, [*table]) for table in tables]  # a removed parametrization moves tensors
+        self.tables = [
+            (table, [*table]) for table in tables
+        ]  # a removed parametrization moves tensors
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -340,7 +420,9 @@ class ModuleCopy:
             table[local] = tensors[key]
         for layer in self.recurrent:  # they keep a second list of their weights
             list_weights(layer)
-        self.buffers = [(slot, tensors[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes]
+        self.buffers = [
+            (slot, tensors[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes
+        ]
         self.numbers = all(has_numbers(buffer) for _, buffer in self.buffers)
         self.versions = [version(buffer) for _, buffer in self.buffers]
         return self
@@ -351,7 +433,9 @@ class ModuleCopy:
         train = asked and not self.owner.evaluation
         if train is not self.train:
             self._set_train(train)
-        collects = asked and bool(self.norms)  # a norm in evaluation mode may insist on statistics of the batch
+        collects = asked and bool(
+            self.norms
+        )  # a norm in evaluation mode may insist on statistics of the batch
         for layer in self.norms:
             layer.deferral.collected = [] if collects else None
         before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
@@ -362,7 +446,9 @@ class ModuleCopy:
         self._refuse_writes(before)
         if not collects and not stash:
             return y
-        stats = {layer.deferral.path: layer.deferral.take() for layer in self.norms} if collects else {}
+        stats = (
+            {layer.deferral.path: layer.deferral.take() for layer in self.norms} if collects else {}
+        )
         out = normalise(y)
         return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
 
@@ -374,7 +460,9 @@ class ModuleCopy:
         keywords = {**extras.get("feeds", {}), **carry}
         skips = self.owner.skips
         if not skips.inside:
-            return carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who), {}
+            return carry_apart(
+                self.module(*arguments, **keywords), self.owner.carry, self.owner.who
+            ), {}
         store = {key: extras["skips"][name] for name, key in skips.pop.items()}
         with carrying(store):
             y = carry_apart(self.module(*arguments, **keywords), self.owner.carry, self.owner.who)
@@ -382,9 +470,12 @@ class ModuleCopy:
         return y, {name: store[key] for name, key in stashed.items() if key in store}
 
     def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """`_run`, the first time in a mode: it may not write buffers, not even where no version counts it."""
+        """`_run`, the first time in a mode: it may not write buffers, not even where no version
+        counts it."""
         buffers = {key: buffer for (_, _, key), buffer in self.buffers}
-        result, comparable = looked_at(lambda: self._run(x, extras), buffers, type(self.module).__name__)
+        result, comparable = looked_at(
+            lambda: self._run(x, extras), buffers, type(self.module).__name__
+        )
         if comparable:
             self.owner.looked.add(self.train)
         return result
@@ -418,6 +509,7 @@ class ModuleCopy:
 
 
 def _placeholder(tensor: Tensor) -> Tensor:
-    """A tensor on meta of the same shape and type, that stands for one in a copy without numbers."""
+    """A tensor on meta of the same shape and type, that stands for one in a copy without
+    numbers."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

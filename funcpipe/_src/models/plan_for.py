@@ -1,4 +1,5 @@
-"""Partition and schedule together: how to cut layers into stages, where to put them, in which order to run them."""
+"""Partition and schedule together: how to cut layers into stages, where to put them, in which order
+to run them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from funcpipe._src.search.search import search
 
 _FINALISTS = 3
 _SHARE = 0.5
-"""The share of the seconds for the short searches of all candidates; the rest is for the finalists."""
+"""The share of the seconds for the short searches of all candidates; the rest is for the
+finalists."""
 
 
 class Tried(NamedTuple):
@@ -52,7 +54,8 @@ class Choice:
 
     Attributes:
         sizes: layers of each stage: ``fp.split(model, balance=choice.sizes)``.
-        schedule: an ordinary one, with R and O where memory asks for them: ``fp.make_plan(stages, choice.schedule)``.
+        schedule: an ordinary one, with R and O where memory asks for them: ``fp.make_plan(stages,
+            choice.schedule)``.
         num_microbatches: into how many the batch is cut.
         placement: "line", "loop" or "v".
         cost: of the stages.
@@ -80,14 +83,15 @@ class Choice:
 
     def _head(self) -> str:
         return (
-            f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, {self.num_microbatches} "
-            "microbatches"
+            f"{len(self.sizes)} stages of {list(self.sizes)} layers, {self.placement}, "
+            f"{self.num_microbatches} microbatches"
         )
 
     def __str__(self) -> str:
         rows = [
-            f"  {tried.num_microbatches:>4} microbatches  {len(tried.sizes):>3} stages  {tried.placement:<5} "
-            f"{'-' if tried.value == inf else f'{tried.value:.6g}':>12}  {tried.reason}"
+            f"  {tried.num_microbatches:>4} microbatches  {len(tried.sizes):>3} stages  "
+            f"{tried.placement:<5} {'-' if tried.value == inf else f'{tried.value:.6g}':>12}  "
+            f"{tried.reason}"
             for tried in self.tried
         ]
         return "\n".join([f"{self._head()}: {self.found}", *rows])
@@ -115,16 +119,18 @@ def plan_for(
 ) -> Choice:
     """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
 
-    Every number of microbatches and of stages a device, and every placement that these allow, is cut by `balance`;
-    single layers are moved over the cuts while that makes the published schedules shorter; the best few are searched.
+    Every number of microbatches and of stages a device, and every placement that these allow, is
+    cut by `balance`; single layers are moved over the cuts while that makes the published schedules
+    shorter; the best few are searched.
 
     >>> choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
     >>> choice.sizes, choice.placement, choice.timeline.makespan
     ((2, 2, 2, 2), 'v', 50.0)
 
     Args:
-        cost: of each layer for one microbatch, as `profile` measures it; or a function that gives it for a number of
-            microbatches: more of them are smaller. Needed where there are several numbers to choose from.
+        cost: of each layer for one microbatch, as `profile` measures it; or a function that gives
+            it for a number of microbatches: more of them are smaller. Needed where there are
+            several numbers to choose from.
         num_devices: how many devices, D.
         num_microbatches: into how many the batch is cut, or several numbers to choose from.
         memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
@@ -136,13 +142,20 @@ def plan_for(
         evaluations: schedules that are timed at most for each of the best few.
         seconds: cut the choice short after so long.
         seed: of the search.
-        progress: True shows on stderr what is tried and the best so far; or a function that is told a `CallProgress`.
+        progress: True shows on stderr what is tried and the best so far; or a function that is told
+            a `CallProgress`.
 
     Raises:
-        PlanError: what was given does not fit, or nothing fits into the memory: every way with its reason.
+        PlanError: what was given does not fit, or nothing fits into the memory: every way with its
+            reason.
         ScheduleError: numbers that are none.
     """
-    options: dict[str, Any] = {"objective": objective, "remat": remat, "offload": offload, "seed": seed}
+    options: dict[str, Any] = {
+        "objective": objective,
+        "remat": remat,
+        "offload": offload,
+        "seed": seed,
+    }
     with telling("plan_for", progress, unit="ways", limit=seconds) as told:
         told.phase("costs")
         counts, shares = _counts(cost, num_devices, num_microbatches, stages_per_device)
@@ -154,7 +167,9 @@ def plan_for(
         return _choice(cases, shares, evaluations, seconds, told)
 
 
-def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller) -> Choice:
+def _choice(
+    cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller
+) -> Choice:
     """The best way to run the layers. Raises PlanError."""
     deadline = perf_counter() + seconds * _SHARE
     candidates: list[_Candidate] = []
@@ -175,10 +190,18 @@ def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, sec
     fitting = [candidate for candidate in candidates if candidate.tried.value < inf]
     if not fitting:
         reasons = [
-            f"{tried.num_microbatches} microbatches, {len(tried.sizes)} stages, {tried.placement}: {tried.reason}"
+            (
+                f"{tried.num_microbatches} microbatches, {len(tried.sizes)} stages, "
+                f"{tried.placement}: {tried.reason}"
+            )
             for tried in (candidate.tried for candidate in candidates)
         ]
-        raise PlanError(bullets("no way to run these layers fits:", reasons or ["there are fewer layers than devices"]))
+        raise PlanError(
+            bullets(
+                "no way to run these layers fits:",
+                reasons or ["there are fewer layers than devices"],
+            )
+        )
     finalists: list[tuple[float, _Candidate, Found]] = []
     for number, candidate in enumerate(fitting[:_FINALISTS]):
         told.phase(f"search {number + 1} of {len(fitting[:_FINALISTS])}", ways + number)
@@ -201,7 +224,9 @@ def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, sec
         finalists += [(result.value, candidate, result) for result in (first, longer)]
         values.append(longer.value)
     value, candidate, result = min(finalists, key=itemgetter(0))
-    chosen = candidate.tried._replace(value=value, reason=f"{result.schedule.name}, {result.source}")
+    chosen = candidate.tried._replace(
+        value=value, reason=f"{result.schedule.name}, {result.source}"
+    )
     return Choice(
         sizes=chosen.sizes,
         schedule=result.schedule,
@@ -214,7 +239,8 @@ def _choice(cases: Sequence[_Case], shares: Sequence[int], evaluations: int, sec
 
 
 class _Candidate(NamedTuple):
-    """A partition on a placement, with the result of a short search; ``over``: how much memory it lacks."""
+    """A partition on a placement, with the result of a short search; ``over``: how much memory it
+    lacks."""
 
     tried: Tried
     cost: Cost
@@ -228,7 +254,8 @@ class _Candidate(NamedTuple):
 
 
 def _rank(candidate: _Candidate) -> tuple[float, float]:
-    """The key that candidates compare by, smaller is better: the objective, then the memory that is lacking."""
+    """The key that candidates compare by, smaller is better: the objective, then the memory that is
+    lacking."""
     return candidate.tried.value, candidate.over
 
 
@@ -239,7 +266,9 @@ def _counts(
     faults: list[str] = []
 
     def numbers(name: str, value: Any) -> tuple[int, ...]:
-        several = isinstance(value, Sequence) and not isinstance(value, str) and name != "num_devices"
+        several = (
+            isinstance(value, Sequence) and not isinstance(value, str) and name != "num_devices"
+        )
         values: tuple[Any, ...] = tuple(cast("Sequence[Any]", value)) if several else (value,)
         try:
             counts = tuple(dict.fromkeys(map(index, values)))
@@ -254,18 +283,20 @@ def _counts(
     shares = numbers("stages_per_device", stages_per_device)
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
-            "with several numbers of microbatches cost is a function of them: lambda m: fp.models.profile(layers, "
-            "example[: rows // m])"
+            "with several numbers of microbatches cost is a function of them: lambda m: "
+            "fp.models.profile(layers, example[: rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(
-            "cost is a Cost of the layers (fp.models.profile measures one), or a function that gives it; got a "
-            f"{type(cost).__name__}"
+            "cost is a Cost of the layers (fp.models.profile measures one), or a function that "
+            f"gives it; got a {type(cost).__name__}"
         )
     raise_all("no such choice:", faults)
     costs = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
     if not all(isinstance(layers, Cost) for layers in costs):
-        raise PlanError(f"cost is a function that gives a Cost for a number of microbatches; it gave {costs}")
+        raise PlanError(
+            f"cost is a function that gives a Cost for a number of microbatches; it gave {costs}"
+        )
     return dict(zip(microbatches, cast("list[Cost]", costs), strict=True)), shares
 
 
@@ -292,10 +323,15 @@ class _Case(NamedTuple):
         for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
             room[device_of[stage]] -= sum(self.weights[begin:end])
         candidate = _Candidate(
-            Tried(self.num_microbatches, sizes, shape, inf, ""), cost, tuple(room), _over(cost, device_of, room)
+            Tried(self.num_microbatches, sizes, shape, inf, ""),
+            cost,
+            tuple(room),
+            _over(cost, device_of, room),
         )
         if min(room) <= 0:
-            return candidate.without(f"device {room.index(min(room))} has no room beside parameters")
+            return candidate.without(
+                f"device {room.index(min(room))} has no room beside parameters"
+            )
         try:
             result = search(
                 cost,
@@ -313,9 +349,12 @@ class _Case(NamedTuple):
 
 
 def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
-    """The best candidate of each placement of ``share * devices`` stages, improved by moves of single layers."""
+    """The best candidate of each placement of ``share * devices`` stages, improved by moves of
+    single layers."""
     shapes = case.shapes(share)
-    starts = sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
+    starts = (
+        sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
+    )
     for shape in shapes:
         look = cache(partial(case.look, shape=shape))
         best = min(map(look, starts), key=_rank)
@@ -324,7 +363,9 @@ def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
         yield best
 
 
-def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], deadline: float) -> _Candidate | None:
+def _better(
+    best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], deadline: float
+) -> _Candidate | None:
     """The first neighbour that is better; None where there is none or the time is over."""
     for sizes in _neighbours(best.tried.sizes):
         if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
@@ -335,32 +376,42 @@ def _better(best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], dea
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
         raise PlanError(
-            "cost has a number for each layer, as fp.models.profile gives it; with one for all, nobody knows how many "
-            "layers there are: Cost(forward=[1.0] * 12)"
+            "cost has a number for each layer, as fp.models.profile gives it; with one for all, "
+            "nobody knows how many layers there are: Cost(forward=[1.0] * 12)"
         )
     return layers.num_stages
 
 
 def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
-    """Partitions to begin with: equal in time, and where memory is short with what each stage holds counted."""
+    """Partitions to begin with: equal in time, and where memory is short with what each stage holds
+    counted."""
     layers, count, limits, weights, *_ = case
     times = [
-        layers.of(Kind.F, layer) + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
+        layers.of(Kind.F, layer)
+        + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
         for layer in range(len(weights))
     ]
     memory = per_stage(layers.residual, len(weights))
     yield balance(times, stages)
     if min(limits) == inf:
         return
-    yield balance([residual + weight for residual, weight in zip(memory, weights, strict=True)], stages)
+    yield balance(
+        [residual + weight for residual, weight in zip(memory, weights, strict=True)], stages
+    )
     if stages > len(limits):
         return
     total = sum(weights) + count * sum(memory)  # stands for no limit, as a finite number
     finite = [min(limit, total) for limit in limits]
-    for window in (lambda stage: stages - stage, lambda stage: 2 * (stages - stage) - 1, lambda stage: 1):
+    for window in (
+        lambda stage: stages - stage,
+        lambda stage: 2 * (stages - stage) - 1,
+        lambda stage: 1,
+    ):
         in_flight = [min(count, window(stage)) for stage in range(stages)]
         try:
-            yield balance(times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight)
+            yield balance(
+                times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight
+            )
         except PlanError:
             continue
 

@@ -33,7 +33,10 @@ class Units:
 
     @guarded
     def __repr__(self) -> str:
-        return line(f"{len(self)} Units", [("", some(self.names)), ("parameters", size_of(sum(self.parameters)))])
+        return line(
+            f"{len(self)} Units",
+            [("", some(self.names)), ("parameters", size_of(sum(self.parameters)))],
+        )
 
 
 Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]
@@ -61,7 +64,8 @@ def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
 
 
 def by_memory(limit: float) -> Policy:
-    """Stages of at most ``limit`` bytes of parameters each; ``num_stages=None``: as few as that takes.
+    """Stages of at most ``limit`` bytes of parameters each; ``num_stages=None``: as few as that
+    takes.
 
     >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
     >>> fp.models.by_memory(8)(units, None)
@@ -73,7 +77,10 @@ def by_memory(limit: float) -> Policy:
         used = float("inf")
         for name, size in zip(units.names, units.parameters, strict=True):
             if size > limit:
-                raise PlanError(f"{name!r} alone has {size} bytes of parameters, more than by_memory({limit:g}) allows")
+                raise PlanError(
+                    f"{name!r} alone has {size} bytes of parameters, more than "
+                    f"by_memory({limit:g}) allows"
+                )
             if used + size > limit:
                 sizes.append(0)
                 used = 0.0
@@ -83,8 +90,9 @@ def by_memory(limit: float) -> Policy:
             return sizes
         if len(sizes) > num_stages:
             raise PlanError(
-                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; {len(sizes)} can, or a limit "
-                f"of {max(sum(units.parameters) // num_stages, *units.parameters)} and more"
+                f"{num_stages} stages of at most {limit:g} bytes cannot hold the model; "
+                f"{len(sizes)} can, or a limit of "
+                f"{max(sum(units.parameters) // num_stages, *units.parameters)} and more"
             )
         return evenly(units.parameters, num_stages)
 
@@ -93,5 +101,7 @@ def by_memory(limit: float) -> Policy:
 
 def _count(num_stages: int | None, name: str) -> int:
     if num_stages is None:
-        raise PlanError(f"the policy {name} divides a model into a number of stages; give num_stages")
+        raise PlanError(
+            f"the policy {name} divides a model into a number of stages; give num_stages"
+        )
     return num_stages

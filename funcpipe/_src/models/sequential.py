@@ -23,9 +23,9 @@ from funcpipe._src.models.skippable import Skips, skips_of
 class PipeSequential(nn.Sequential):
     """An ``nn.Sequential`` whose layers may have several inputs and outputs.
 
-    Exactly a ``tuple`` that a layer returns is spread over the arguments of the next one; lists, named tuples and dicts
-    are one argument, and in a plain ``nn.Sequential`` a tuple is one too. (The class of this name in
-    torch.distributed.pipeline.sync did so.)
+    Exactly a ``tuple`` that a layer returns is spread over the arguments of the next one; lists,
+    named tuples and dicts are one argument, and in a plain ``nn.Sequential`` a tuple is one too.
+    (The class of this name in torch.distributed.pipeline.sync did so.)
 
     >>> class Both(nn.Module):
     ...     def forward(self, a, b):
@@ -52,7 +52,8 @@ class Unit(NamedTuple):
     Attributes:
         path: its name in the model, ``"1.0"``.
         module: the layer itself.
-        spread: is a tuple spread over its arguments; the Sequential around the border before it says so.
+        spread: is a tuple spread over its arguments; the Sequential around the border before it
+            says so.
     """
 
     path: str
@@ -78,15 +79,21 @@ def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Mod
 
 
 def cut_sequential(
-    module: nn.Module, sizes: Sequence[int], *, flat: bool = False, deferred: bool = True, origin: bool = True
+    module: nn.Module,
+    sizes: Sequence[int],
+    *,
+    flat: bool = False,
+    deferred: bool = True,
+    origin: bool = True,
 ) -> tuple[tuple[Stage, Params, State], ...]:
     """Cut a Sequential into stages of neighbouring layers.
 
-    Parameters and state keep the model's own names, and layers their own random numbers, whatever the sizes: a stage is
-    the model with the other layers left out. A tuple between layers is spread if the Sequential does so
-    (`PipeSequential`), also where a border lies between them, and never in a plain one; so the input of the first stage
-    is what ``model(x)`` gets, or a tuple for ``model(*x)`` of a PipeSequential. Of the skips only those that other
-    stages pop cross a border. A tensor that stands in several stages is the same object in each.
+    Parameters and state keep the model's own names, and layers their own random numbers, whatever
+    the sizes: a stage is the model with the other layers left out. A tuple between layers is spread
+    if the Sequential does so (`PipeSequential`), also where a border lies between them, and never
+    in a plain one; so the input of the first stage is what ``model(x)`` gets, or a tuple for
+    ``model(*x)`` of a PipeSequential. Of the skips only those that other stages pop cross a border.
+    A tensor that stands in several stages is the same object in each.
 
     >>> parts = cut_sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), [1, 2])
     >>> [(stage.name, sorted(params)) for stage, params, _ in parts]
@@ -94,7 +101,8 @@ def cut_sequential(
 
     Args:
         module: an ``nn.Sequential`` or `PipeSequential`, a whole model.
-        sizes: the number of layers of each stage, all positive; they add up to the number of `units_of` the module.
+        sizes: the number of layers of each stage, all positive; they add up to the number of
+            `units_of` the module.
         flat: count the layers of Sequentials inside too.
         deferred: as in `from_module`.
         origin: True: `run` raises PlanError once attributes of the module have changed.
@@ -103,7 +111,8 @@ def cut_sequential(
         For each stage: the stage, named by its layers, its parameters and its state.
 
     Raises:
-        PlanError: sizes and layers do not fit, stashes and pops do not match, or a layer cannot be in a stage.
+        PlanError: sizes and layers do not fit, stashes and pops do not match, or a layer cannot be
+            in a stage.
     """
     units = _units(module, flat)
     counts = checked_sizes(sizes, len(units), "layers")
@@ -122,11 +131,15 @@ def cut_sequential(
     stages: list[tuple[Stage, Params, State]] = []
     for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
         later = {name for other in declared[number + 1 :] for name in other.pop}
-        stash = {name: key for name, key in {**skips.stash, **skips.offers}.items() if name in later}
+        stash = {
+            name: key for name, key in {**skips.stash, **skips.offers}.items() if name in later
+        }
         crossing = Skips(stash, skips.pop, {}, skips.inside)
         first, last = rows[number][0].path, rows[number][-1].path
         name = first if first == last else f"{first}-{last}"
-        stages.append(stage_of(part, crossing, name=name, deferred=deferred, spread=False, origin=attributes))
+        stages.append(
+            stage_of(part, crossing, name=name, deferred=deferred, spread=False, origin=attributes)
+        )
     return tuple(stages)
 
 
@@ -136,8 +149,9 @@ class SequentialPart(nn.Module):
     def __init__(self, whole: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__()
         self.training = False  # only its layers have modes
-        # Each place has modules of its own, also where the model has one at several: then what a layer draws depends
-        # on the place alone, not on which places are in the same stage. Their tensors stay the same.
+        # Each place has modules of its own, also where the model has one at several: then what a
+        # layer draws depends on the place alone, not on which places are in the same stage. Their
+        # tensors stay the same.
         self._funcpipe_row = [(copied(unit.module), unit.spread) for unit in units]
         for unit, (layer, _) in zip(units, self._funcpipe_row, strict=True):
             *around, name = unit.path.split(".")
@@ -155,11 +169,13 @@ class SequentialPart(nn.Module):
         return x
 
 
-# -- units -------------------------------------------------------------------------------------------------------------
+# -- units
+# -------------------------------------------------------------------------------
 
 
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
-    """The units of a Sequential. Raises PlanError where calling them in a row is not what the module does."""
+    """The units of a Sequential. Raises PlanError where calling them in a row is not what the
+    module does."""
     if not _is_row(module):
         reason = (
             "its forward is not that of nn.Sequential or fp.models.PipeSequential"
@@ -167,11 +183,12 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
             else "it is none"
         )
         raise PlanError(
-            f"only an nn.Sequential can be cut by counting its layers; got {type(module).__name__}: {reason}. Other "
-            "models are cut by fp.split"
+            "only an nn.Sequential can be cut by counting its layers; got "
+            f"{type(module).__name__}: {reason}. Other models are cut by fp.split"
         )
     faults = [
-        f"the Sequential itself has {kind}, which would not run: put them on a layer" for kind in hooks_of(module)
+        f"the Sequential itself has {kind}, which would not run: put them on a layer"
+        for kind in hooks_of(module)
     ]
     units = list(_inside(module, "", isinstance(module, PipeSequential), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
@@ -211,15 +228,23 @@ def _has_tensors(layer: nn.Module) -> bool:
 
 
 def _refuse_shared_norms(units: Sequence[Unit]) -> None:
-    """Raises PlanError where one batch norm layer stands in two units: its statistics would be kept in two places."""
+    """Raises PlanError where one batch norm layer stands in two units: its statistics would be kept
+    in two places."""
     places: dict[int, dict[str, str]] = {}
     for unit in units:
         for path, layer in unit.module.named_modules():
             if DeferredBatchNorm.converts(layer):
-                places.setdefault(id(layer), {}).setdefault(unit.path, f"{unit.path}.{path}" if path else unit.path)
-    faults = [f"the batch norm layer at {' and '.join(paths.values())}" for paths in places.values() if len(paths) > 1]
+                places.setdefault(id(layer), {}).setdefault(
+                    unit.path, f"{unit.path}.{path}" if path else unit.path
+                )
+    faults = [
+        f"the batch norm layer at {' and '.join(paths.values())}"
+        for paths in places.values()
+        if len(paths) > 1
+    ]
     raise_all(
-        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics would be kept in "
-        "several places; give each place a layer of its own (they may share weight and bias):",
+        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics "
+        "would be kept in several places; give each place a layer of its own (they may share "
+        "weight and bias):",
         faults,
     )

@@ -1,4 +1,5 @@
-"""Where skips are while modules are called: in the store of a stage's call, or of the outermost call around them."""
+"""Where skips are while modules are called: in the store of a stage's call, or of the outermost
+call around them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ _number = itertools.count()
 class Namespace:
     """Keeps skips of equal names apart: ``Layer().isolate(Namespace())``. None is the default one.
 
-    Namespaces are values: copies and pickles equal their origin, and so do two of the same name. One without a name
-    equals nothing else, and is called by the number of its making; where several processes build the same model, names
-    keep the plans comparable.
+    Namespaces are values: copies and pickles equal their origin, and so do two of the same name.
+    One without a name equals nothing else, and is called by the number of its making; where several
+    processes build the same model, names keep the plans comparable.
 
     >>> fp.models.Namespace("deep") == fp.models.Namespace("deep"), fp.models.Namespace() == fp.models.Namespace()
     (True, False)
@@ -67,7 +68,8 @@ _OPEN: ContextVar[Store | None] = ContextVar("funcpipe_skips", default=None)
 
 
 class carrying:
-    """While inside, on this thread, layers stash into this store and pop from it: one call of a stage."""
+    """While inside, on this thread, layers stash into this store and pop from it: one call of a
+    stage."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -83,8 +85,9 @@ class carrying:
 def current() -> Store:
     """Where the layer that is running now stashes and pops.
 
-    Outside of a stage nobody tells when a model's call begins and ends, and an aborted one must leave nothing to the
-    next. So the store lies with the outermost call of a module that is on the Python stack, and goes when that ends.
+    Outside of a stage nobody tells when a model's call begins and ends, and an aborted one must
+    leave nothing to the next. So the store lies with the outermost call of a module that is on the
+    Python stack, and goes when that ends.
     """
     store = _OPEN.get()
     if store is not None:

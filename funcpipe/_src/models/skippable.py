@@ -1,4 +1,5 @@
-"""Skips between nn.Modules: layers stash values by name and pop them, wherever in a model they stand."""
+"""Skips between nn.Modules: layers stash values by name and pop them, wherever in a model they
+stand."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ _Class = TypeVar("_Class", bound=type[nn.Module])
 
 
 class stash(NamedTuple):
-    """``yield stash(name, value)`` in the forward of a `skippable` module hands a value to later layers.
+    """``yield stash(name, value)`` in the forward of a `skippable` module hands a value to later
+    layers.
 
-    The value is any tree, or None. It is what it is now: what a later layer writes in place does not reach it.
+    The value is any tree, or None. It is what it is now: what a later layer writes in place does
+    not reach it.
     """
 
     name: str
@@ -29,7 +32,8 @@ class stash(NamedTuple):
 
 
 class pop(NamedTuple):
-    """``value = yield pop(name)`` in the forward of a `skippable` module takes what an earlier layer stashed.
+    """``value = yield pop(name)`` in the forward of a `skippable` module takes what an earlier
+    layer stashed.
 
     Each layer that pops gets its own: it may write into it.
     """
@@ -53,12 +57,14 @@ class Declared(NamedTuple):
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Class], _Class]:
-    """Declare the values that a module hands to later layers or takes from earlier ones, past the layers between.
+    """Declare the values that a module hands to later layers or takes from earlier ones, past the
+    layers between.
 
-    A class decorator; the class stays what it is (names of parameters, pickles, ``isinstance``). Its forward is a
-    generator that yields `stash` and `pop` commands, or it takes the popped values as the keyword ``skips`` and returns
-    ``Out(y, stash={...})``. In a plan only the skips that a stage's layers exchange with other stages cross its border.
-    Without any plan, in ``nn.Sequential(...)(x)``, skips live until the outermost module's call ends.
+    A class decorator; the class stays what it is (names of parameters, pickles, ``isinstance``).
+    Its forward is a generator that yields `stash` and `pop` commands, or it takes the popped values
+    as the keyword ``skips`` and returns ``Out(y, stash={...})``. In a plan only the skips that a
+    stage's layers exchange with other stages cross its border. Without any plan, in
+    ``nn.Sequential(...)(x)``, skips live until the outermost module's call ends.
 
     >>> @fp.models.skippable(stash=["early"])
     ... class Encoder(nn.Module):
@@ -72,18 +78,19 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
     >>> nn.Sequential(Encoder(), nn.ReLU(), Decoder())(torch.tensor([1.0, -1.0]))
     tensor([ 3., -1.])
 
-    The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``) belong to a `Namespace`
-    then, so that a block with skips inside can stand in a model twice. A subclass inherits the declaration; with a
-    decorator of its own it has that one instead. There ``super().forward(x)`` is what the class wrote, a generator
-    where it wrote one: ``y = yield from super().forward(x)``.
+    The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``)
+    belong to a `Namespace` then, so that a block with skips inside can stand in a model twice. A
+    subclass inherits the declaration; with a decorator of its own it has that one instead. There
+    ``super().forward(x)`` is what the class wrote, a generator where it wrote one: ``y = yield from
+    super().forward(x)``.
 
     Args:
         stash: names that it stashes, each in every call.
         pop: names that it pops, each in every call.
 
     Raises:
-        PlanError: this is no module class, or it is skippable already. What the stashes and pops of a whole model do
-            not match in is found when stages are made of it.
+        PlanError: this is no module class, or it is skippable already. What the stashes and pops of
+            a whole model do not match in is found when stages are made of it.
     """
     names = _names(stash, "stash"), _names(pop, "pop")
 
@@ -93,8 +100,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
         inherited: Declared | None = getattr(cls, "_skips", None)
         if "_skips" in vars(cls) and inherited is not None and inherited.here:
             raise PlanError(
-                f"{cls.__name__} is skippable already: declare everything in one decorator, or decorate a subclass of "
-                "it"
+                f"{cls.__name__} is skippable already: declare everything in one decorator, or "
+                "decorate a subclass of it"
             )
         _install(cls, *names, here=True)
         cls.isolate = _isolate  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,7 +119,9 @@ def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
     return unique
 
 
-def _install(cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool) -> None:
+def _install(
+    cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool
+) -> None:
     """Replace the class's forward by a driver of it."""
     raw: Callable[..., Any] = cls.forward
     raw = getattr(raw, "_written", raw)
@@ -152,17 +161,23 @@ def _watch_subclasses(cls: type[nn.Module]) -> None:
     cls.__init_subclass__ = classmethod(__init_subclass__)  # pyright: ignore
 
 
-def _isolate(self: nn.Module, ns: Namespace | None, *, only: str | Iterable[str] | None = None) -> nn.Module:
-    """Put the skips of this module (those in ``only``) into a namespace; the last one counts. Returns the module."""
+def _isolate(
+    self: nn.Module, ns: Namespace | None, *, only: str | Iterable[str] | None = None
+) -> nn.Module:
+    """Put the skips of this module (those in ``only``) into a namespace; the last one counts.
+    Returns the module."""
     if ns is not None and not isinstance(ns, Namespace):
         raise PlanError(
-            f"isolate takes a namespace; got {ns!r}. Make one with fp.models.Namespace() or fp.models.Namespace('name')"
+            f"isolate takes a namespace; got {ns!r}. Make one with fp.models.Namespace() or "
+            "fp.models.Namespace('name')"
         )
     declared: Declared = type(self)._skips  # pyright: ignore
     known = (*declared.stash, *declared.pop)
     names = known if only is None else (only,) if isinstance(only, str) else tuple(only)
     if unknown := [name for name in names if name not in known]:
-        raise PlanError(f"{type(self).__name__} has no skips {unknown} to isolate; it declares {list(known)}")
+        raise PlanError(
+            f"{type(self).__name__} has no skips {unknown} to isolate; it declares {list(known)}"
+        )
     vars(self)["_namespaces"] = {**_namespaces(self), **dict.fromkeys(names, ns)}
     return self
 
@@ -175,11 +190,13 @@ def _key(layer: nn.Module, name: str) -> Key:
     return (_namespaces(layer).get(name), name)
 
 
-# -- one call of a layer ----------------------------------------------------------------------------------------------
+# -- one call of a layer
+# -------------------------------------------------------------------------------
 
 
 class _LayerCall:
-    """One call of a skippable layer: executes the commands of its forward, and checks them against its declaration."""
+    """One call of a skippable layer: executes the commands of its forward, and checks them against
+    its declaration."""
 
     def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
         self.layer, self.declared, self.store = layer, declared, store
@@ -188,28 +205,35 @@ class _LayerCall:
     def stash(self, name: str, value: Tree) -> None:
         if name not in self.declared.stash:
             raise PlanError(
-                f"{self._who} stashes {name!r} without declaring it: @fp.models.skippable(stash=[{name!r}])"
+                f"{self._who} stashes {name!r} without declaring it: "
+                f"@fp.models.skippable(stash=[{name!r}])"
             )
         self.done.add(("stash", name))
-        self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)  # the layer may write into what it has
+        self.store[_key(self.layer, name)] = map_tensors(
+            cow_clone, value
+        )  # the layer may write into what it has
 
     def pop(self, name: str) -> Tree:
         if name not in self.declared.pop:
-            raise PlanError(f"{self._who} pops {name!r} without declaring it: @fp.models.skippable(pop=[{name!r}])")
+            raise PlanError(
+                f"{self._who} pops {name!r} without declaring it: "
+                f"@fp.models.skippable(pop=[{name!r}])"
+            )
         self.done.add(("pop", name))
         key = _key(self.layer, name)
         if key in self.store:
             return map_tensors(cow_clone, self.store[key])
         if backward_number() != -1:
             raise PlanError(
-                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint computes it again and "
-                "its skip is gone; pop outside of the checkpointed part and pass the value in, or use "
-                "fp.schedules.remat for the stage"
+                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint "
+                "computes it again and its skip is gone; pop outside of the checkpointed part "
+                "and pass the value in, or use fp.schedules.remat for the stage"
             )
         stashed = sorted(map(label, self.store))
         raise PlanError(
-            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: {stashed}); both must be "
-            "called inside of one module, such as nn.Sequential(...), or be stages of one plan"
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: "
+            f"{stashed}); both must be called inside of one module, such as nn.Sequential(...), "
+            "or be stages of one plan"
         )
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
@@ -222,7 +246,9 @@ class _LayerCall:
             except StopIteration as stop:
                 return stop.value
             finally:
-                value = None  # an error must not be kept by its own traceback, nor a skip longer than the forward does
+                # an error must not be kept by its own traceback, nor a skip longer than the forward
+                # does
+                value = None
             try:
                 resume, value = generator.send, self._obey(command)
             except PlanError as error:
@@ -234,8 +260,8 @@ class _LayerCall:
         if isinstance(command, pop):
             return self.pop(*command)
         raise PlanError(
-            f"{self._who} yields a {type(command).__name__}; it may yield fp.models.stash(name, value) and "
-            "fp.models.pop(name)"
+            f"{self._who} yields a {type(command).__name__}; it may yield fp.models.stash(name, "
+            "value) and fp.models.pop(name)"
         )
 
     def finish(self, result: Any) -> Any:
@@ -245,18 +271,22 @@ class _LayerCall:
                 self.stash(name, value)
             if result.stats != () or (result.loss is not None and result.loss != ()):
                 raise PlanError(
-                    f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, stash={{...}})"
+                    f"{self._who} returns stats or a loss in its Out; a layer returns Out(y, "
+                    f"stash={{...}})"
                 )
             result = result.y
-        declared = [*(("stash", name) for name in self.declared.stash), *(("pop", name) for name in self.declared.pop)]
+        declared = [
+            *(("stash", name) for name in self.declared.stash),
+            *(("pop", name) for name in self.declared.pop),
+        ]
         faults = [
             f"declares {verb} {name!r} but did not {verb} it"
             for verb, name in declared
             if (verb, name) not in self.done
         ]
         raise_all(
-            f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value = yield "
-            f"fp.models.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
+            f"{self._who} did not do what it declares (yield fp.models.stash(name, value), value "
+            f"= yield fp.models.pop(name), or Out(y, stash={{...}}) and a keyword skips): it",
             faults,
         )
         return result
@@ -266,7 +296,8 @@ class _LayerCall:
         return type(self.layer).__name__
 
 
-# -- the skips of a whole module ---------------------------------------------------------------------------------------
+# -- the skips of a whole module
+# -------------------------------------------------------------------------------
 
 
 class Skips(NamedTuple):
@@ -286,11 +317,13 @@ class Skips(NamedTuple):
 
 
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
-    """What the layers of a module stash and pop, at any depth, in the order in which they are registered.
+    """What the layers of a module stash and pop, at any depth, in the order in which they are
+    registered.
 
     Args:
         module: any module.
-        whole: is it a whole model, so that what is stashed must be popped inside, and the other way round.
+        whole: is it a whole model, so that what is stashed must be popped inside, and the other way
+            round.
 
     Raises:
         PlanError: with all faults of the declarations.
@@ -303,26 +336,35 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         if declared is None:
             continue
         both = [name for name in declared.stash if name in declared.pop]
-        faults += [f"{_layer(path, layer)} both stashes and pops {label(_key(layer, name))!r}" for name in both]
+        faults += [
+            f"{_layer(path, layer)} both stashes and pops {label(_key(layer, name))!r}"
+            for name in both
+        ]
         for key in (_key(layer, name) for name in declared.stash if name not in both):
             if key in stashes:
                 faults.append(
-                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did already; keep them "
-                    "apart: isolate(fp.models.Namespace())"
+                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did "
+                    "already; keep them apart: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
         pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
     for key, path in pops:
         where = _layer(path, module.get_submodule(path))
         if key in stashes and _before(module, path, stashes[key]):
-            faults.append(f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, stashes it")
+            faults.append(
+                f"{where} pops {label(key)!r}, but only {stashes[key]!r}, which comes later, "
+                "stashes it"
+            )
         elif whole and key not in stashes:
             faults.append(f"{where} pops {label(key)!r}, but no layer stashes it")
     popped = {key for key, _ in pops}
     if whole:
         unpopped = [(key, path) for key, path in stashes.items() if key not in popped]
         faults += [
-            f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer pops it"
+            (
+                f"{_layer(path, module.get_submodule(path))} stashes {label(key)!r}, but no layer "
+                "pops it"
+            )
             for key, path in unpopped
         ]
     faults += _ambiguous([*stashes, *popped])
@@ -340,9 +382,12 @@ def _layer(path: str, layer: nn.Module) -> str:
 
 
 def _before(module: nn.Module, first: str, second: str) -> bool:
-    """Is it certain that one layer runs before another: the innermost module with both in it is a Sequential."""
+    """Is it certain that one layer runs before another: the innermost module with both in it is a
+    Sequential."""
     a, b = first.split("."), second.split(".")
-    depth = next((i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None)
+    depth = next(
+        (i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None
+    )
     if depth is None:  # one is inside of the other
         return False
     common = module.get_submodule(".".join(a[:depth]))
@@ -355,6 +400,9 @@ def _ambiguous(keys: list[Key]) -> list[str]:
     by_label: dict[str, Key] = {}
     unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
     return [
-        f"two skips would be called {name!r}; give their namespaces names of their own: fp.models.Namespace('name')"
+        (
+            f"two skips would be called {name!r}; give their namespaces names of their own: "
+            "fp.models.Namespace('name')"
+        )
         for name in sorted(unlike)
     ]

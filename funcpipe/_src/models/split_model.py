@@ -1,4 +1,5 @@
-"""A model as stages: `Split`, its tensors by the model's own names, and their conversion to a ``state_dict``."""
+"""A model as stages: `Split`, its tensors by the model's own names, and their conversion to a
+``state_dict``."""
 
 from __future__ import annotations
 
@@ -28,15 +29,18 @@ Part = tuple[Stage, Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A model as pure stages and explicit numbers. Made by ``split``; plain data, nothing of it changes.
+    """A model as pure stages and explicit numbers. Made by ``split``; plain data, nothing of it
+    changes.
 
     Attributes:
         stages: in order.
-        params: for each stage the model's parameters that it uses, by the model's names; the very same tensors.
+        params: for each stage the model's parameters that it uses, by the model's names; the very
+            same tensors.
         state: for each stage copies of the buffers that it uses, by the model's names; () for none.
-        ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has them by itself.
-        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and knows what a
-            transformers model's counts; None if it has none.
+        ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has
+            them by itself.
+        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and
+            knows what a transformers model's counts; None if it has none.
         edges: the values between stages, where a trace told them.
     """
 
@@ -56,35 +60,44 @@ class Split:
     def __len__(self) -> int:
         return len(self.stages)
 
-    def merge(self, params: Sequence[Tree], state: Sequence[Tree] | None = None) -> dict[str, Tensor]:
-        """Return parameters as the model's ``state_dict``, or gradients by its names, in its order, with tied names.
+    def merge(
+        self, params: Sequence[Tree], state: Sequence[Tree] | None = None
+    ) -> dict[str, Tensor]:
+        """Return parameters as the model's ``state_dict``, or gradients by its names, in its order,
+        with tied names.
 
-        If no tensor in the trees is an ``nn.Parameter`` or requires grad, the trees are gradients, or parameters of a
-        functional optimizer. The result then has only names with a tensor: parameters without a gradient are absent,
-        and so are parameters that no stage uses. ``split.state_dict() | split.merge(params, state)`` has both. With
-        ``state``, buffers are included.
+        If no tensor in the trees is an ``nn.Parameter`` or requires grad, the trees are gradients,
+        or parameters of a functional optimizer. The result then has only names with a tensor:
+        parameters without a gradient are absent, and so are parameters that no stage uses.
+        ``split.state_dict() | split.merge(params, state)`` has both. With ``state``, buffers are
+        included.
 
         Args:
             params: one dict per stage, like ``self.params``; or gradients, like ``result.grads``.
-            state: one per stage, like ``result.state``; None with parameters: the state of the split.
+            state: one per stage, like ``result.state``; None with parameters: the state of the
+                split.
 
         Raises:
-            PlanError: the trees do not fit this split, or ``state`` is missing where training changes it.
+            PlanError: the trees do not fit this split, or ``state`` is missing where training
+                changes it.
         """
         if not isinstance(params, (tuple, list)):
             raise PlanError(
-                f"merge takes one tree for each stage: merge(params, result.state); got a {type(params).__name__}"
+                "merge takes one tree for each stage: merge(params, result.state); got a "
+                f"{type(params).__name__}"
             )
         given = [leaf for tree in params if isinstance(tree, Mapping) for leaf in tree.values()]
-        are_parameters = not given or any(isinstance(leaf, nn.Parameter) or _requires_grad(leaf) for leaf in given)
+        are_parameters = not given or any(
+            isinstance(leaf, nn.Parameter) or _requires_grad(leaf) for leaf in given
+        )
         fault = forgotten_state(self.stages, "split") if are_parameters and state is None else ""
         if fault:
             raise PlanError(fault)
         states = self.state if state is None else state
         if len(params) != len(self) or len(states) != len(self):
             raise PlanError(
-                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params and {len(states)} "
-                "states"
+                f"merge takes one tree for each of {len(self)} stages; got {len(params)} params "
+                f"and {len(states)} states"
             )
         trees = {"params": params, "state": states}
         out: dict[str, Tensor] = {}
@@ -111,17 +124,20 @@ class Split:
         return self.merge(self.params, self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> Split:
-        """A split with other numbers: a plain ``state_dict`` of the model, whatever the number of stages.
+        """A split with other numbers: a plain ``state_dict`` of the model, whatever the number of
+        stages.
 
         Args:
             state_dict: by the model's names.
             strict: refuse missing and unknown names.
 
         Returns:
-            A new split; this one, and the model, keep theirs. Types, devices and requires_grad stay.
+            A new split; this one, and the model, keep theirs. Types, devices and requires_grad
+            stay.
 
         Raises:
-            PlanError: names or shapes do not fit, or tied names have different numbers. The message lists all.
+            PlanError: names or shapes do not fit, or tied names have different numbers. The message
+                lists all.
         """
         faults = self._faults(state_dict, strict)
         raise_all("this state_dict does not fit the split:", faults)
@@ -140,7 +156,11 @@ class Split:
                     rest[name] = _like(rest[name], tensor, loaded)
                 for kind, stage, key in home.owners:
                     tree: Any = trees[kind][stage]
-                    tree[key] = _like({"params": self.params, "state": self.state}[kind][stage][key], tensor, loaded)
+                    tree[key] = _like(
+                        {"params": self.params, "state": self.state}[kind][stage][key],
+                        tensor,
+                        loaded,
+                    )
         return replace(self, params=tuple(trees["params"]), state=tuple(trees["state"]), rest=rest)
 
     def _faults(self, state_dict: Mapping[str, Tensor], strict: bool) -> list[str]:
@@ -148,23 +168,35 @@ class Split:
         saved = [name for name, home in self.homes.items() if home.saved]
         if strict:
             strange = [name for name in state_dict if name not in self.homes]
-            faults += [f"{name!r} is no name of the model{similar(name, saved)}" for name in strange]
+            faults += [
+                f"{name!r} is no name of the model{similar(name, saved)}" for name in strange
+            ]
             faults += [f"{name!r} is missing" for name in saved if name not in state_dict]
         for name, home in self.homes.items():
             if name in state_dict and tuple(state_dict[name].shape) != home.shape:
-                faults.append(f"{name!r} has shape {tuple(state_dict[name].shape)}, the model wants {home.shape}")
+                faults.append(
+                    f"{name!r} has shape {tuple(state_dict[name].shape)}, the model wants "
+                    f"{home.shape}"
+                )
         first: dict[Any, str] = {}
         for name, home in self.homes.items():
             if name in state_dict and home.owners:
                 other = first.setdefault(home.owners, name)
                 if not same_numbers(state_dict[other], state_dict[name]):
-                    faults.append(f"{other!r} and {name!r} are tied in the model, and have other numbers here")
+                    faults.append(
+                        f"{other!r} and {name!r} are tied in the model, and have other numbers here"
+                    )
         return faults
 
     def code(self, stage: int) -> str:
-        """The source of one stage: of a traced one its graph as Python, of others what they are made of."""
+        """The source of one stage: of a traced one its graph as Python, of others what they are
+        made of."""
         inner = innermost(self.stages[stage])
-        return inner.module.code if isinstance(inner, GraphFn) else str(getattr(inner, "skeleton", inner))
+        return (
+            inner.module.code
+            if isinstance(inner, GraphFn)
+            else str(getattr(inner, "skeleton", inner))
+        )
 
     @property
     def facts(self) -> Facts:
@@ -186,7 +218,9 @@ class Split:
     def _repr_html_(self) -> str:
         heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "hands on, takes")
         rows: list[tuple[str, ...]] = []
-        for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
+        for index, (stage, params, state) in enumerate(
+            zip(self.stages, self.params, self.state, strict=True)
+        ):
             numel = sum(tensor.numel() for tensor in params.values())
             sizes = (f"{len(params)}", f"{numel:,}", _size(params), _size(state) if state else "")
             rows.append((str(index), stage.name, *sizes, "; ".join(self._borders(index))))
@@ -195,19 +229,26 @@ class Split:
     def _loss_words(self) -> str:
         path = getattr(self.loss, "path", None)
         return (
-            "" if self.loss is None else f"the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}"
+            ""
+            if self.loss is None
+            else f"the model's own{'' if path is None else ' at ' + '.'.join(map(str, path))}"
         )
 
     def __str__(self) -> str:
         lines = [f"{len(self)} stages"]
-        for index, (stage, params, state) in enumerate(zip(self.stages, self.params, self.state, strict=True)):
+        for index, (stage, params, state) in enumerate(
+            zip(self.stages, self.params, self.state, strict=True)
+        ):
             numel = sum(tensor.numel() for tensor in params.values())
             lines.append(
-                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, {_size(params)}"
-                + (f"; {len(state)} buffers, {_size(state)}" if state else "")
+                f"stage {index} {stage.name}: {len(params)} parameters, {numel:,} numbers, "
+                f"{_size(params)}" + (f"; {len(state)} buffers, {_size(state)}" if state else "")
             )
             lines += [f"  {line}" for line in self._borders(index)]
-        lines += ["tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group) for group in self.ties]
+        lines += [
+            "tied: " + ", ".join(f"{key} of stage {stage}" for stage, key in group)
+            for group in self.ties
+        ]
         lines += [f"in no stage: {name}" for name in self.rest]
         lines += [f"loss: {words}"] if (words := self._loss_words()) else []
         return "\n".join(lines)
@@ -216,7 +257,9 @@ class Split:
         stage = self.stages[index]
         if not self.edges:
             return [
-                f"{word} {', '.join(names)}" for word, names in (("stash", stage.stash), ("pop", stage.pop)) if names
+                f"{word} {', '.join(names)}"
+                for word, names in (("stash", stage.stash), ("pop", stage.pop))
+                if names
             ]
         lines: list[str] = []
         for edge in self.edges:
@@ -268,13 +311,15 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
     named = [*model.named_parameters(remove_duplicate=False), *buffers.items()]
     order = {name: number for number, name in enumerate(model.state_dict())}
     homes = {
-        name: Home(tuple(owners.get(id(tensor), ())), tuple(tensor.shape), name in saved) for name, tensor in named
+        name: Home(tuple(owners.get(id(tensor), ())), tuple(tensor.shape), name in saved)
+        for name, tensor in named
     }
     return dict(sorted(homes.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
-    """A new tensor like ``old`` with these values; an ``old`` that stands in several places gets one."""
+    """A new tensor like ``old`` with these values; an ``old`` that stands in several places gets
+    one."""
     new = loaded.get(id(old))
     if new is None:
         new = torch.empty_like(old.detach())

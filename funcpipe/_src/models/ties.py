@@ -1,4 +1,5 @@
-"""One parameter in several stages: each holds it and gradients are summed, or one owns it and its value travels."""
+"""One parameter in several stages: each holds it and gradients are summed, or one owns it and its
+value travels."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ class Home:
 
     def among(self, params: Sequence[Mapping[str, Any]]) -> Home:
         """The home without the places that gave their parameter away."""
-        kept = tuple(owner for owner in self.owners if owner.kind != "params" or owner.key in params[owner.stage])
+        kept = tuple(
+            owner
+            for owner in self.owners
+            if owner.kind != "params" or owner.key in params[owner.stage]
+        )
         return replace(self, owners=kept)
 
 
@@ -49,7 +54,9 @@ def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
     for stage, tree in enumerate(params):
         for key, tensor in tree.items():
             holders.setdefault(id(tensor), []).append((stage, key))
-    return tuple(tuple(group) for group in holders.values() if len({stage for stage, _ in group}) > 1)
+    return tuple(
+        tuple(group) for group in holders.values() if len({stage for stage, _ in group}) > 1
+    )
 
 
 def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
@@ -59,16 +66,21 @@ def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
         shared = Shared(str(group[0][1]))
         for number, key in group:
             rows[number].append((key, shared))
-    return tuple(replace(stage, shares=tuple(row)) if row else stage for stage, row in zip(stages, rows, strict=True))
+    return tuple(
+        replace(stage, shares=tuple(row)) if row else stage
+        for stage, row in zip(stages, rows, strict=True)
+    )
 
 
 def transmit(
     stages: Sequence[Stage], params: Sequence[dict[str, Tensor]], ties: Ties, how: Any
 ) -> tuple[tuple[Stage, ...], tuple[dict[str, Tensor], ...], Ties]:
-    """Make ties that travel: the first stage of a group owns the parameter and stashes it, the others pop it.
+    """Make ties that travel: the first stage of a group owns the parameter and stashes it, the
+    others pop it.
 
-    ``how`` is "replicate" or "transmit" for all, or for each name (any name of the group; "replicate" where it has
-    none). Returns stages, params, and the groups that are still replicated.
+    ``how`` is "replicate" or "transmit" for all, or for each name (any name of the group;
+    "replicate" where it has none). Returns stages, params, and the groups that are still
+    replicated.
 
     Raises:
         PlanError: no such way, or a name that is not tied.
@@ -87,7 +99,10 @@ def transmit(
             if stage != owner:
                 takes[stage][name] = skip
                 del trees[stage][name]
-    travelling = tuple(_travelling(*row) if any(row[1:]) else row[0] for row in zip(stages, gives, takes, strict=True))
+    travelling = tuple(
+        _travelling(*row) if any(row[1:]) else row[0]
+        for row in zip(stages, gives, takes, strict=True)
+    )
     return travelling, tuple(trees), tuple(replicated)
 
 
@@ -100,16 +115,27 @@ def _ways(ties: Ties, how: Any) -> list[str]:
     known = ("replicate", "transmit")
     if isinstance(how, str):
         if how not in known:
-            raise PlanError(f"ties is 'replicate', 'transmit', or one of them for each name; got {how!r}")
+            raise PlanError(
+                f"ties is 'replicate', 'transmit', or one of them for each name; got {how!r}"
+            )
         return [how] * len(ties)
     if not isinstance(how, Mapping):
-        raise PlanError(f"ties is 'replicate', 'transmit', or a dict from names to them; got a {type(how).__name__}")
+        raise PlanError(
+            "ties is 'replicate', 'transmit', or a dict from names to them; got a "
+            f"{type(how).__name__}"
+        )
     ways: dict[Any, Any] = dict(how)  # pyright: ignore[reportUnknownArgumentType]
     names = {name: number for number, group in enumerate(ties) for _, name in group}
     faults = [
-        f"{name!r}: {way!r} is neither 'replicate' nor 'transmit'" for name, way in ways.items() if way not in known
+        f"{name!r}: {way!r} is neither 'replicate' nor 'transmit'"
+        for name, way in ways.items()
+        if way not in known
     ]
-    faults += [f"{name!r} is not used by several stages{similar(name, names)}" for name in ways if name not in names]
+    faults += [
+        f"{name!r} is not used by several stages{similar(name, names)}"
+        for name in ways
+        if name not in names
+    ]
     raise_all("ties= does not fit the split:", faults)
     chosen = ["replicate"] * len(ties)
     for name, way in ways.items():
@@ -118,7 +144,8 @@ def _ways(ties: Ties, how: Any) -> list[str]:
 
 
 class _Travelling(Bindable):
-    """A stage's function, whose tied parameters travel as skips; it draws as the stage, so it is no composition.
+    """A stage's function, whose tied parameters travel as skips; it draws as the stage, so it is no
+    composition.
 
     Attributes:
         stage: the stage inside.
@@ -147,7 +174,9 @@ class _BoundTravelling:
 
     def __init__(self, owner: _Travelling, params: Any, state: Any) -> None:
         self.owner, self.params, self.state = owner, params, state
-        self.bound: list[BoundFn] = []  # all of them: a checkpoint inside computes again in the backward
+        self.bound: list[
+            BoundFn
+        ] = []  # all of them: a checkpoint inside computes again in the backward
         self.places: dict[int, str] = {}
         if not owner.takes:
             self._bind(params)

@@ -1,4 +1,5 @@
-"""Does a split compute what its model computes: outputs, gradients and buffers, on two different inputs."""
+"""Does a split compute what its model computes: outputs, gradients and buffers, on two different
+inputs."""
 
 from __future__ import annotations
 
@@ -30,18 +31,27 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, tor
 
 
 def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
-    """Compare a split with the model as it is (``train``) or in evaluation mode; the model is untouched.
+    """Compare a split with the model as it is (``train``) or in evaluation mode; the model is
+    untouched.
 
-    Both run twice, the second time on other inputs, so that what a trace took for a constant shows (``once``: they do
-    not). Then on one row, which export takes for no number of rows: where that differs, the stages refuse one row.
+    Both run twice, the second time on other inputs, so that what a trace took for a constant shows
+    (``once``: they do not). Then on one row, which export takes for no number of rows: where that
+    differs, the stages refuse one row.
 
     Raises:
         PlanError: with every value that differs.
     """
     module = shell(model) if train else shell(model).eval()
     canonical = first_names(all_tensors(model))
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if canonical[name] == name}
-    params = {name: param.detach().requires_grad_(param.requires_grad) for name, param in model.named_parameters()}
+    buffers = {
+        name: buffer.detach().clone()
+        for name, buffer in model.named_buffers()
+        if canonical[name] == name
+    }
+    params = {
+        name: param.detach().requires_grad_(param.requires_grad)
+        for name, param in model.named_parameters()
+    }
     state: Any = split.state
     traced = functions(split)
     axes = [guard.rows for guard in traced[0].signature.guards] if traced else row_axes(inputs)
@@ -51,7 +61,9 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
             expected = _eager(module, params, buffers, x, split.loss)
         except Exception as error:
             if not number:
-                raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
+                raise PlanError(
+                    f"the model itself fails on the example: {type(error).__name__}: {error}"
+                ) from error
             buffers, x = before, inputs  # the changed example is no input of this model
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
@@ -59,14 +71,18 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
         where = "inputs other than the example" if number else "the example"
         if number and traced:
             where += (
-                " (the trace took something for a constant: a counter, a random number of Python, a number read from "
+                " (the trace took something for a constant: a counter, a random number of Python, "
+                "a number read from "
             )
             where += "a tensor)"
         kind, other = (
-            ("traced stages", "cut without tracing (split without example=)") if traced else ("stages", "trace it")
+            ("traced stages", "cut without tracing (split without example=)")
+            if traced
+            else ("stages", "trace it")
         )
         raise_all(
-            f"the {kind} do not compute what the model computes, on {where}; {other}, or write the stages yourself:",
+            f"the {kind} do not compute what the model computes, on {where}; {other}, or write "
+            "the stages yourself:",
             faults[:12],
         )
     if not once and traced:
@@ -74,14 +90,19 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
 
 
 def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
-    """Compare stages and model on one row; where they differ, the stages refuse one row from now on."""
+    """Compare stages and model on one row; where they differ, the stages refuse one row from now
+    on."""
     signature = functions(split)[0].signature
     leaves, spec = flatten(as_call(inputs))
     rows = [guard.rows for guard in signature.guards]
     if all(axis is None for axis in rows):
         return
     pairs = zip(leaves, rows, strict=True)
-    single = as_input(*unflatten(spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]))
+    single = as_input(
+        *unflatten(
+            spec, [leaf if axis is None else leaf.narrow(axis, 0, 1) for leaf, axis in pairs]
+        )
+    )
     module = shell(model) if train else shell(model).eval()
     try:
         with torch.no_grad():
@@ -90,7 +111,9 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
         return  # the model wants more rows, and says so itself
     try:
         with torch.no_grad(), seeded(single):
-            actual = apply(split.stages, split.params, single, state=_copied(split.state), train=train).y
+            actual = apply(
+                split.stages, split.params, single, state=_copied(split.state), train=train
+            ).y
         differs = bool(_differences([("output", expected, actual)]))
     except Exception:
         differs = True
@@ -101,7 +124,8 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
 
 
 def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
-    """Compare traced stages and model in evaluation mode; where they differ, the stages refuse it from now on."""
+    """Compare traced stages and model in evaluation mode; where they differ, the stages refuse it
+    from now on."""
     for fn in functions(split):
         fn.evaluates = True
     try:
@@ -119,7 +143,8 @@ def functions(split: Split) -> list[GraphFn]:
 def try_once(model: nn.Module, inputs: Any) -> None:
     """Run the model on the example before anything is traced.
 
-    What its code caches (tables, masks) is then computed from numbers, not traced; what no trace can hold is named.
+    What its code caches (tables, masks) is then computed from numbers, not traced; what no trace
+    can hold is named.
 
     Raises:
         PlanError: the model fails on the example, or draws with generators that are not torch's.
@@ -136,7 +161,9 @@ def try_once(model: nn.Module, inputs: Any) -> None:
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(f"the model itself fails on the example: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"the model itself fails on the example: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for (name, get, put), state in zip(generators, states, strict=True):
             if str(get()) != str(state):
@@ -144,20 +171,30 @@ def try_once(model: nn.Module, inputs: Any) -> None:
                 put(state)
     if drawn:
         raise PlanError(
-            f"the forward draws with {' and '.join(drawn)}, which a trace would take for a constant; draw with torch"
+            f"the forward draws with {' and '.join(drawn)}, which a trace would take for a "
+            "constant; draw with torch"
         )
 
 
 def _faults(
-    split: Split, expected: Any, actual: Any, buffers: Mapping[str, Tensor], state: Any, before: Mapping[str, Tensor]
+    split: Split,
+    expected: Any,
+    actual: Any,
+    buffers: Mapping[str, Tensor],
+    state: Any,
+    before: Mapping[str, Tensor],
 ) -> list[str]:
     """The outputs, gradients and buffers that differ, in words."""
     faults = _differences([("output", expected[0], actual[0])])
     names = {**expected[1], **actual[1]}
-    faults += _differences([(f"gradient of {name}", expected[1].get(name), actual[1].get(name)) for name in names])
+    faults += _differences(
+        [(f"gradient of {name}", expected[1].get(name), actual[1].get(name)) for name in names]
+    )
     for name, value in buffers.items():
         copies = [tree[name] for tree in state if tree and name in tree] or [before[name]]
-        faults += [fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])]
+        faults += [
+            fault for copy in copies for fault in _differences([(f"buffer {name}", value, copy)])
+        ]
     return faults
 
 
@@ -184,7 +221,9 @@ def _eager(
         return map_tensors(Tensor.detach, y), _gradients(_objective(y, loss), dict(params))
 
 
-def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
+def _staged(
+    split: Split, x: Any, state: Any, *, train: bool
+) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
     aliases: dict[int, Tensor] = {}
 
     def alias(leaf: Tensor) -> Tensor:
@@ -210,7 +249,8 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
     ]
     if writes:
         raise PlanError(
-            f"the forward writes into its buffers {writes} by an operation that does not say so; write the stage yourself"
+            f"the forward writes into its buffers {writes} by an operation that does not say so; "
+            "write the stage yourself"
         )
     after = tuple(
         part.commit(tree, (stats,)) if part.commit is not None and train else tree
@@ -220,19 +260,24 @@ def _staged(split: Split, x: Any, state: Any, *, train: bool) -> tuple[tuple[Any
 
 
 def _copied(state: Any) -> tuple[Any, ...]:
-    return tuple({name: tensor.clone() for name, tensor in tree.items()} if tree else tree for tree in state)
+    return tuple(
+        {name: tensor.clone() for name, tensor in tree.items()} if tree else tree for tree in state
+    )
 
 
 def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
     args, kwargs = as_call(map_tensors(Tensor.clone, x))
     with seeded(x):
-        return torch.func.functional_call(module, _by_attribute(module, tensors), args, kwargs, tie_weights=False)
+        return torch.func.functional_call(
+            module, _by_attribute(module, tensors), args, kwargs, tie_weights=False
+        )
 
 
 def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Map the name of each attribute that has a tensor to the tensor, each attribute once.
 
-    For an attribute of a module that occurs twice, ``functional_call`` with both names would restore a replaced tensor.
+    For an attribute of a module that occurs twice, ``functional_call`` with both names would
+    restore a replaced tensor.
     """
     first = first_names(all_tensors(module))
     names = [
@@ -246,8 +291,13 @@ def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 @contextmanager
 def seeded(x: Any) -> Generator[None]:
-    """The same random numbers each time on the devices of these inputs; afterwards torch's generators are as before."""
-    found = {leaf.device for leaf in flatten(x)[0] if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
+    """The same random numbers each time on the devices of these inputs; afterwards torch's
+    generators are as before."""
+    found = {
+        leaf.device
+        for leaf in flatten(x)[0]
+        if isinstance(leaf, Tensor) and leaf.device.type == "cuda"
+    }
     devices = sorted(found, key=str)
     with torch.random.fork_rng(devices=devices):
         # Not torch.manual_seed: it also seeds devices whose generators are not restored.
@@ -265,7 +315,9 @@ def _objective(y: Any, loss: Callable[[Any, Any], Any] | None) -> Tensor | None:
     for number, leaf in enumerate(flatten(y)[0]):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            weights = torch.linspace(0.5, 1.5 + number, max(1, leaf.numel()), dtype=leaf.dtype, device=leaf.device)
+            weights = torch.linspace(
+                0.5, 1.5 + number, max(1, leaf.numel()), dtype=leaf.dtype, device=leaf.device
+            )
             part = (leaf * weights[: leaf.numel()].view(leaf.shape)).sum()
             total = part if total is None else total + part.to(total)
     return total
@@ -276,11 +328,16 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
     if not trained or not isinstance(objective, Tensor) or not objective.requires_grad:
         return {}
     gradients: Any = torch.autograd.grad(objective, list(trained.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    return {
+        name: gradient
+        for name, gradient in zip(trained, gradients, strict=True)
+        if gradient is not None
+    }
 
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
-    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of that of all."""
+    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of
+    that of all."""
     faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
     for label, expected, actual in rows:
@@ -293,7 +350,9 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
         if spec != expected_spec:
             faults.append(f"{label} is built as {spec}, the model's as {expected_spec}")
             continue
-        for name, expected_leaf, leaf in zip(locations(expected, label), expected_leaves, leaves, strict=True):
+        for name, expected_leaf, leaf in zip(
+            locations(expected, label), expected_leaves, leaves, strict=True
+        ):
             if isinstance(expected_leaf, Tensor) and isinstance(leaf, Tensor):
                 pairs.append((name, expected_leaf, leaf))
             elif type(expected_leaf) is not type(leaf) or (
@@ -304,19 +363,30 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     least = 1e-3 * max(sizes, default=0.0)
     for (name, expected_leaf, leaf), size in zip(pairs, sizes, strict=True):
         exact = not (expected_leaf.is_floating_point() or expected_leaf.is_complex())
-        allowed = 0.0 if exact else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
+        allowed = (
+            0.0
+            if exact
+            else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
+        )
         if _near(leaf, expected_leaf, allowed / 2):
             continue
         try:
-            torch.testing.assert_close(leaf, expected_leaf, rtol=0.0, atol=allowed, equal_nan=True, check_device=False)
+            torch.testing.assert_close(
+                leaf, expected_leaf, rtol=0.0, atol=allowed, equal_nan=True, check_device=False
+            )
         except AssertionError as error:
             faults.append(f"{name} differs from the model's: {' '.join(str(error).split())}")
     return faults
 
 
 def _near(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Do two tensors clearly not differ: one pass over their numbers, where a full comparison makes many."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (expected.shape, expected.dtype, expected.device):
+    """Do two tensors clearly not differ: one pass over their numbers, where a full comparison makes
+    many."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    ):
         return False
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.equal(tensor, expected)

@@ -40,10 +40,18 @@ class LeafGradient:
 def apart(params: Tree, grads: Tree) -> list[str]:
     """List the differences between params and grads, a line for each leaf."""
     paths = [dict.fromkeys(locations(tree, "")) for tree in (params, grads)]
-    lines = [f"params{place} has no gradient: grads have no leaf there" for place in paths[0] if place not in paths[1]]
-    lines += [f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]]
+    lines = [
+        f"params{place} has no gradient: grads have no leaf there"
+        for place in paths[0]
+        if place not in paths[1]
+    ]
+    lines += [
+        f"grads{place} belongs to no leaf of params" for place in paths[1] if place not in paths[0]
+    ]
     kinds = [type(tree).__name__ for tree in (params, grads)]
-    return lines[:8] or [f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"]
+    return lines[:8] or [
+        f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"
+    ]
 
 
 def misfits(params: Tree, grads: Tree) -> list[str]:
@@ -52,31 +60,48 @@ def misfits(params: Tree, grads: Tree) -> list[str]:
     wrong = {number: pair for number, pair in enumerate(pairs) if not _fits(*pair)}
     places = locations(params, "") if wrong else []
     return [
-        f"grads{places[number]} is {described(gradient)}, params{places[number]} is {described(leaf)}"
+        (
+            f"grads{places[number]} is {described(gradient)}, params{places[number]} is "
+            f"{described(leaf)}"
+        )
         for number, (leaf, gradient) in wrong.items()
     ]
 
 
 def _fits(leaf: Any, gradient: Any) -> bool:
-    """Return whether a gradient can be the ``.grad`` of a leaf. None fits; a leaf that is no tensor has none."""
+    """Return whether a gradient can be the ``.grad`` of a leaf. None fits; a leaf that is no tensor
+    has none."""
     if gradient is None or not isinstance(leaf, Tensor):
         return True
-    if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape or gradient.device != leaf.device:
+    if (
+        not isinstance(gradient, Tensor)
+        or gradient.shape != leaf.shape
+        or gradient.device != leaf.device
+    ):
         return False
-    return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (gradient.dtype, None)
+    return gradient.dtype == leaf.dtype or getattr(leaf, "grad_dtype", leaf.dtype) in (
+        gradient.dtype,
+        None,
+    )
 
 
-def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) -> Sequence[LeafGradient]:
-    """Return the entries that an optimizer can take. Raises PlanError for dense gradients in SparseAdam."""
+def taken_by(
+    optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]
+) -> Sequence[LeafGradient]:
+    """Return the entries that an optimizer can take. Raises PlanError for dense gradients in
+    SparseAdam."""
     if not isinstance(optimizer, torch.optim.SparseAdam):
         return entries
-    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]  # zeros: unused
+    taken = [
+        entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()
+    ]  # zeros: unused
     wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
     if wrong:
         raise PlanError(
-            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: only tables of "
-            "nn.Embedding(sparse=True) that nothing else uses have sparse ones, in stages that are not compiled, and "
-            "without replicas; give the other leaves to another optimizer"
+            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: "
+            "only tables of nn.Embedding(sparse=True) that nothing else uses have sparse ones, "
+            "in stages that are not compiled, and without replicas; give the other leaves to "
+            "another optimizer"
         )
     return taken
 
@@ -84,14 +109,16 @@ def taken_by(optimizer: torch.optim.Optimizer, entries: Sequence[LeafGradient]) 
 def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
     """The leaves that have a gradient, each once.
 
-    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run refuses it otherwise),
-    and every place was given the whole sum already.
+    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run
+    refuses it otherwise), and every place was given the whole sum already.
     """
     sums = sums_of(grads, ties)
     counted = counted_elsewhere(grads, ties)
     entries: dict[int, LeafGradient] = {}
     per_stage = isinstance(params, (tuple, list))
-    for stage, (tree, grad_tree) in enumerate(zip(params, grads, strict=True) if per_stage else [(params, grads)]):
+    for stage, (tree, grad_tree) in enumerate(
+        zip(params, grads, strict=True) if per_stage else [(params, grads)]
+    ):
         for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
             if not isinstance(leaf, Tensor) or gradient is None:
                 continue
@@ -117,14 +144,16 @@ def sums_of(grads: Tree, ties: Ties) -> dict[int, int]:
                     members.append(at(grads[stage], path))
             except (KeyError, IndexError, TypeError, AttributeError):
                 raise PlanError(
-                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the plan's: ties=plan.ties"
+                    f"ties name {path!r} of stage {stage}, where grads have no leaf; give the "
+                    "plan's: ties=plan.ties"
                 ) from None
         out.update((id(member), id(members[0])) for member in members)
     return out
 
 
 def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
-    """The ties (by the numbers of `sums_of`) that count in the norm of another process: that of their first stage."""
+    """The ties (by the numbers of `sums_of`) that count in the norm of another process: that of
+    their first stage."""
     sums = sums_of(grads, ties)
     out: set[int] = set()
     for group in ties:
@@ -136,7 +165,8 @@ def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
 
 
 def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
-    """List this process's gradients with their stages, one for each tie, none for ties that another process counts."""
+    """List this process's gradients with their stages, one for each tie, none for ties that another
+    process counts."""
     sums = sums_of(grads, ties)
     elsewhere = counted_elsewhere(grads, ties)
     distinct: dict[int, tuple[int, Tensor]] = {}

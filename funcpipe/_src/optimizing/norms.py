@@ -22,7 +22,8 @@ def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
 
 
 LocalNorm: TypeAlias = tuple[int, bool, Tensor]
-"""Of a gradient: its stage, has each copy of that another part of it, and the norm of what is here."""
+"""Of a gradient: its stage, has each copy of that another part of it, and the norm of what is
+here."""
 
 
 def local_norm(stage: int, gradient: Tensor, exchange: Exchange) -> LocalNorm:
@@ -38,7 +39,9 @@ def on_host(norms: Sequence[LocalNorm]) -> list[LocalNorm]:
 def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -> Tensor:
     """The 2-norm of gradients, by what every process has of each."""
     ranks = len(everyone) // max(1, len(exchange.copies))
-    found = [_of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)]
+    found = [
+        _of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)
+    ]
     # Together those of one type, in the order of the stages: as torch does it, for the same bits.
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for _, norm in sorted(found, key=itemgetter(0)):
@@ -49,7 +52,9 @@ def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -
 
 def _is_part(gradient: Any, exchange: Exchange) -> bool:
     """Has each copy of the stage another part of the gradient."""
-    return lies_over(gradient, exchange.copies) and any(each.is_shard() for each in gradient.placements)
+    return lies_over(gradient, exchange.copies) and any(
+        each.is_shard() for each in gradient.placements
+    )
 
 
 def _local_norm(gradient: Tensor, exchange: Exchange) -> Tensor:

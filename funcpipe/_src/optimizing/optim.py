@@ -13,10 +13,26 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from funcpipe._src.core.errors import FuncpipeError, PlanError, bullets, raise_all
 from funcpipe._src.core.sparse_gradients import add_gradient
-from funcpipe._src.core.tree import Tree, cow_clone, flatten, leaves, map_leaves, named_leaves, structure
+from funcpipe._src.core.tree import (
+    Tree,
+    cow_clone,
+    flatten,
+    leaves,
+    map_leaves,
+    named_leaves,
+    structure,
+)
 from funcpipe._src.data.exchange import Exchange, alone, numbers
 from funcpipe._src.data.result import Result
-from funcpipe._src.optimizing.leaf_gradients import LeafGradient, Ties, apart, by_leaf, distinct, misfits, taken_by
+from funcpipe._src.optimizing.leaf_gradients import (
+    LeafGradient,
+    Ties,
+    apart,
+    by_leaf,
+    distinct,
+    misfits,
+    taken_by,
+)
 from funcpipe._src.optimizing.norms import norm_of
 
 
@@ -31,10 +47,10 @@ def step(
 ) -> Tensor:
     """One step of an optimizer over ``leaves(params)``; every ``.grad`` is None again afterwards.
 
-    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients, the ties, and the
-    loss scale. Gradients of a run with ``loss_scale`` are divided by it, and where one of any stage is inf or NaN
-    nothing is stepped. Of a result of `ranks` every rank makes the step, each with an optimizer of its own leaves, and
-    the norm is that of all.
+    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients,
+    the ties, and the loss scale. Gradients of a run with ``loss_scale`` are divided by it, and
+    where one of any stage is inf or NaN nothing is stepped. Of a result of `ranks` every rank makes
+    the step, each with an optimizer of its own leaves, and the norm is that of all.
 
     >>> params = ({"w": torch.ones(2)},)
     >>> norm = fp.step(torch.optim.SGD([params[0]["w"]], lr=1.0), params, ({"w": torch.tensor([3.0, 4.0])},))
@@ -42,26 +58,31 @@ def step(
     (5.0, [-2.0, -3.0])
 
     Args:
-        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay as they are. None on
-            a rank of `ranks` where nothing is trained.
+        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay
+            as they are. None on a rank of `ranks` where nothing is trained.
         params: the trees that were run.
-        grads: a result of a run with backwards (or `accumulate`); or gradients alone, of the structure of params, None
-            where there is none, of a run without loss scale. Not written to.
+        grads: a result of a run with backwards (or `accumulate`); or gradients alone, of the
+            structure of params, None where there is none, of a run without loss scale. Not written
+            to.
         max_norm: clip the norm over all stages to it, held by this optimizer or not.
         ties: for gradients alone, as in the plan: a tied parameter counts once in the norm.
-        scaler: of a run with ``loss_scale=scaler.get_scale()``: it unscales, and skips the step. Call
-            ``scaler.update()`` afterwards, once a batch.
+        scaler: of a run with ``loss_scale=scaler.get_scale()``: it unscales, and skips the step.
+            Call ``scaler.update()`` afterwards, once a batch.
 
     Returns:
-        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the step is skipped.
+        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the
+        step is skipped.
 
     Raises:
-        PlanError: the result has no gradients, or its run has stepped; params and grads differ in structure; a gradient
-            has another shape, type or device than its parameter; no leaf of the optimizer has a gradient; the optimizer
-            wants a closure (LBFGS) or sparse gradients; or an option is wrong.
+        PlanError: the result has no gradients, or its run has stepped; params and grads differ in
+            structure; a gradient has another shape, type or device than its parameter; no leaf of
+            the optimizer has a gradient; the optimizer wants a closure (LBFGS) or sparse gradients;
+            or an option is wrong.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
-    with exchange.telling("fp.step"):  # otherwise the other ranks would go on, a step ahead of this one
+    with exchange.telling(
+        "fp.step"
+    ):  # otherwise the other ranks would go on, a step ahead of this one
         check_options(optimizer, max_norm, scaler, optional=exchange != alone)
         return _step(optimizer, params, grads, max_norm, ties, scaler, exchange)
 
@@ -80,14 +101,19 @@ def _step(
     if isinstance(grads, Result):
         if grads.norm is not None:
             raise PlanError(
-                "the run has stepped (its schedule has S), and its result is not stepped again: leave fp.step out, or run "
-                "a schedule without step_params"
+                "the run has stepped (its schedule has S), and its result is not stepped again: "
+                "leave fp.step out, or run a schedule without step_params"
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
     if structure(params) != structure(grads):
-        named_leaves(params)  # raises for params that are no trees of tensors, with a better message
+        named_leaves(
+            params
+        )  # raises for params that are no trees of tensors, with a better message
         raise PlanError(
-            bullets("params and grads differ in structure; give both of the same run:", apart(params, grads))
+            bullets(
+                "params and grads differ in structure; give both of the same run:",
+                apart(params, grads),
+            )
         )
     try:
         return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
@@ -132,7 +158,8 @@ def apply_gradients(
     norm: Tensor | None = None,
     max_norm: float | None = None,
 ) -> None:
-    """Step leaves by their gradients, which stay as they are, clipped where the norm of all is above ``max_norm``."""
+    """Step leaves by their gradients, which stay as they are, clipped where the norm of all is
+    above ``max_norm``."""
     entries = taken_by(optimizer, entries)
     try:
         for entry in entries:
@@ -158,7 +185,9 @@ def _scaler_step(
         for entry in stepped:
             entry.leaf.grad = entry.gradient = entry.gradient.clone()
         _unscale(scaler, optimizer, entries, stepped, exchange)
-        norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
+        norm = norm_of(
+            [(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange
+        )
         if max_norm is not None:
             _clip(stepped, norm, max_norm)
         if optimizer is not None:
@@ -187,8 +216,8 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
     5.0
 
     Args:
-        grads: a result, whose ties and loss scale it knows; or a tuple with one tree per stage, None where there is no
-            gradient.
+        grads: a result, whose ties and loss scale it knows; or a tuple with one tree per stage,
+            None where there is no gradient.
         ties: groups of (stage, path), whose gradients are equal; one stands for all.
 
     Returns:
@@ -207,10 +236,11 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
 def accumulate(results: Iterable[Result]) -> Result:
     """Several runs over parts of one batch as one: exact, because every part counts by its weight.
 
-    Losses and gradients are those of one run over all rows (those of sums are added); the state is that of the last run
-    (give each run the state of the one before). Of evaluations, which have no gradients, it is the loss over all
-    batches. What comes out can be accumulated further, so ``total = accumulate([total, result])`` after each run holds
-    two sets of gradients at a time, however many the parts.
+    Losses and gradients are those of one run over all rows (those of sums are added); the state is
+    that of the last run (give each run the state of the one before). Of evaluations, which have no
+    gradients, it is the loss over all batches. What comes out can be accumulated further, so
+    ``total = accumulate([total, result])`` after each run holds two sets of gradients at a time,
+    however many the parts.
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
@@ -221,12 +251,12 @@ def accumulate(results: Iterable[Result]) -> Result:
     (6.0, tensor(36.6667), (tensor(36.6667),))
 
     Args:
-        results: of the same plan and params, with the same leaves trained. Gradients of runs with other loss scales
-            are brought to the scale of the last.
+        results: of the same plan and params, with the same leaves trained. Gradients of runs with
+            other loss scales are brought to the scale of the last.
 
     Raises:
-        PlanError: no results, some that are none, without a loss, that stepped, or of other params; runs with and without
-            backwards.
+        PlanError: no results, some that are none, without a loss, that stepped, or of other params;
+            runs with and without backwards.
     """
     runs = _results(results)
     last = runs[-1]
@@ -240,16 +270,22 @@ def accumulate(results: Iterable[Result]) -> Result:
         return out
 
     parts = [weight / total for weight in weights] if total else [1.0] * len(runs)
-    scaled = [part * last.loss_scale / run.loss_scale for part, run in zip(parts, runs, strict=True)]
+    scaled = [
+        part * last.loss_scale / run.loss_scale for part, run in zip(parts, runs, strict=True)
+    ]
     with torch.no_grad():
         loss = add([run.loss for run in runs], parts)
-        grads = map_leaves(lambda *row: None if row[0] is None else add(row, scaled), *(run.grads for run in runs))
+        grads = map_leaves(
+            lambda *row: None if row[0] is None else add(row, scaled), *(run.grads for run in runs)
+        )
     unused = set(runs[0].unused).intersection(*(run.unused for run in runs[1:]))
     stats = replace(
         runs[0].stats,
         num_microbatches=sum(run.stats.num_microbatches for run in runs),
         seconds=sum(run.stats.seconds for run in runs),
-        slots=tuple(max(column) for column in zip(*(run.stats.slots for run in runs), strict=False)),
+        slots=tuple(
+            max(column) for column in zip(*(run.stats.slots for run in runs), strict=False)
+        ),
     )
     return replace(
         last,
@@ -271,18 +307,24 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _may_write(optimizer: torch.optim.Optimizer) -> bool:
-    """May an optimizer write into gradients; of torch's own Adagrad does, and SGD with Nesterov's momentum (foreach)."""
+    """May an optimizer write into gradients; of torch's own Adagrad does, and SGD with Nesterov's
+    momentum (foreach)."""
     nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
-    writes = isinstance(optimizer, torch.optim.Adagrad) or (nesterov and isinstance(optimizer, torch.optim.SGD))
+    writes = isinstance(optimizer, torch.optim.Adagrad) or (
+        nesterov and isinstance(optimizer, torch.optim.SGD)
+    )
     return writes or not is_torchs(optimizer)
 
 
-def held_of(optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]) -> list[LeafGradient]:
-    """The entries whose leaves this optimizer holds. Raises PlanError where a step could change nothing."""
+def held_of(
+    optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]
+) -> list[LeafGradient]:
+    """The entries whose leaves this optimizer holds. Raises PlanError where a step could change
+    nothing."""
     if not entries:
         raise PlanError(
-            "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set requires_grad on "
-            "leaves"
+            "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set "
+            "requires_grad on leaves"
         )
     ids = _ids(optimizer)
     stepped = [entry for entry in entries if id(entry.leaf) in ids]
@@ -305,8 +347,8 @@ def _ids(optimizer: torch.optim.Optimizer | None) -> set[int]:
 
 
 _HOLDS_NONE = (
-    "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over the very "
-    "params that are run: torch.optim.AdamW(fp.leaves(params))"
+    "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over "
+    "the very params that are run: torch.optim.AdamW(fp.leaves(params))"
 )
 
 
@@ -317,10 +359,11 @@ def _unscale(
     stepped: list[LeafGradient],
     exchange: Exchange,
 ) -> None:
-    """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves' ``.grad``.
+    """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves'
+    ``.grad``.
 
-    A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so what is not finite
-    elsewhere is brought before it as a NaN.
+    A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so
+    what is not finite elsewhere is brought before it as a NaN.
     """
     finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
     if optimizer is None:  # its scaler goes on with the others' all the same
@@ -331,8 +374,13 @@ def _unscale(
         scaler.unscale_(optimizer)
         return
     first = stepped[0].gradient
-    # Fused optimizers skip a step where exactly one device has found something (torch adds up what all have found).
-    held = [] if finite else [each.gradient for each in stepped if each.gradient.device != first.device]
+    # Fused optimizers skip a step where exactly one device has found something (torch adds up what
+    # all have found).
+    held = (
+        []
+        if finite
+        else [each.gradient for each in stepped if each.gradient.device != first.device]
+    )
     own = [(gradient, gradient.clone()) for gradient in ([] if finite else [first, *held])]
     for gradient in held:
         gradient.zero_()
@@ -343,7 +391,9 @@ def _unscale(
         for entry in entries:
             if id(entry) not in ids:
                 entry.gradient = entry.gradient * (1.0 / scaler.get_scale())
-    scaler.scale(torch.zeros((), device=first.device))  # its scale becomes a tensor when it first scales one
+    scaler.scale(
+        torch.zeros((), device=first.device)
+    )  # its scale becomes a tensor when it first scales one
     scaler.unscale_(optimizer)
     for gradient, before in own:  # the norm is of what they were
         gradient.copy_(before / scaler.get_scale())
@@ -352,22 +402,29 @@ def _unscale(
 def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:
     """The gradients of a result, its ties, and what is left to divide by."""
     if result.grads is None and result.norm is not None:
-        raise PlanError("the gradients were spent as run_batches stepped with them; their norm is in result.norm")
+        raise PlanError(
+            "the gradients were spent as run_batches stepped with them; their norm is in "
+            "result.norm"
+        )
     if result.grads is None:
         raise PlanError(
-            "the result has no gradients: its schedule has no backwards; run a plan of a schedule that has them"
+            "the result has no gradients: its schedule has no backwards; run a plan of a schedule "
+            "that has them"
         )
     if scaler is None:
         return result.grads, ties or result.ties, result.loss_scale
     if scaler.is_enabled() and scaler.get_scale() != result.loss_scale:
         raise PlanError(
-            f"the scaler's scale is {scaler.get_scale():g} and the run's was {result.loss_scale:g}; run with "
-            "loss_scale=scaler.get_scale(), and call scaler.update() after the step"
+            f"the scaler's scale is {scaler.get_scale():g} and the run's was "
+            f"{result.loss_scale:g}; run with loss_scale=scaler.get_scale(), and call "
+            "scaler.update() after the step"
         )
     return result.grads, ties or result.ties, 1.0
 
 
-def check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool) -> None:
+def check_options(
+    optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool
+) -> None:
     """Raise PlanError for what `step` cannot step by; an ``optional`` optimizer may be None."""
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
@@ -377,19 +434,21 @@ def check_options(optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler
         return
     if isinstance(optimizer, type):
         raise PlanError(
-            f"{optimizer.__name__} is a class; make an optimizer: torch.optim.{optimizer.__name__}(fp.leaves(params), "
-            "lr=...)"
+            f"{optimizer.__name__} is a class; make an optimizer: "
+            f"torch.optim.{optimizer.__name__}(fp.leaves(params), lr=...)"
         )
     if optimizer is None or not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
         raise PlanError(
-            f"step takes the optimizer first, fp.step(optimizer, params, result); got a {type(optimizer).__name__}"
+            "step takes the optimizer first, fp.step(optimizer, params, result); got a "
+            f"{type(optimizer).__name__}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(
-            f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so there are no "
-            "gradients to hand it; call its step(closure) with a closure that runs the plan, puts the gradients into "
-            ".grad and returns the loss (docs/howto/optimizers.md)"
+            f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so "
+            "there are no gradients to hand it; call its step(closure) with a closure that runs "
+            "the plan, puts the gradients into .grad and returns the loss "
+            "(docs/howto/optimizers.md)"
         )
 
 
@@ -397,26 +456,31 @@ def _results(results: Any) -> list[Result]:
     """The results as a list. Raises PlanError where they cannot be added."""
     if not isinstance(results, Iterable):
         raise PlanError(
-            f"accumulate takes results one after the other, accumulate([first, second]); got a {type(results).__name__}"
+            "accumulate takes results one after the other, accumulate([first, second]); got a "
+            f"{type(results).__name__}"
         )
     runs = list(cast("Iterable[Any]", results))
     kinds = sorted({type(run).__name__ for run in runs if not isinstance(run, Result)})
     if kinds:
         raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(kinds)}")
     if not runs or any(run.loss is None for run in runs):
-        raise PlanError("accumulate takes one or more results of plans with a loss; make_plan(loss=...)")
+        raise PlanError(
+            "accumulate takes one or more results of plans with a loss; make_plan(loss=...)"
+        )
     if any(run.norm is not None for run in runs):
         raise PlanError(
-            "these runs stepped (their schedule has S), so their gradients are of other parameters each; accumulate runs "
-            "of a schedule without step_params"
+            "these runs stepped (their schedule has S), so their gradients are of other "
+            "parameters each; accumulate runs of a schedule without step_params"
         )
     if len({run.weight is None for run in runs}) > 1:
-        raise PlanError("accumulate takes results of one plan; among these are means and sums (reduction='sum')")
+        raise PlanError(
+            "accumulate takes results of one plan; among these are means and sums (reduction='sum')"
+        )
     trained = [[leaf is not None and leaf.shape for leaf in flatten(run.grads)[0]] for run in runs]
     for number, run in enumerate(runs):
         if structure(run.grads) != structure(runs[0].grads) or trained[number] != trained[0]:
             raise PlanError(
-                f"result {number} has gradients of other leaves than result 0; accumulate runs of one plan with the "
-                "same params and trainable="
+                f"result {number} has gradients of other leaves than result 0; accumulate runs of "
+                "one plan with the same params and trainable="
             )
     return runs

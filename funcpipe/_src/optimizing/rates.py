@@ -33,10 +33,13 @@ class Rates:
             self.scheduler.step()
 
     def ahead(self, count: int) -> Sequence[Settings] | None:
-        """Go on by so many batches; what each of them is stepped with. None: with what the groups have."""
+        """Go on by so many batches; what each of them is stepped with. None: with what the groups
+        have."""
         if self.scheduler is None:
             return None
-        setattr(self.optimizer, STEPPED, True)  # else the scheduler warns that it comes before the first step
+        setattr(
+            self.optimizer, STEPPED, True
+        )  # else the scheduler warns that it comes before the first step
         settings: list[Settings] = []
         for _ in range(count):
             settings.append(self._now())
@@ -53,7 +56,9 @@ class Rates:
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=True):
             for name, value in before.items():
                 if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                    group[name].copy_(value)  # the scheduler, or a recorded graph, knows this very tensor
+                    group[name].copy_(
+                        value
+                    )  # the scheduler, or a recorded graph, knows this very tensor
                 else:
                     group[name] = value
         for scheduler, kept in self._kept:
@@ -92,7 +97,8 @@ def _schedulers(value: Any) -> list[LRScheduler]:
 
 
 def _copied(value: Any) -> Any:
-    """A value whose containers are copies; what is no container (an optimizer, a model, a function) is itself."""
+    """A value whose containers are copies; what is no container (an optimizer, a model, a function)
+    is itself."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if isinstance(value, dict):
@@ -108,8 +114,8 @@ def refuse_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Any) ->
     if plateau or not isinstance(scheduler, LRScheduler):
         why = "wants the loss of each batch before the next one begins" if plateau else "is none"
         raise PlanError(
-            f"scheduler is one of torch.optim.lr_scheduler, which is stepped after each batch; a {type(scheduler).__name__} "
-            f"{why}: leave it out, and step it after run_batches"
+            "scheduler is one of torch.optim.lr_scheduler, which is stepped after each batch; a "
+            f"{type(scheduler).__name__} {why}: leave it out, and step it after run_batches"
         )
     if scheduler.optimizer is not optimizer:
         raise PlanError("scheduler is of another optimizer than optimizer=; make it of this one")

@@ -49,19 +49,24 @@ def run_batches(
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, ...]:
-    """Train on several batches, each device beginning the next one as soon as it has stepped its stages.
+    """Train on several batches, each device beginning the next one as soon as it has stepped its
+    stages.
 
-    Parameters, the optimizer's state and the results are those of one `run` after the other, bit for bit. In between no
-    device waits for the others: while the last stages still work on a batch, the first ones are at the next one already
-    (the zero-bubble paper's post-validation, arXiv 2401.10241, section 4). With `ranks` no process waits for all either.
+    Parameters, the optimizer's state and the results are those of one `run` after the other, bit
+    for bit. In between no device waits for the others: while the last stages still work on a batch,
+    the first ones are at the next one already (the zero-bubble paper's post-validation, arXiv
+    2401.10241, section 4). With `ranks` no process waits for all either.
 
-    It is all batches or none: after an error parameters, the optimizer and the scheduler are what they were before the first.
+    It is all batches or none: after an error parameters, the optimizer and the scheduler are what
+    they were before the first.
 
-    Some batches go one by one all the same: of a plan with ties, with an optimizer that has hooks or holds other leaves, of
-    replicas that have state which a batch changes or other numbers of microbatches, and the first that a plan ever runs. Where
-    gradients of one turn out to be clipped, or not finite under a loss scale, what was done is undone, and all are done again
-    one by one. What undoes steps is a copy of parameters and the optimizer's state; one by one there are two. On one thread
-    (the default on CUDA) it is the devices that do not wait: their actions of all batches are queued one after the other.
+    Some batches go one by one all the same: of a plan with ties, with an optimizer that has hooks
+    or holds other leaves, of replicas that have state which a batch changes or other numbers of
+    microbatches, and the first that a plan ever runs. Where gradients of one turn out to be
+    clipped, or not finite under a loss scale, what was done is undone, and all are done again one
+    by one. What undoes steps is a copy of parameters and the optimizer's state; one by one there
+    are two. On one thread (the default on CUDA) it is the devices that do not wait: their actions
+    of all batches are queued one after the other.
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
@@ -76,18 +81,20 @@ def run_batches(
     Args:
         plan: of a schedule that steps (`schedules.step_params`).
         params: as for `run`.
-        batches: a list of such as `run` takes; all are held until the end, so none is written over by the next. With `ranks`
-            as many on every rank, None where it reads none.
+        batches: a list of such as `run` takes; all are held until the end, so none is written over
+            by the next. With `ranks` as many on every rank, None where it reads none.
         optimizer: one of torch's own. With `ranks` each has one of its own leaves.
         max_norm: as for `step`; batches whose gradients are above it take longer, see above.
         scheduler: a learning rate scheduler of the optimizer, stepped after each batch.
         state: as for `run`; each batch gets that which the one before has left.
         feeds: of each batch, as for `run`.
         seed: batch k draws as a run with ``fold_in(seed, k)``.
-        trainable, loss_scale, record, ranges, executor, threads_per_lane, check, timeout: as for `run`.
+        trainable, loss_scale, record, ranges, executor, threads_per_lane, check, timeout: as for
+            `run`.
 
     Returns:
-        The result of each batch. Their gradients are spent: ``grads`` is None, ``norm`` is what it was.
+        The result of each batch. Their gradients are spent: ``grads`` is None, ``norm`` is what it
+        was.
 
     Raises:
         PlanError, PlacementError, BatchError: something does not fit.
@@ -107,7 +114,9 @@ def run_batches(
         max_norm=max_norm,
     )
     try:
-        return outside_of_graphs(_run_all)(plan, params, batches, feeds, scheduler, executor, options)
+        return outside_of_graphs(_run_all)(
+            plan, params, batches, feeds, scheduler, executor, options
+        )
     except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
         raise error.with_traceback(None) from error.__cause__
 
@@ -127,7 +136,10 @@ def _run_all(
         work.do(batches, feeds)
     except BaseException as error:
         work.restore()
-        add_note(error, "no batch of these is stepped: parameters, optimizer and scheduler are as they were")
+        add_note(
+            error,
+            "no batch of these is stepped: parameters, optimizer and scheduler are as they were",
+        )
         raise
     finally:
         work.close()
@@ -138,7 +150,12 @@ class _Work:
     """Batches that are done, and those that are left."""
 
     def __init__(
-        self, plan: Plan, params: Sequence[Tree], executor: Executor, options: RunOptions, scheduler: Any
+        self,
+        plan: Plan,
+        params: Sequence[Tree],
+        executor: Executor,
+        options: RunOptions,
+        scheduler: Any,
     ) -> None:
         self.plan, self.params, self.executor = plan, params, executor
         self.options, self.scheduler = options, scheduler
@@ -153,7 +170,10 @@ class _Work:
         together = self._together(partial(self._check, batches, feeds))
         if together or not self.left:
             return
-        undo, rates = self._before = Undo(self.options.optimizer), Rates(self.options.optimizer, self.scheduler)
+        undo, rates = self._before = (
+            Undo(self.options.optimizer),
+            Rates(self.options.optimizer, self.scheduler),
+        )
         undo.keep(held_by(self.options.optimizer))
         if together is not None:  # what is not known before the first run is known after it
             self._one(rates)
@@ -193,7 +213,8 @@ class _Work:
         self.left = [*zip(given, every, strict=True)]
 
     def _together(self, check: Callable[[], None] = lambda: None) -> bool | None:
-        """Do all that are left at once. False: they cannot be done so; None: they were, and it is undone."""
+        """Do all that are left at once. False: they cannot be done so; None: they were, and it is
+        undone."""
         if self.lanes is None:
             check()
             return False
@@ -204,7 +225,9 @@ class _Work:
             check()
             rates = Rates(self.options.optimizer, self.scheduler)
             each = [(batch, self._with_state(options)) for batch, options in self.left]
-            return Batches(self.plan, self.params, each, partial(rates.ahead, len(each)), len(self.results))
+            return Batches(
+                self.plan, self.params, each, partial(rates.ahead, len(each)), len(self.results)
+            )
 
         try:
             results = run_together(self.lanes, self.options, begin)
@@ -253,6 +276,7 @@ def _refuse_unstepped(plan: Plan, options: RunOptions) -> None:
     check_options(optimizer, options.max_norm, None, optional=True)
     if optimizer is not None and not is_torchs(optimizer):
         raise PlanError(
-            f"{type(optimizer).__name__} is none of torch's own optimizers, so nobody knows how to undo its steps where a "
-            "batch fails; call fp.run(..., optimizer=optimizer) for one batch after the other"
+            f"{type(optimizer).__name__} is none of torch's own optimizers, so nobody knows how "
+            "to undo its steps where a batch fails; call fp.run(..., optimizer=optimizer) for "
+            "one batch after the other"
         )

@@ -1,7 +1,9 @@
-"""The optimizer's steps inside of a run: a stage's once its gradients are whole, undone where it was a step too many.
+"""The optimizer's steps inside of a run: a stage's once its gradients are whole, undone where it
+was a step too many.
 
-A stage is stepped before it is known whether the others' gradients are finite, what the norm of all is, and whether the run will
-fail: what its parameters and the optimizer's state were is kept until then (post-validation, arXiv 2401.10241, section 4).
+A stage is stepped before it is known whether the others' gradients are finite, what the norm of all
+is, and whether the run will fail: what its parameters and the optimizer's state were is kept until
+then (post-validation, arXiv 2401.10241, section 4).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from funcpipe._src.core.plain_tensors import is_plain
 from funcpipe._src.core.torch_names import STEPPED, storage_number
@@ -42,7 +47,8 @@ _BY_NUMBER = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Those of torch's that step each number of a leaf by itself; Muon, say, multiplies whole matrices."""
+"""Those of torch's that step each number of a leaf by itself; Muon, say, multiplies whole
+matrices."""
 _CLIPPING = 1e-6
 """What torch's clipping adds to a norm before it divides."""
 
@@ -94,7 +100,11 @@ class Stepping:
     """
 
     def __init__(self, ready: Prepared, undo: Undo | None = None, *, spends: bool = False) -> None:
-        self.ready, self.optimizer, self.max_norm = ready, ready.options.optimizer, ready.options.max_norm
+        self.ready, self.optimizer, self.max_norm = (
+            ready,
+            ready.options.optimizer,
+            ready.options.max_norm,
+        )
         self.undo, self.spends = undo or Undo(self.optimizer), spends
         self.settings: Settings | None = None
         self.stepped: set[int] = set()
@@ -105,14 +115,16 @@ class Stepping:
         mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
         if self.optimizer is not None:
             refuse_unheld(self.optimizer, mine)
-        # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as many microbatches come to
-        # each S in one order, so that none waits there for one that waits for it.
+        # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as
+        # many microbatches come to each S in one order, so that none waits there for one that waits
+        # for it.
         apart = spends if self.optimizer is None else in_parts(self.optimizer, mine)
         if apart and ready.even and not ready.plan.stages[-1].seen.late:
             self.early = frozenset(ready.bounds) - _joined(ready)
 
     def step(self, stage: int, reduction: Reduction) -> None:
-        """Step a stage whose gradients are whole, on the lane that has it; not if others decide about these."""
+        """Step a stage whose gradients are whole, on the lane that has it; not if others decide
+        about these."""
         if stage not in self.early:
             return
         sums = reduction.sums_on_lane()
@@ -134,10 +146,15 @@ class Stepping:
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:
         """The gradients without the loss scale."""
         scale = self.ready.shares.loss_scale
-        return entries if scale == 1.0 else [replace(each, gradient=each.gradient / scale) for each in entries]
+        return (
+            entries
+            if scale == 1.0
+            else [replace(each, gradient=each.gradient / scale) for each in entries]
+        )
 
     def _step(self, entries: Sequence[LeafGradient]) -> None:
-        """Step what the optimizer holds of these, as outside of the run: in no mode that stages compute in."""
+        """Step what the optimizer holds of these, as outside of the run: in no mode that stages
+        compute in."""
         if self.optimizer is None:
             return
         part = part_of(self.optimizer, [entry.leaf for entry in entries], self.settings)
@@ -151,13 +168,16 @@ class Stepping:
             apply_gradients(part, stepped)
 
     def settle(self, result: Result) -> Result:
-        """All is known: keep the steps, or undo them and make those that clipped, or late, gradients want."""
+        """All is known: keep the steps, or undo them and make those that clipped, or late,
+        gradients want."""
         assert result.grads is not None
         params, grads = self.ready.params, result.grads
         if self.late:
             self.ready.plan.stages[-1].seen.late = True
         entries = self._scaled(by_leaf(params, grads, result.ties))
-        norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange)
+        norm = norm_of(
+            [(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange
+        )
         held = held_of(self.optimizer, entries) if entries or result.exchange == alone else []
         skips, clips = self._skips(norm), self._clips(norm)
         if self.late or skips or clips:
@@ -191,7 +211,8 @@ class Stepping:
         self.undo.restore()
         self.stepped.clear()
 
-    # -- where gradients are spent -----------------------------------------------------------------------------------
+    # -- where gradients are spent
+    # -------------------------------------------------------------------------------
 
     @property
     def whole(self) -> bool:
@@ -212,11 +233,17 @@ class Stepping:
         return Steps(norms, self.stepped == {*self.ready.bounds} and (self._moved or not norms))
 
     def settled(self, result: Result, everyone: Sequence[Steps]) -> Result | None:
-        """All is known: the result of the steps as they are; None where they are to be undone, for all processes alike."""
+        """All is known: the result of the steps as they are; None where they are to be undone, for
+        all processes alike."""
         norm = norm_of_norms([each.norms for each in everyone], result.exchange)
         if self.late:
             self.ready.plan.stages[-1].seen.late = True
-        if self.late or not all(each.stand for each in everyone) or self._skips(norm) or self._clips(norm):
+        if (
+            self.late
+            or not all(each.stand for each in everyone)
+            or self._skips(norm)
+            or self._clips(norm)
+        ):
             return None
         return replace(result, norm=norm)
 
@@ -230,30 +257,42 @@ class Stepping:
 
 
 def _hooks(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Any]:
-    """Return torch's table of hooks behind a registering function. The table is the same object for every handle."""
+    """Return torch's table of hooks behind a registering function. The table is the same object for
+    every handle."""
     handle = register(lambda *_: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return hooks
 
 
-_GLOBAL_HOOKS = (_hooks(register_optimizer_step_pre_hook), _hooks(register_optimizer_step_post_hook))
+_GLOBAL_HOOKS = (
+    _hooks(register_optimizer_step_pre_hook),
+    _hooks(register_optimizer_step_post_hook),
+)
 
 
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
-    """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one: torch's own do so.
+    """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one:
+    torch's own do so.
 
-    Others may count in their groups, look at all leaves, or hold another optimizer. Hooks, of this optimizer or of all,
-    expect the whole optimizer, once a step. And a step is of all that have a gradient, so there are to be no others
-    than these ``tensors`` of the run. Of parts of tensors only what goes number by number can: the rest asks other
-    processes, one lane beside the other.
+    Others may count in their groups, look at all leaves, or hold another optimizer. Hooks, of this
+    optimizer or of all, expect the whole optimizer, once a step. And a step is of all that have a
+    gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors
+    only what goes number by number can: the rest asks other processes, one lane beside the other.
     """
     held = held_by(optimizer)
     if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):
         return False
-    patched = "step" in vars(optimizer) and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
-    hooked = any(_GLOBAL_HOOKS) or any(value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
-    return is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
+    patched = (
+        "step" in vars(optimizer)
+        and getattr(optimizer.step, "__wrapped__", None) is not type(optimizer).step
+    )
+    hooked = any(_GLOBAL_HOOKS) or any(
+        value for name, value in vars(optimizer).items() if name.endswith("_hooks")
+    )
+    return (
+        is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
+    )
 
 
 def part_of(
@@ -261,18 +300,27 @@ def part_of(
 ) -> torch.optim.Optimizer | None:
     """The optimizer for some of its parameters, with the same state; None: it holds none of them.
 
-    Parts of different parameters can be stepped at the same time. With ``settings`` its groups have others.
+    Parts of different parameters can be stepped at the same time. With ``settings`` its groups have
+    others.
     """
     ids = {id(leaf) for leaf in tensors}
     groups: list[dict[str, Any]] = []
-    for group, own in zip(optimizer.param_groups, settings or [{}] * len(optimizer.param_groups), strict=True):
+    for group, own in zip(
+        optimizer.param_groups, settings or [{}] * len(optimizer.param_groups), strict=True
+    ):
         kept = [at for at, leaf in enumerate(group["params"]) if id(leaf) in ids]
-        lists = {name: [group[name][at] for at in kept] for name in ("params", "param_names") if name in group}
+        lists = {
+            name: [group[name][at] for at in kept]
+            for name in ("params", "param_names")
+            if name in group
+        }
         if kept:
             groups.append({**group, **own, **lists})
     if not groups:
         return None
-    part: torch.optim.Optimizer = object.__new__(type(optimizer))  # `copy` takes what is saved, so no hooks
+    part: torch.optim.Optimizer = object.__new__(
+        type(optimizer)
+    )  # `copy` takes what is saved, so no hooks
     vars(part).update(vars(optimizer))
     vars(part).pop("step", None)  # a scheduler has put one there, which steps all of it
     part.param_groups = groups
@@ -291,11 +339,16 @@ def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
 
 def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     """All leaves of an optimizer."""
-    return [leaf for group in (optimizer.param_groups if optimizer is not None else ()) for leaf in group["params"]]
+    return [
+        leaf
+        for group in (optimizer.param_groups if optimizer is not None else ())
+        for leaf in group["params"]
+    ]
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> None:
-    """Put the state of the leaves in their order, whichever was stepped first: so it is saved in it."""
+    """Put the state of the leaves in their order, whichever was stepped first: so it is saved in
+    it."""
     state = optimizer.state
     for leaf in held_by(optimizer):
         if leaf in state:
@@ -303,11 +356,14 @@ def _in_order(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _joined(ready: Prepared) -> set[int]:
-    """The stages whose leaves are tied to those of others, or share their memory: a write into one is seen in the other."""
+    """The stages whose leaves are tied to those of others, or share their memory: a write into one
+    is seen in the other."""
     tied = {stage for group in ready.ties for stage, _ in group}
     memories = {stage: {*map(_memory, leaves(ready.params[stage]))} for stage in ready.bounds}
     seen = Counter(number for numbers in memories.values() for number in numbers)
-    return tied | {stage for stage, numbers in memories.items() if any(seen[number] > 1 for number in numbers)}
+    return tied | {
+        stage for stage, numbers in memories.items() if any(seen[number] > 1 for number in numbers)
+    }
 
 
 def _memory(leaf: Any) -> int:

@@ -1,7 +1,9 @@
-"""Several batches at once: each lane does the program of one after that of the other, and waits for nobody in between.
+"""Several batches at once: each lane does the program of one after that of the other, and waits for
+nobody in between.
 
-A lane begins a batch as soon as it has stepped its stages for the one before, and committed their state, while others still
-compute for that (arXiv 2401.10241, section 4). Whether all those steps were right is known when the lanes are done with all.
+A lane begins a batch as soon as it has stepped its stages for the one before, and committed their
+state, while others still compute for that (arXiv 2401.10241, section 4). Whether all those steps
+were right is known when the lanes are done with all.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Batches:
     Attributes:
         plan, params: what is run.
         each: the batches, with the options of a run of each.
-        ahead: lets a scheduler go on to the end of all; what the groups of the optimizer are stepped with in each. None: what
-            they have.
+        ahead: lets a scheduler go on to the end of all; what the groups of the optimizer are
+            stepped with in each. None: what they have.
         first: the place of the first among those that the user gave.
     """
 
@@ -55,8 +57,9 @@ def run_together(
         given: called when other processes hear of its errors.
 
     Returns:
-        Nothing, (), where lanes cannot step every stage and go on; None where they did and it had to be undone: gradients
-        are clipped, say. Then the optimizer, and what it holds, is as it was, as it is after an error.
+        Nothing, (), where lanes cannot step every stage and go on; None where they did and it had
+        to be undone: gradients are clipped, say. Then the optimizer, and what it holds, is as it
+        was, as it is after an error.
     """
     undo = Undo(options.optimizer)
     try:
@@ -72,7 +75,9 @@ def run_together(
     return results
 
 
-def _run(executor: LaneExecutor, given: Batches, undo: Undo, running: RunOptions) -> tuple[Result, ...] | None:
+def _run(
+    executor: LaneExecutor, given: Batches, undo: Undo, running: RunOptions
+) -> tuple[Result, ...] | None:
     plan, part = given.plan, executor.part(given.plan)
     shared = part.replicas > 1 and any(commits(plan, stage) for stage in range(plan.num_stages))
     if plan.ties or shared:
@@ -104,13 +109,19 @@ def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepa
     """The batches checked, cut and bound."""
     counts = part.exchange("number of batches", len(given.each))
     if len({*counts}) > 1:
-        said = "; ".join(f"{name} was given {count}" for name, count in zip(part.names, counts, strict=True))
+        said = "; ".join(
+            f"{name} was given {count}" for name, count in zip(part.names, counts, strict=True)
+        )
         raise RanksError(f"run_batches takes as many batches on every rank: {said}")
     readies: list[Prepared] = []
     for number, (batch, options) in enumerate(given.each, given.first):
         with _noted(number):
-            timed = replace(options, timeout=running.timeout, takes_faulthandler=running.takes_faulthandler)
-            readies.append(prepare("run_batches", given.plan, given.params, batch, timed, part=part))
+            timed = replace(
+                options, timeout=running.timeout, takes_faulthandler=running.takes_faulthandler
+            )
+            readies.append(
+                prepare("run_batches", given.plan, given.params, batch, timed, part=part)
+            )
     return readies
 
 
@@ -127,7 +138,8 @@ def _noted(number: int) -> Generator[None]:
 def _can_go_on(stepping: Stepping) -> bool:
     """Can the lanes of this process step all their stages, and go on with them.
 
-    A stage that runs for the first time has copies of its parameters, which show whether it writes into them.
+    A stage that runs for the first time has copies of its parameters, which show whether it writes
+    into them.
     """
     ready = stepping.ready
     stages, train = ready.plan.stages, ready.plan.train

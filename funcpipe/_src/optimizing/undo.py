@@ -1,4 +1,5 @@
-"""What parameters, and the optimizer's state of them, were before steps, so that these can be undone."""
+"""What parameters, and the optimizer's state of them, were before steps, so that these can be
+undone."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ class Undo:
         for leaf in tensors:
             if id(leaf) not in self._kept:
                 state = self.optimizer.state.get(leaf)
-                copies = None if state is None else {name: (value, _copied(value)) for name, value in state.items()}
+                copies = (
+                    None
+                    if state is None
+                    else {name: (value, _copied(value)) for name, value in state.items()}
+                )
                 self._kept[id(leaf)] = _Kept(leaf, _copied(leaf), copies)
 
     def restore(self) -> None:
@@ -77,7 +82,8 @@ def _copied(value: Any) -> Any:
 
 
 def to_the_end(work: Callable[[], None]) -> None:
-    """Do what may be done over again, and all of it: Ctrl-C on the way is raised when it is done."""
+    """Do what may be done over again, and all of it: Ctrl-C on the way is raised when it is
+    done."""
     interrupt: KeyboardInterrupt | None = None
     done = False
     while not done:

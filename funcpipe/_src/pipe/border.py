@@ -1,4 +1,5 @@
-"""Where a `Pipe` meets the caller's autograd: one node, whose backward is the pullback of the run."""
+"""Where a `Pipe` meets the caller's autograd: one node, whose backward is the pullback of the
+run."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from funcpipe._src.engine.vjp import Pullback
 from funcpipe._src.models.example import bare
 from funcpipe._src.stages.context import saved_tensors_are_hooked
 
-# -- inputs -----------------------------------------------------------------------------------------------------------
+# -- inputs
+# -------------------------------------------------------------------------------
 
 
 def input_leaves(inputs: Tree) -> list[Any]:
-    """The leaves of inputs (or of their gradients), of all microbatches where those are given ready."""
+    """The leaves of inputs (or of their gradients), of all microbatches where those are given
+    ready."""
     trees = inputs.trees if isinstance(inputs, Microbatches) else (inputs,)
     return [bare(leaf) for tree in trees for leaf in flatten(tree)[0]]
 
@@ -31,10 +34,15 @@ def input_flags(inputs: Tree) -> Tree:
 
 
 def _mapped(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A tree with ``fn`` applied to its leaves, and to those of every microbatch where they are apart."""
+    """A tree with ``fn`` applied to its leaves, and to those of every microbatch where they are
+    apart."""
 
     def mapped(leaf: Any) -> Any:
-        return Microbatches(_mapped(fn, tree) for tree in leaf) if isinstance(leaf, Microbatches) else fn(leaf)
+        return (
+            Microbatches(_mapped(fn, tree) for tree in leaf)
+            if isinstance(leaf, Microbatches)
+            else fn(leaf)
+        )
 
     return map_leaves(mapped, tree)
 
@@ -44,7 +52,8 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def count_microbatches(inputs: Tree, chunks: int) -> int:
-    """How many microbatches these inputs make; whether they can be cut at all is for the run to say.
+    """How many microbatches these inputs make; whether they can be cut at all is for the run to
+    say.
 
     Raises:
         BatchError: there is nothing to cut.
@@ -59,11 +68,13 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
             return max(1, min(rows, chunks))
     kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
     raise BatchError(
-        f"a Pipe cuts its inputs along their rows, so one of them is a tensor that is not replicated; got {kinds}"
+        "a Pipe cuts its inputs along their rows, so one of them is a tensor that is not "
+        f"replicated; got {kinds}"
     )
 
 
-# -- outputs ----------------------------------------------------------------------------------------------------------
+# -- outputs
+# -------------------------------------------------------------------------------
 
 
 def tensors_of(outputs: Tree) -> list[Tensor]:
@@ -81,10 +92,13 @@ _Form = Callable[[Iterator["Tensor | None"]], Tree]
 
 
 def _form(outputs: Tree) -> _Form:
-    """A function that makes trees of gradients like the outputs, as a pullback takes them; keeps no tensor of them."""
+    """A function that makes trees of gradients like the outputs, as a pullback takes them; keeps no
+    tensor of them."""
     leaves, spec = flatten(outputs)
     parts = [
-        [_form(tree) for tree in leaf] if isinstance(leaf, Microbatches) else isinstance(leaf, Tensor)
+        [_form(tree) for tree in leaf]
+        if isinstance(leaf, Microbatches)
+        else isinstance(leaf, Tensor)
         for leaf in leaves
     ]
 
@@ -92,7 +106,11 @@ def _form(outputs: Tree) -> _Form:
         if not isinstance(part, list):
             return next(gradients) if part else None
         trees = [form(gradients) for form in part]
-        return None if all(leaf is None for tree in trees for leaf in flatten(tree)[0]) else Microbatches(trees)
+        return (
+            None
+            if all(leaf is None for tree in trees for leaf in flatten(tree)[0])
+            else Microbatches(trees)
+        )
 
     return lambda gradients: unflatten(spec, [cotangent(part, gradients) for part in parts])
 
@@ -101,29 +119,43 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
     """For each tensor of the outputs: whether it can have a gradient."""
     by_microbatch = pullback.attached
     if isinstance(outputs, Microbatches):
-        rows = [(flatten(tree)[0], flags) for tree, flags in zip(outputs, by_microbatch, strict=True)]
-        return [flag for row in rows for leaf, flag in zip(*row, strict=True) if isinstance(leaf, Tensor)]
+        rows = [
+            (flatten(tree)[0], flags) for tree, flags in zip(outputs, by_microbatch, strict=True)
+        ]
+        return [
+            flag
+            for row in rows
+            for leaf, flag in zip(*row, strict=True)
+            if isinstance(leaf, Tensor)
+        ]
     out: list[bool] = []
     for leaf, *flags in zip(flatten(outputs)[0], *by_microbatch, strict=True):
         if isinstance(leaf, Tensor):
             out.append(any(flags))
         elif isinstance(leaf, Microbatches):  # one leaf of each microbatch
-            out += [flag for value, flag in zip(leaf, flags, strict=True) if isinstance(value, Tensor)]
+            out += [
+                flag for value, flag in zip(leaf, flags, strict=True) if isinstance(value, Tensor)
+            ]
     return out
 
 
-# -- the node ---------------------------------------------------------------------------------------------------------
+# -- the node
+# -------------------------------------------------------------------------------
 
 
 class _Node(torch.autograd.Function):
-    """Outputs that were computed already, attached to the parameters and inputs that they depend on.
+    """Outputs that were computed already, attached to the parameters and inputs that they depend
+    on.
 
-    Between the forwards and the backwards it keeps the pullback of the run, the form of its outputs, the stage and name
-    of each parameter that requires a gradient, and which leaves of the inputs do.
+    Between the forwards and the backwards it keeps the pullback of the run, the form of its
+    outputs, the stage and name of each parameter that requires a gradient, and which leaves of the
+    inputs do.
     """
 
     @staticmethod
-    def forward(ctx: Any, kept: tuple[Any, ...], outputs: list[Tensor], detached: list[Tensor], *_: Tensor) -> Any:
+    def forward(
+        ctx: Any, kept: tuple[Any, ...], outputs: list[Tensor], detached: list[Tensor], *_: Tensor
+    ) -> Any:
         ctx.pullback, ctx.form, ctx.places, ctx.wanted = kept
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*detached)
@@ -138,16 +170,18 @@ def _back(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
     if torch.is_grad_enabled():
         raise FuncpipeError(
-            "a Pipe computes its gradients itself, so they have no graph of their own and create_graph=True is "
-            "not possible; for second derivatives call the layers without the pipe: nn.Sequential(*pipe)"
+            "a Pipe computes its gradients itself, so they have no graph of their own and "
+            "create_graph=True is not possible; for second derivatives call the layers without "
+            "the pipe: nn.Sequential(*pipe)"
         )
     if all(gradient is None for gradient in gradients):
         return [None] * (len(ctx.places) + sum(ctx.wanted))
     pullback, ctx.pullback = ctx.pullback, None
     if pullback is None:
         raise FuncpipeError(
-            "the backward of this output of a Pipe was done already, and what it needs is freed by the first "
-            "one, retain_graph=True or not; add the losses and call backward once, or call the pipe again"
+            "the backward of this output of a Pipe was done already, and what it needs is freed "
+            "by the first one, retain_graph=True or not; add the losses and call backward once, "
+            "or call the pipe again"
         )
     with without_saved_tensor_hooks():
         grads, input_grads = pullback(ctx.form(iter(gradients)))
@@ -165,25 +199,34 @@ def attach(
     params: Sequence[tuple[tuple[int, str], Tensor]],
     inputs: Tree,
 ) -> Tree:
-    """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards need.
+    """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards
+    need.
 
     ``params`` are those that require gradients, each after its stage and its name there.
     """
     tensors = tensors_of(outputs)
-    detached = [tensor for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True) if not flag]
+    detached = [
+        tensor
+        for tensor, flag in zip(tensors, _attached(outputs, pullback), strict=True)
+        if not flag
+    ]
     leaves = input_leaves(inputs)
     flags = [_requires_grad(leaf) for leaf in leaves]
     kept = pullback, _form(outputs), [place for place, _ in params], flags
-    roots = [*(param for _, param in params), *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag)]
+    roots = [
+        *(param for _, param in params),
+        *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag),
+    ]
     attached = iter(_Node.apply(kept, tensors, detached, *roots))
     return _mapped(lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 class without_saved_tensor_hooks:
-    """Hooks on saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) do not reach into the stages of a pipe.
+    """Hooks on saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) do not reach into the
+    stages of a pipe.
 
-    What a pipe keeps for its backwards is its own affair (``checkpoint=``). With such hooks inside of it a pipe in a
-    checkpointed region would be run again by its own backward.
+    What a pipe keeps for its backwards is its own affair (``checkpoint=``). With such hooks inside
+    of it a pipe in a checkpointed region would be run again by its own backward.
 
     No generator: what passes through may be an error that is a StopIteration.
     """
@@ -203,7 +246,7 @@ class without_saved_tensor_hooks:
 
 
 _HOOKED = (
-    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and this torch has no "
-    "names by which they could be kept out of its stages; call it outside of them: what a pipe keeps is set by "
-    "checkpoint="
+    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and "
+    "this torch has no names by which they could be kept out of its stages; call it outside of "
+    "them: what a pipe keeps is set by checkpoint="
 )

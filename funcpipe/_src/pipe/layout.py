@@ -1,4 +1,5 @@
-"""Which layers of a Sequential make which stage, and on which device: what `Pipe` decides before anything runs."""
+"""Which layers of a Sequential make which stage, and on which device: what `Pipe` decides before
+anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from funcpipe._src.core.errors import PlacementError, PlanError, raise_all
 from funcpipe._src.models.balance import evenly
 
 _LANES = 2
-"""Stages on a machine without CUDA, where nothing else says how many: two lanes of the CPU compute at the same time."""
+"""Stages on a machine without CUDA, where nothing else says how many: two lanes of the CPU compute
+at the same time."""
 
 
 class Layout(NamedTuple):
@@ -47,13 +49,16 @@ def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any)
         placed = _where_they_are(_layer_devices(layers, held), counts) if named is None else named
         if len(placed) < len(counts):
             raise PlacementError(
-                f"too few devices to hold these stages (devices: {len(placed)}, stages: {len(counts)}); name one for "
-                f"each, the same may stand many times: devices=['cpu'] * {len(counts)}, or "
-                f"balance={evenly(sizes, len(placed))}"
+                f"too few devices to hold these stages (devices: {len(placed)}, stages: "
+                f"{len(counts)}); name one for each, the same may stand many times: "
+                f"devices=['cpu'] * {len(counts)}, or balance={evenly(sizes, len(placed))}"
             )
         return Layout(counts, placed[: len(counts)])
     if named is None:
-        runs = [(device, len(list(run))) for device, run in groupby(_filled(_layer_devices(layers, held)))]
+        runs = [
+            (device, len(list(run)))
+            for device, run in groupby(_filled(_layer_devices(layers, held)))
+        ]
         if len(runs) > 1:
             return Layout(tuple(count for _, count in runs), tuple(device for device, _ in runs))
         named = _all_there_are()
@@ -68,16 +73,22 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
         counts = tuple(index(count) for count in cast("Iterable[Any]", balance))
     except TypeError:
         raise PlanError(
-            f"balance is a sequence with the number of layers of each stage; got {balance!r}; e.g. "
-            f"balance={evenly(sizes, min(_LANES, total))}"
+            f"balance is a sequence with the number of layers of each stage; got {balance!r}; "
+            f"e.g. balance={evenly(sizes, min(_LANES, total))}"
         ) from None
     fault = ""
     if not counts:
         fault = "balance has no stage"
     elif min(counts) < 1:
-        fault = f"all numbers of balance must be positive: every stage has a layer (balance: {list(counts)})"
+        fault = (
+            "all numbers of balance must be positive: every stage has a layer (balance: "
+            f"{list(counts)})"
+        )
     elif sum(counts) != total:
-        fault = f"module and sum of balance have different length (module: {total}, sum of balance: {sum(counts)})"
+        fault = (
+            f"module and sum of balance have different length (module: {total}, sum of balance: "
+            f"{sum(counts)})"
+        )
     if fault:
         even = evenly(sizes, min(max(len(counts), 1), total))
         raise PlanError(f"{fault}; by bytes of parameters: balance={even}")
@@ -88,7 +99,9 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
     """The devices that the caller names; a single one is for every stage. Raises PlacementError."""
     single = isinstance(devices, (str, int, torch.device))
     if not single and not isinstance(devices, Iterable):
-        raise PlacementError(f"devices is a sequence with a torch device for each stage; got {devices!r}")
+        raise PlacementError(
+            f"devices is a sequence with a torch device for each stage; got {devices!r}"
+        )
     named: list[Any] = [devices] if single else list(cast("Iterable[Any]", devices))
     faults: list[str] = [] if named else ["devices names none; give one for each stage"]
     out: list[torch.device] = []
@@ -118,7 +131,10 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
 def _all_there_are() -> tuple[torch.device, ...]:
     """Every CUDA device, or two lanes of the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return tuple(torch.device("cuda", number) for number in range(count)) or (torch.device("cpu"),) * _LANES
+    return (
+        tuple(torch.device("cuda", number) for number in range(count))
+        or (torch.device("cpu"),) * _LANES
+    )
 
 
 def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
@@ -135,7 +151,8 @@ def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
 def _layer_devices(
     layers: Sequence[tuple[str, nn.Module]], held: Sequence[Sequence[Tensor]]
 ) -> list[torch.device | None]:
-    """The device of each layer; None for a layer without tensors of its own. Raises PlacementError."""
+    """The device of each layer; None for a layer without tensors of its own. Raises
+    PlacementError."""
     out: list[torch.device | None] = []
     faults: list[str] = []
     for (name, _), tensors in zip(layers, held, strict=True):
@@ -144,11 +161,13 @@ def _layer_devices(
             faults.append(f"layer {name!r} lies on {' and '.join(map(str, devices))}")
         if any(device.type == "meta" for device in devices):
             faults.append(
-                f"layer {name!r} lies on the meta device and has no numbers; first module.to_empty(device=...)"
+                f"layer {name!r} lies on the meta device and has no numbers; first "
+                "module.to_empty(device=...)"
             )
         out.append(devices[0] if devices else None)
     raise_all(
-        "one layer runs on one device; name the devices (devices=[...]) and the layers are moved there:",
+        "one layer runs on one device; name the devices (devices=[...]) and the layers are moved "
+        "there:",
         faults,
         PlacementError,
     )
@@ -156,7 +175,8 @@ def _layer_devices(
 
 
 def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
-    """Layers without tensors go with those before them, at the start with those after; [] where none has tensors."""
+    """Layers without tensors go with those before them, at the start with those after; [] where
+    none has tensors."""
     last = next((device for device in devices if device is not None), None)
     filled: list[torch.device] = []
     for device in devices:
@@ -165,7 +185,9 @@ def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
     return filled
 
 
-def _where_they_are(devices: Sequence[torch.device | None], counts: Sequence[int]) -> tuple[torch.device, ...]:
+def _where_they_are(
+    devices: Sequence[torch.device | None], counts: Sequence[int]
+) -> tuple[torch.device, ...]:
     """The devices of stages that the caller cut but did not place. Raises PlacementError."""
     filled = _filled(devices)
     if len(set(filled)) <= 1:
@@ -179,8 +201,8 @@ def _where_they_are(devices: Sequence[torch.device | None], counts: Sequence[int
             faults.append(f"stage {stage} has layers on {' and '.join(map(str, stage_devices))}")
         placed.append(stage_devices[0])
     raise_all(
-        "a stage runs on one device; give devices=[...], one for each stage, and the layers are moved there, or leave "
-        "balance= out to cut where the device changes:",
+        "a stage runs on one device; give devices=[...], one for each stage, and the layers are "
+        "moved there, or leave balance= out to cut where the device changes:",
         faults,
         PlacementError,
     )

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from funcpipe._src.batch import microbatch
 from funcpipe._src.batch.marks import Microbatches
 from funcpipe._src.core.errors import BatchError, PlacementError, PlanError, raise_all
-from funcpipe._src.core.torch_names import Anchored, buffers_of, children_of, device_asked, hooks_of, parameters_of
+from funcpipe._src.core.torch_names import (
+    Anchored,
+    buffers_of,
+    children_of,
+    device_asked,
+    hooks_of,
+    parameters_of,
+)
 from funcpipe._src.core.tree import Tree, map_leaves
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.devices.devices import same_device
@@ -40,8 +47,9 @@ _KEPT = 4
 """Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
 
 _DENIED = (
-    "the layers of a Pipe are on the devices of their stages and are not moved; name the devices when it is made: "
-    "fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), .half()"
+    "the layers of a Pipe are on the devices of their stages and are not moved; name the devices "
+    "when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), "
+    ".half()"
 )
 
 
@@ -50,11 +58,13 @@ class MoveError(PlacementError, TypeError):
 
 
 class Pipe(Anchored):
-    """The Sequential itself, computed as a pipeline: microbatches through stages, one device (or CPU lane) each.
+    """The Sequential itself, computed as a pipeline: microbatches through stages, one device (or
+    CPU lane) each.
 
-    A drop-in for torchgpipe's ``GPipe``: the output hangs in the caller's graph, ``loss.backward()`` and the optimizer
-    are outside, ``state_dict`` and ``parameters`` are those of the Sequential, whose very layers it holds. Inside is a
-    plan: all forwards, then all backwards (`fill_drain`) with `remat`, run by `vjp`.
+    A drop-in for torchgpipe's ``GPipe``: the output hangs in the caller's graph,
+    ``loss.backward()`` and the optimizer are outside, ``state_dict`` and ``parameters`` are those
+    of the Sequential, whose very layers it holds. Inside is a plan: all forwards, then all
+    backwards (`fill_drain`) with `remat`, run by `vjp`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = fp.Pipe(model, chunks=3, balance=[2, 1], devices=["cpu", "cpu"])
@@ -65,29 +75,33 @@ class Pipe(Anchored):
     >>> model[0].weight.grad.shape
     torch.Size([8, 4])
 
-    ``pipe(*inputs)`` is ``sequential(*inputs)``, whatever trees go in, between layers, and out: a tensor, tuples, dicts
-    (several inputs for a `PipeSequential`). Inputs are cut along axis 0 into at most ``chunks`` microbatches; see
-    `Replicate`, `Axis`, `Microbatches`. In evaluation mode or without gradients nothing is computed twice.
+    ``pipe(*inputs)`` is ``sequential(*inputs)``, whatever trees go in, between layers, and out: a
+    tensor, tuples, dicts (several inputs for a `PipeSequential`). Inputs are cut along axis 0 into
+    at most ``chunks`` microbatches; see `Replicate`, `Axis`, `Microbatches`. In evaluation mode or
+    without gradients nothing is computed twice.
 
-    Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model that draws. Running
-    statistics of batch norm are written into the layers when the forwards are done; a call that raises changes nothing.
-    Layers may be frozen, changed, replaced and hooked between calls. Every call compares their attributes, nested ones
-    too, and makes the stages again if one differs.
+    Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model
+    that draws. Running statistics of batch norm are written into the layers when the forwards are
+    done; a call that raises changes nothing. Layers may be frozen, changed, replaced and hooked
+    between calls. Every call compares their attributes, nested ones too, and makes the stages again
+    if one differs.
 
-    A backward runs once and has no graph of its own: ``retain_graph=True`` and ``create_graph=True`` are refused.
-    Inside of a stage of another run, a Pipe is the plain Sequential.
+    A backward runs once and has no graph of its own: ``retain_graph=True`` and
+    ``create_graph=True`` are refused. Inside of a stage of another run, a Pipe is the plain
+    Sequential.
 
     Args:
-        sequential: the layers. They are moved in place to the devices of their stages; parameters stay the same
-            objects.
+        sequential: the layers. They are moved in place to the devices of their stages; parameters
+            stay the same objects.
         chunks: the most microbatches; a batch with fewer rows has fewer.
-        checkpoint: what is computed again in the backwards instead of being kept: "always" every microbatch,
-            "except_last" all but the last, "never" none. All are bit-identical for pure layers.
-        deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if it had seen the whole
-            batch; False: once per microbatch, as the plain layer would.
-        devices: one for each stage, the same may stand many times; one alone is for all. More than there are stages are
-            left out. None: where the layers are, if that is several devices (neighbours on one are one stage), else
-            every CUDA device, else two lanes of the CPU.
+        checkpoint: what is computed again in the backwards instead of being kept: "always" every
+            microbatch, "except_last" all but the last, "never" none. All are bit-identical for pure
+            layers.
+        deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if
+            it had seen the whole batch; False: once per microbatch, as the plain layer would.
+        devices: one for each stage, the same may stand many times; one alone is for all. More than
+            there are stages are left out. None: where the layers are, if that is several devices
+            (neighbours on one are one stage), else every CUDA device, else two lanes of the CPU.
         balance: number of layers of each stage. None: by the bytes of their parameters.
         merge: how what the last layer returns is joined over microbatches; see `make_plan`.
         ranges: every action is a range for profilers; see `run`.
@@ -112,14 +126,20 @@ class Pipe(Anchored):
         super().__init__()
         faults = [*_module_faults(sequential), *_option_faults(chunks, checkpoint)]
         raise_all("no such Pipe:", faults)
-        self._chunks, self._checkpoint, self._deferred = index(chunks), checkpoint, bool(deferred_batch_norm)
+        self._chunks, self._checkpoint, self._deferred = (
+            index(chunks),
+            checkpoint,
+            bool(deferred_batch_norm),
+        )
         self._merge, self._ranges = merge, ranges
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
         # Not add_module: a layer may have the name of an attribute of ours.
         children_of(self).update(children_of(sequential))
         self.training = sequential.training
         self._layout = lay_out(self._layers(), balance, devices)
-        self._views: tuple[nn.Sequential, ...] = ()  # the same ones each time, so that hooks on them are seen
+        self._views: tuple[
+            nn.Sequential, ...
+        ] = ()  # the same ones each time, so that hooks on them are seen
         self._known: tuple[ModuleSnapshot, dict[tuple[bool, ...], Stages]] | None = None
         if len(self):
             self._stages()  # what is wrong with the layers shows before they are moved
@@ -127,7 +147,8 @@ class Pipe(Anchored):
         for part, device in reversed(list(zip(self.partitions, self.devices, strict=True))):
             part.to(device)
 
-    # -- looking at it -------------------------------------------------------------------------------------------------
+    # -- looking at it
+    # -------------------------------------------------------------------------------
 
     @property
     def chunks(self) -> int:
@@ -156,9 +177,12 @@ class Pipe(Anchored):
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each stage, as views: the layers are the pipe's and may have hooks, the views may not."""
+        """The layers of each stage, as views: the layers are the pipe's and may have hooks, the
+        views may not."""
         self._views = self._views or tuple(self._kind() for _ in self.balance)
-        for view, end, count in zip(self._views, accumulate(self.balance), self.balance, strict=True):
+        for view, end, count in zip(
+            self._views, accumulate(self.balance), self.balance, strict=True
+        ):
             children_of(view).clear()
             children_of(view).update(self._layers()[end - count : end])
             view.training = self.training
@@ -189,7 +213,10 @@ class Pipe(Anchored):
     def extra_repr(self) -> str:
         """The options, and a line for each stage."""
         lines = [
-            f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, deferred_batch_norm={self.deferred_batch_norm}"
+            (
+                f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
+                f"deferred_batch_norm={self.deferred_batch_norm}"
+            )
         ]
         for stage, (part, device) in enumerate(zip(self.partitions, self.devices, strict=True)):
             lines.append(f"stage {stage} on {device}: {', '.join(children_of(part))}")
@@ -198,13 +225,15 @@ class Pipe(Anchored):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None}  # stages and plans are made again
 
-    # -- running it ----------------------------------------------------------------------------------------------------
+    # -- running it
+    # -------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any) -> Any:
         """Run the pipeline.
 
         Args:
-            inputs: for the first layer: tensors, or any trees of them, with the same number of rows; any device.
+            inputs: for the first layer: tensors, or any trees of them, with the same number of
+                rows; any device.
 
         Returns:
             What the last layer returned, the rows of all microbatches joined, on the last device.
@@ -217,10 +246,13 @@ class Pipe(Anchored):
         """
         if torch.compiler.is_exporting():
             raise PlanError(
-                "torch.export traces one graph, and a Pipe is a run on lanes: export the layers themselves, "
-                "torch.export.export(nn.Sequential(*pipe), ...), whose parameters are the same"
+                "torch.export traces one graph, and a Pipe is a run on lanes: export the layers "
+                "themselves, torch.export.export(nn.Sequential(*pipe), ...), whose parameters are "
+                "the same"
             )
-        if torch.compiler.is_compiling():  # a pipeline is no graph: torch.compile leaves it as it is
+        if (
+            torch.compiler.is_compiling()
+        ):  # a pipeline is no graph: torch.compile leaves it as it is
             return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)
 
@@ -228,9 +260,9 @@ class Pipe(Anchored):
         hooked = [stage for stage, view in enumerate(self._views) if hooks_of(view)]
         if hooked:
             raise PlanError(
-                f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which would never be "
-                "called: it is a view, and stages are made of its layers; register them on a layer, "
-                f"pipe.partitions[{hooked[0]}][-1], or on the Pipe"
+                f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which "
+                "would never be called: it is a view, and stages are made of its layers; "
+                f"register them on a layer, pipe.partitions[{hooked[0]}][-1], or on the Pipe"
             )
         if RUNNING.get() is not None:  # a stage is one step of a plan
             return self[:](*map_leaves(bare, inputs))
@@ -238,7 +270,9 @@ class Pipe(Anchored):
         tree = self._as_tree(inputs)
         count = count_microbatches(tree, self.chunks)
         if not len(self):
-            microbatch.cut(make_plan([Stage(_identity)], fill_drain(1, count)), tree, None, None)  # for its checks
+            microbatch.cut(
+                make_plan([Stage(_identity)], fill_drain(1, count)), tree, None, None
+            )  # for its checks
             return self[:](*map_leaves(bare, inputs))
         return self._run(self._stages(), tree, count)
 
@@ -249,16 +283,22 @@ class Pipe(Anchored):
         training = [(place, param) for place, param in training if param.requires_grad]
         graph = torch.is_grad_enabled() and bool(training or any(input_leaves(input_grads)))
         draws = stages.draw()
-        # Where no stage is known to draw, the seed is the next one, and the generator stays as it is.
+        # Where no stage is known to draw, the seed is the next one, and the generator stays as it
+        # is.
         seed = _draw(torch.default_generator if draws else torch.default_generator.clone_state())
         pullback = None
         with without_saved_tensor_hooks():
             if graph:
                 plan = stages.plan(count, self.checkpoint if self.training else "never")
                 flags = tuple(
-                    {name: param.requires_grad for name, param in stage_params.items()} for stage_params in params
+                    {name: param.requires_grad for name, param in stage_params.items()}
+                    for stage_params in params
                 )
-                options: dict[str, Any] = {"trainable": flags, "input_grads": input_grads, "ranges": self._ranges}
+                options: dict[str, Any] = {
+                    "trainable": flags,
+                    "input_grads": input_grads,
+                    "ranges": self._ranges,
+                }
                 result, pullback = vjp(plan, params, inputs, state=state, seed=seed, **options)
             else:
                 plan = stages.plan(count, None)
@@ -266,7 +306,8 @@ class Pipe(Anchored):
         outputs: Any = result.outputs
         if not tensors_of(outputs):
             raise PlanError(
-                f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a `return` missing?"
+                f"the last layer of a Pipe returned no tensor, but {type(outputs).__name__}; is a "
+                "`return` missing?"
             )
         stages.write(result.state)
         if not draws and stages.draw():
@@ -274,16 +315,20 @@ class Pipe(Anchored):
         return outputs if pullback is None else attach(outputs, pullback, training, inputs)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
-        """The inputs as the first stage takes them. Raises BatchError where the Sequential does not take so many."""
+        """The inputs as the first stage takes them. Raises BatchError where the Sequential does not
+        take so many."""
         ready = any(isinstance(value, Microbatches) for value in inputs)
         if len(inputs) == 1 and (ready or self._kind is nn.Sequential):
             return inputs[0]
         if ready:
-            raise BatchError("inputs that are cut already come as one: fp.Microbatches([(a, b), ...])")
+            raise BatchError(
+                "inputs that are cut already come as one: fp.Microbatches([(a, b), ...])"
+            )
         if not inputs or self._kind is nn.Sequential:
             raise BatchError(
-                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; layers with several "
-                "inputs come in an fp.models.PipeSequential, which spreads tuples over their arguments"
+                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; "
+                "layers with several inputs come in an fp.models.PipeSequential, which spreads "
+                "tuples over their arguments"
             )
         return inputs
 
@@ -291,8 +336,8 @@ class Pipe(Anchored):
         """The stages of the layers as they are now."""
         if len(self) != sum(self.balance):
             raise PlanError(
-                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for {sum(self.balance)}; wrap "
-                "them again: fp.Pipe(nn.Sequential(*pipe), ...)"
+                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for "
+                f"{sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
         if self._known is None or not self._known[0].is_current(model):
@@ -307,7 +352,8 @@ class Pipe(Anchored):
             by_flags[flags] = stages
         return stages
 
-    # -- staying where it is -------------------------------------------------------------------------------------------
+    # -- staying where it is
+    # -------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """As ``nn.Module.to`` for a dtype or a memory format.
@@ -343,19 +389,22 @@ def _module_faults(sequential: Any) -> list[str]:
         ]
     kind = type(sequential)
     faults = unfit(sequential)
-    if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(sequential):
+    if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(
+        sequential
+    ):
         faults.append(
-            f"{kind.__name__} has a forward of its own, which would never be called; give nn.Sequential(*layers), and "
-            "do in a layer what it does"
+            f"{kind.__name__} has a forward of its own, which would never be called; give "
+            "nn.Sequential(*layers), and do in a layer what it does"
         )
     if names := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(
-            f"{kind.__name__} has tensors of its own ({', '.join(names)}), which its forward does not use; put them "
-            "into a layer"
+            f"{kind.__name__} has tensors of its own ({', '.join(names)}), which its forward does "
+            "not use; put them into a layer"
         )
     if hooks_of(sequential):
         faults.append(
-            f"this {kind.__name__} has hooks of its own, which would never be called; register them on the Pipe"
+            f"this {kind.__name__} has hooks of its own, which would never be called; register "
+            "them on the Pipe"
         )
     return faults
 
@@ -367,7 +416,9 @@ def _option_faults(chunks: Any, checkpoint: Any) -> list[str]:
         positive = False
     faults = [] if positive else [f"number of chunks must be positive integer; got {chunks!r}"]
     if checkpoint not in CHECKPOINTS:
-        faults.append(f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}")
+        faults.append(
+            f"checkpoint is not one of 'always', 'except_last', or 'never'; got {checkpoint!r}"
+        )
     return faults
 
 

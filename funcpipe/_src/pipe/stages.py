@@ -1,4 +1,5 @@
-"""The stages of a `Pipe`, made from its layers once, checked before every call, and made again when layers changed."""
+"""The stages of a `Pipe`, made from its layers once, checked before every call, and made again when
+layers changed."""
 
 from __future__ import annotations
 
@@ -41,10 +42,14 @@ class Stages:
         home: each parameter's first place, (stage, name).
     """
 
-    def __init__(self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None) -> None:
+    def __init__(
+        self, model: nn.Sequential, layout: Layout, *, deferred: bool, merge: Any = None
+    ) -> None:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
-        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)  # Pipe itself compares them
+        parts = cut_sequential(
+            model, layout.balance, deferred=deferred, origin=False
+        )  # Pipe itself compares them
         homes: dict[str, TensorHome] = {
             f"{path}.{name}" if path else name: (layer, name)
             for path, layer in model.named_modules(remove_duplicate=False)
@@ -75,7 +80,11 @@ class Stages:
             if checkpoint == "always" or (checkpoint == "except_last" and last):
                 kept = last if checkpoint == "except_last" else -1
                 schedule = remat(schedule, keep=lambda action: action.microbatch == kept)
-            options: dict[str, Any] = {"devices": self.layout.devices, "ties": self.ties, "train": self.train}
+            options: dict[str, Any] = {
+                "devices": self.layout.devices,
+                "ties": self.ties,
+                "train": self.train,
+            }
             options["merge"] = self.merge
             plan = self.plans[key] = make_plan(self.stages, schedule, outputs=True, **options)
         return plan
@@ -100,22 +109,27 @@ class Stages:
                     if same_device(tensor.device, device):
                         continue
                     if id(tensor) in earlier:
-                        tensors[name] = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+                        tensors[name] = (
+                            tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+                        )
                     else:
-                        faults.append(f"{name} lies on {tensor.device}, stage {stage} runs on {device}")
+                        faults.append(
+                            f"{name} lies on {tensor.device}, stage {stage} runs on {device}"
+                        )
                 earlier.update(held)
                 by_stage.append(tensors)
             trees.append(tuple(by_stage))
         raise_all(
-            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them again: "
-            "fp.Pipe(nn.Sequential(*pipe), ...):",
+            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them "
+            "again: fp.Pipe(nn.Sequential(*pipe), ...):",
             faults,
             PlacementError,
         )
         return trees[0], tuple(state or () for state in trees[1])
 
     def write(self, states: Sequence[Tree]) -> None:
-        """Put the running statistics of a batch into the buffers of the layers, which stay the same tensors."""
+        """Put the running statistics of a batch into the buffers of the layers, which stay the same
+        tensors."""
         if not self.train:
             return
         with torch.no_grad():
@@ -134,14 +148,15 @@ def _read(home: TensorHome) -> Tensor:
     return tensor
 
 
-# -- have the layers changed ----------------------------------------------------------------------------------------
+# -- have the layers changed
+# -------------------------------------------------------------------------------
 
 
 class ModuleSnapshot:
     """The structure that stages depend on: layers, their attributes and hooks, shared tensors.
 
-    Numbers in tensors are left out. Training flags are separate, because they change often and back: `Pipe` keeps
-    stages for several of them.
+    Numbers in tensors are left out. Training flags are separate, because they change often and
+    back: `Pipe` keeps stages for several of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,7 +170,8 @@ class ModuleSnapshot:
         return tuple([module.training for module in self.modules])
 
     def is_current(self, model: nn.Module) -> bool:
-        """Return whether a model differs from this snapshot in training flags only, or not at all."""
+        """Return whether a model differs from this snapshot in training flags only, or not at
+        all."""
         paths, modules = _named_layers(model)
         if paths != self.paths or not all(map(is_, modules, self.modules)):
             return False
@@ -164,7 +180,11 @@ class ModuleSnapshot:
 
 def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
     """Return the paths of all modules inside a model, and the modules."""
-    named = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module is not model]
+    named = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module is not model
+    ]
     return [path for path, _ in named], [module for _, module in named]
 
 

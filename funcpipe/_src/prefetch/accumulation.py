@@ -21,7 +21,8 @@ Item = TypeVar("Item")
 def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
     """Groups of ``size`` items, drawn as they are used; the last may be shorter.
 
-    Windows are cut by counting items, never by state that lives on between epochs: two epochs have the same windows.
+    Windows are cut by counting items, never by state that lives on between epochs: two epochs have
+    the same windows.
 
     >>> [list(window) for window in fp.batches.windows(range(5), 2)]
     [[0, 1], [2, 3], [4]]
@@ -31,7 +32,8 @@ def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
         size: of a window, from 1.
 
     Returns:
-        An iterator of iterators. What a window's user leaves over is drawn and dropped when the next one is asked for.
+        An iterator of iterators. What a window's user leaves over is drawn and dropped when the
+        next one is asked for.
 
     Raises:
         PlanError: the size is no whole number from 1; or a window is asked for what was dropped
@@ -66,9 +68,9 @@ class _Window(Iterator[Any]):
     def __next__(self) -> Any:
         if self.dropped:
             raise PlanError(
-                "this window is over: its items are drawn as they are used, and the rest was dropped when the next "
-                "window was asked for; use each in its turn (for window in fp.batches.windows(...)), or keep it: "
-                "list(window)"
+                "this window is over: its items are drawn as they are used, and the rest was "
+                "dropped when the next window was asked for; use each in its turn (for window in "
+                "fp.batches.windows(...)), or keep it: list(window)"
             )
         return self.first.pop() if self.first else next(self.others)
 
@@ -91,7 +93,11 @@ class Accumulated:
 
     @guarded
     def __repr__(self) -> str:
-        facts = [("batches", str(self.count)), ("weight", f"{self.weight:g}"), ("gradients", amount_of(self.grads))]
+        facts = [
+            ("batches", str(self.count)),
+            ("weight", f"{self.weight:g}"),
+            ("gradients", amount_of(self.grads)),
+        ]
         return line("Accumulated", facts)
 
 
@@ -102,9 +108,11 @@ def accumulate_grads(
     reduce: Literal["mean", "sum"] = "mean",
     weight: Callable[[Any], float] | None = None,
 ) -> Accumulated:
-    """The gradients of a window of batches as if they were one batch; exact for the last, shorter window, too.
+    """The gradients of a window of batches as if they were one batch; exact for the last, shorter
+    window, too.
 
-    (Results of `fp.run` know their weights: ``fp.accumulate(fp.run(plan, params, batch) for batch in window)``.)
+    (Results of `fp.run` know their weights: ``fp.accumulate(fp.run(plan, params, batch) for batch
+    in window)``.)
 
     >>> found = fp.batches.accumulate_grads(lambda x: ({"w": x}, None), [torch.tensor(1.0), torch.tensor(4.0)])
     >>> float(found.grads["w"]), found.count
@@ -113,14 +121,17 @@ def accumulate_grads(
     Args:
         grad_fn: batch -> (gradients, anything else). Gradients are those of the batch's mean loss.
         window: batches, such as one of `windows`; each is dropped when its gradients are added.
-        reduce: "mean": the sum over batches, each times its weight, over the sum of weights; "sum": the sum alone.
-        weight: batch -> how much it counts (rows, tokens), asked for before ``grad_fn`` runs; None: all count 1.
+        reduce: "mean": the sum over batches, each times its weight, over the sum of weights; "sum":
+            the sum alone.
+        weight: batch -> how much it counts (rows, tokens), asked for before ``grad_fn`` runs; None:
+            all count 1.
 
     Returns:
         Gradients in the types that ``grad_fn`` gave; half precision is summed in single.
 
     Raises:
-        PlanError: the window is empty, weights are negative or all zero, or gradients differ in structure.
+        PlanError: the window is empty, weights are negative or all zero, or gradients differ in
+            structure.
     """
     if not callable(grad_fn):
         raise PlanError(
@@ -137,11 +148,15 @@ def accumulate_grads(
         number = len(aux)
         factor = 1.0 if weight is None else float(weight(batch))
         if not 0 <= factor < float("inf"):
-            raise PlanError(f"the weight of a batch is a number from 0; batch {number} of the window has {factor}")
+            raise PlanError(
+                f"the weight of a batch is a number from 0; batch {number} of the window has "
+                f"{factor}"
+            )
         returned: Any = grad_fn(batch)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise PlanError(
-                f"grad_fn returns (gradients, anything else), such as (grads, None); got a {type(returned).__name__}"
+                "grad_fn returns (gradients, anything else), such as (grads, None); got a "
+                f"{type(returned).__name__}"
             )
         grads, extra = cast("tuple[Any, Any]", returned)
         leaves, layout = flatten(grads)
@@ -150,21 +165,36 @@ def accumulate_grads(
             sums += [None for _ in leaves]
             kinds = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
         if layout != spec:
-            raise PlanError(f"batch {number} of the window has gradients of another structure: {layout}, after {spec}")
-        changed = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) != (kinds[at] is not None)]
+            raise PlanError(
+                f"batch {number} of the window has gradients of another structure: {layout}, "
+                f"after {spec}"
+            )
+        changed = [
+            at
+            for at, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) != (kinds[at] is not None)
+        ]
         if changed:
             place, kind = locations(grads, "grads")[changed[0]], type(leaves[changed[0]]).__name__
-            raise PlanError(f"{place} is a {kind} in batch {number} of the window, and was none before")
+            raise PlanError(
+                f"{place} is a {kind} in batch {number} of the window, and was none before"
+            )
         with torch.no_grad():
             sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
         total += factor
         aux.append(extra)
         del batch, returned, grads, leaves, extra  # before the next one is drawn
     if spec is None or total == 0:
-        raise PlanError("there is nothing to accumulate: the window has no batch" + (" with a weight" if aux else ""))
+        raise PlanError(
+            "there is nothing to accumulate: the window has no batch"
+            + (" with a weight" if aux else "")
+        )
     scale = 1.0 / total if reduce == "mean" else 1.0
     with torch.no_grad():
-        means = [None if old is None else (old * scale).to(kind) for old, kind in zip(sums, kinds, strict=True)]
+        means = [
+            None if old is None else (old * scale).to(kind)
+            for old, kind in zip(sums, kinds, strict=True)
+        ]
     return Accumulated(unflatten(spec, means), tuple(aux), len(aux), total)
 
 
@@ -179,12 +209,16 @@ def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
 
 
 def agree(
-    source: Iterable[Item], all_have: Callable[[bool], bool], *, pad: Callable[[Any], Any] | None = None
+    source: Iterable[Item],
+    all_have: Callable[[bool], bool],
+    *,
+    pad: Callable[[Any], Any] | None = None,
 ) -> Iterator[Item]:
-    """A source that ends on all ranks at once, however many batches each has: else those that have more wait for ever.
+    """A source that ends on all ranks at once, however many batches each has: else those that have
+    more wait for ever.
 
-    Every rank calls ``all_have`` once for each draw, so it may be a collective. With ``torch.distributed``, on the
-    CPU::
+    Every rank calls ``all_have`` once for each draw, so it may be a collective. With
+    ``torch.distributed``, on the CPU::
 
         def all_have(mine):
             flag = torch.tensor(int(mine))
@@ -197,8 +231,9 @@ def agree(
     Args:
         source: of this rank.
         all_have: (has this rank a batch) -> have all ranks one.
-        pad: None: stop with the first rank that has no more; a batch that others drew for nothing is dropped. Else go
-            on until no rank has any: ``pad(last batch of this rank, or None)`` is a batch to take part with.
+        pad: None: stop with the first rank that has no more; a batch that others drew for nothing
+            is dropped. Else go on until no rank has any: ``pad(last batch of this rank, or None)``
+            is a batch to take part with.
 
     Returns:
         The iterator to give to `overlap`.

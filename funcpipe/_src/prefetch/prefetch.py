@@ -1,4 +1,5 @@
-"""`overlap`: a stream of batches through stages that work at the same time, each on another batch."""
+"""`overlap`: a stream of batches through stages that work at the same time, each on another
+batch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ from funcpipe._src.devices.stream import Place
 from funcpipe._src.engine.worker import Worker, end_all
 from funcpipe._src.prefetch.device import ToDevice, numbered
 from funcpipe._src.prefetch.rows import BatchRow, CallerModes, Item, OverlapState
-from funcpipe._src.prefetch.stage import BatchStage, Fold, StageLike, TickPlan, checked_stages, plan_of
+from funcpipe._src.prefetch.stage import (
+    BatchStage,
+    Fold,
+    StageLike,
+    TickPlan,
+    checked_stages,
+    plan_of,
+)
 from funcpipe._src.prefetch.stats import Bar, Progress, StageStats
 from funcpipe._src.prefetch.streams import StreamSet
 from funcpipe._src.stages.context import not_carried, refuse_transforms
@@ -34,7 +42,8 @@ from funcpipe._src.stages.context import not_carried, refuse_transforms
 ProgressReport: TypeAlias = bool | Callable[[Progress], None]
 
 _PATIENCE = 1.0
-"""Seconds that threads get to end after an error, and that a source gets which cannot be interrupted."""
+"""Seconds that threads get to end after an error, and that a source gets which cannot be
+interrupted."""
 
 _LONGEST = 30.0
 """Seconds that Python's end waits for a stage."""
@@ -53,12 +62,14 @@ def overlap(
     ranges: bool = False,
     progress: ProgressReport = False,
 ) -> Overlap:
-    """Prefetch batches through stages: while batch i is trained on, i+1 exchanges its inputs and i+2 is copied.
+    """Prefetch batches through stages: while batch i is trained on, i+1 exchanges its inputs and
+    i+2 is copied.
 
-    The results equal ``[last(...first(batch)) for batch in source]`` bit for bit and in order, whatever the depth
-    and the threads, for functions that do not depend on each other and a source that does not write into a batch again.
-    Each batch that is drawn comes out, or the error that it met is raised in its place, after the results of all
-    batches before it: the exception itself, with ``.funcpipe`` (stage, name, batch) and a note.
+    The results equal ``[last(...first(batch)) for batch in source]`` bit for bit and in order,
+    whatever the depth and the threads, for functions that do not depend on each other and a source
+    that does not write into a batch again. Each batch that is drawn comes out, or the error that it
+    met is raised in its place, after the results of all batches before it: the exception itself,
+    with ``.funcpipe`` (stage, name, batch) and a note.
 
     >>> list(fp.batches.overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
     [10, 20, 30, 40]
@@ -67,28 +78,36 @@ def overlap(
     ([1, 2, 3, 4], 10)
 
     Args:
-        source: any iterable of batches; None is a batch like others. Drawn once, from the first ``next`` on, never
-            after its end and never by two threads.
-        stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a `Fold`, which runs where
-            the loop runs. Without a fold all of them run ahead of the loop's own work.
-        depth: how many batches are under way besides the one that is handed out next; all stages work at once if it is
-            at least the number of stages before the step. 0: the plain loop, nothing runs ahead; good to find a fault.
-        start_index: the number of the first batch, where training resumes in the middle of an epoch.
-        thread: whether the source and the stages have threads, where they do not say; None: where no device with
-            streams is named (`to_device`, ``devices``). There one thread queues everything, in the plan's order.
+        source: any iterable of batches; None is a batch like others. Drawn once, from the first
+            ``next`` on, never after its end and never by two threads.
+        stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a
+            `Fold`, which runs where the loop runs. Without a fold all of them run ahead of the
+            loop's own work.
+        depth: how many batches are under way besides the one that is handed out next; all stages
+            work at once if it is at least the number of stages before the step. 0: the plain loop,
+            nothing runs ahead; good to find a fault.
+        start_index: the number of the first batch, where training resumes in the middle of an
+            epoch.
+        thread: whether the source and the stages have threads, where they do not say; None: where
+            no device with streams is named (`to_device`, ``devices``). There one thread queues
+            everything, in the plan's order.
         devices: with streams, that stages work on besides those of `to_device`.
-        snapshot: called before each draw, such as ``loader.state_dict``, and copied; see `Overlap.source_state`.
+        snapshot: called before each draw, such as ``loader.state_dict``, and copied; see
+            `Overlap.source_state`.
         record: keep when everything ran, for `Overlap.timeline`.
-        ranges: the work on a batch is a range of torch.profiler, such as ``decode 3``, and of NVTX on CUDA devices.
+        ranges: the work on a batch is a range of torch.profiler, such as ``decode 3``, and of NVTX
+            on CUDA devices.
         progress: True: a line on stderr; or a function that is given a `Progress` after each batch.
 
     Returns:
-        The iterator. Threads end with the last batch, with an error, with `Overlap.close` (or its ``with`` block), or
-        when no reference to it is left. If a stage is a method of an object that refers to the overlap, use ``with``.
+        The iterator. Threads end with the last batch, with an error, with `Overlap.close` (or its
+        ``with`` block), or when no reference to it is left. If a stage is a method of an object
+        that refers to the overlap, use ``with``.
 
     Raises:
         PlanError: stages or leads do not fit; every fault is named.
-        FuncpipeError: called under torch.func, or threads are wanted and a mode is on that they cannot take over.
+        FuncpipeError: called under torch.func, or threads are wanted and a mode is on that they
+            cannot take over.
     """
     refuse_transforms("overlap")
     if not isinstance(source, Iterable):
@@ -113,8 +132,8 @@ def overlap(
     plan = plan_of(listed, fold, depth, thread=thread, streamed=bool(streamed))
     if any(row.thread for row in plan.rows) and (modes := not_carried()):
         raise FuncpipeError(
-            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., thread=False) runs all "
-            "stages in this thread"
+            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., "
+            "thread=False) runs all stages in this thread"
         )
     lag = max((stage.lag or 0 for stage in listed), default=0)
     shared = OverlapState(fold, start_index, lag, StreamSet(streamed if depth else ()))
@@ -139,7 +158,9 @@ def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torc
         asked = [devices] if isinstance(devices, str | torch.device) else devices
         used = [numbered(torch.device(device)) for device in asked]
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise PlanError(f"devices is a sequence of torch devices; got {devices!r}: {error}") from error
+        raise PlanError(
+            f"devices is a sequence of torch devices; got {devices!r}: {error}"
+        ) from error
     for stage in stages:
         if isinstance(stage.fn, ToDevice):
             used += [device for device in flatten(stage.fn.devices)[0] if device is not None]
@@ -156,7 +177,12 @@ class Overlap(Iterator[Any]):
     """
 
     def __init__(
-        self, source: Any, plan: TickPlan, rows: Sequence[BatchRow], shared: OverlapState, progress: ProgressReport
+        self,
+        source: Any,
+        plan: TickPlan,
+        rows: Sequence[BatchRow],
+        shared: OverlapState,
+        progress: ProgressReport,
     ) -> None:
         self.plan, self._rows, self._shared = plan, rows, shared
         self._source: Any = source
@@ -192,7 +218,8 @@ class Overlap(Iterator[Any]):
 
     @property
     def states(self) -> tuple[Tree, ...]:
-        """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1], earlier=s[:-1])``."""
+        """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1],
+        earlier=s[:-1])``."""
         states = sorted(self._shared.states.items())
         return tuple(state.tree for number, state in states if number <= self.index)
 
@@ -208,14 +235,18 @@ class Overlap(Iterator[Any]):
 
     @property
     def source_state(self) -> Any:
-        """The ``snapshot`` before the first batch was drawn that is not handed out yet: the place to go on from.
+        """The ``snapshot`` before the first batch was drawn that is not handed out yet: the place
+        to go on from.
 
         Raises:
             FuncpipeError: there is no ``snapshot``.
         """
         snapshot, snapshots = self._rows[0].snapshot, self._shared.snapshots
         if snapshot is None:
-            raise FuncpipeError("nothing looks at the source's state: overlap(source, ..., snapshot=loader.state_dict)")
+            raise FuncpipeError(
+                "nothing looks at the source's state: overlap(source, ..., "
+                "snapshot=loader.state_dict)"
+            )
         return snapshots[0] if snapshots else deepcopy(snapshot())
 
     @property
@@ -239,25 +270,28 @@ class Overlap(Iterator[Any]):
         return Timeline(tuple(spans), len(lanes), unit="s", name="overlap", lanes=lanes)
 
     def stats(self) -> tuple[StageStats, ...]:
-        """For the source, each stage and the fold: how many batches, how long they took, how long it waited."""
+        """For the source, each stage and the fold: how many batches, how long they took, how long
+        it waited."""
         rows = [row.stats() for row in self._rows]
         if not self._folds:
             rows.append(StageStats("loop", 0, 0.0, self._rows[-1].output.waited, 0.0))
         return tuple(rows)
 
     def stop_drawing(self) -> None:
-        """Draw no more: batches that are under way come out, then it ends. So does a batch whose draw has begun."""
+        """Draw no more: batches that are under way come out, then it ends. So does a batch whose
+        draw has begun."""
         self._shared.stopping = True
 
     def close(self, timeout: float | None = 5.0) -> None:
         """End it now: batches under way are lost. A no-op where it has ended.
 
-        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage), it returns at
-        once, and the loop ends there.
+        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage),
+        it returns at once, and the loop ends there.
 
         Args:
-            timeout: seconds to wait for threads (one that waits for the source cannot be interrupted); a warning names
-                those that are left then, which end when what they wait for comes. None: as long as it takes.
+            timeout: seconds to wait for threads (one that waits for the source cannot be
+                interrupted); a warning names those that are left then, which end when what they
+                wait for comes. None: as long as it takes.
         """
         kind = type(self._source).__name__
         if late := self._close(timeout):
@@ -303,11 +337,13 @@ class Overlap(Iterator[Any]):
             raise StopIteration
         if self._shared.process != os.getpid():
             raise FuncpipeError(
-                "this overlap belongs to the process that made it, and a fork has none of its threads; make a new one"
+                "this overlap belongs to the process that made it, and a fork has none of its "
+                "threads; make a new one"
             )
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
-                "this overlap is asked for its next batch by two at once; each loop has its own overlap"
+                "this overlap is asked for its next batch by two at once; each loop has its own "
+                "overlap"
             )
         try:
             return self._next()
@@ -371,7 +407,9 @@ class Overlap(Iterator[Any]):
             elif key != "caller" or row.plan.thread:
                 if key not in made:
                     backend = Place.backend
-                    made[key] = {device: backend.module(device).Stream(device) for device in here.devices}
+                    made[key] = {
+                        device: backend.module(device).Stream(device) for device in here.devices
+                    }
                 row.streams = StreamSet(here.devices, made[key])
             if row.plan.thread:
                 for _ in range(row.plan.lead + 1):
@@ -389,8 +427,11 @@ class Overlap(Iterator[Any]):
         return Progress(self.index - self._start, total, perf_counter() - self._began, self.stats())
 
 
-def _ended(shared: OverlapState, rows: Sequence[BatchRow], workers: list[Worker], timeout: float | None) -> str:
-    """End all rows, and wait for their threads; the names of those that are left. A fork has none of them."""
+def _ended(
+    shared: OverlapState, rows: Sequence[BatchRow], workers: list[Worker], timeout: float | None
+) -> str:
+    """End all rows, and wait for their threads; the names of those that are left. A fork has none
+    of them."""
     if shared.process != os.getpid():
         return ""
     shared.stop()

@@ -1,4 +1,5 @@
-"""The rows of an overlap at work: each makes its batches in order, in a thread or when the loop asks for the next one."""
+"""The rows of an overlap at work: each makes its batches in order, in a thread or when the loop
+asks for the next one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from funcpipe._src.stages.rng import KeyedDraws, Keys
 
 
 class Item(NamedTuple):
-    """A batch between two rows, ready after some marks; or the error that is raised in its place."""
+    """A batch between two rows, ready after some marks; or the error that is raised in its
+    place."""
 
     value: Any = None
     marks: tuple[Mark, ...] = ()
@@ -37,7 +39,8 @@ class Item(NamedTuple):
 class TimedQueue(SimpleQueue[Any]):
     """A queue that counts for how many seconds its reader has waited.
 
-    It has no lock of Python's, so a signal handler and a finalizer may put something in at any moment.
+    It has no lock of Python's, so a signal handler and a finalizer may put something in at any
+    moment.
     """
 
     waited = 0.0
@@ -67,7 +70,8 @@ class CallerModes:
 
 
 class OldState(NamedTuple):
-    """A state of the fold, ready after some marks, and its tensors with their counts of in-place writes."""
+    """A state of the fold, ready after some marks, and its tensors with their counts of in-place
+    writes."""
 
     tree: Tree
     marks: tuple[Mark, ...]
@@ -75,7 +79,8 @@ class OldState(NamedTuple):
 
 
 class OverlapState:
-    """State that the rows of one overlap and its loop share. It refers to no row, so no cycle keeps batches alive.
+    """State that the rows of one overlap and its loop share. It refers to no row, so no cycle keeps
+    batches alive.
 
     Attributes:
         reached: the number of the next batch that is handed out, and the fold's state before it.
@@ -107,31 +112,41 @@ class OverlapState:
         Raises:
             FuncpipeError: the fold wrote into an older one, which a stage may be reading.
         """
-        for place, tensor, before in (entry for state in self.states.values() for entry in state.versions):
+        for place, tensor, before in (
+            entry for state in self.states.values() for entry in state.versions
+        ):
             if version(tensor) != before:
                 raise FuncpipeError(
-                    f"the fold writes into its state in place ({place}), and a stage with lag= reads older states; "
-                    "return new tensors (clone, or an optimizer that is a function)"
+                    f"the fold writes into its state in place ({place}), and a stage with lag= "
+                    "reads older states; return new tensors (clone, or an optimizer that is a "
+                    "function)"
                 )
         named = zip(locations(tree, "state"), flatten(tree)[0], strict=True) if self._lag else ()
-        tensors = [(place, leaf) for place, leaf in named if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        tensors = [
+            (place, leaf)
+            for place, leaf in named
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
         versions = [(place, leaf, version(leaf)) for place, leaf in tensors]
         self.states[number] = OldState(tree, self.here.marks(), versions)
         self.states.pop(number - self._lag - 1, None)
 
     def old_state(self, batch: int, lag: int) -> OldState:
-        """The state after ``batch - lag`` batches, or the oldest. It exists: a lead is at most the lag."""
+        """The state after ``batch - lag`` batches, or the oldest. It exists: a lead is at most the
+        lag."""
         return self.states[max(batch - lag, self._first)]
 
     def stop(self) -> None:
-        """End all rows: each finds an end in its queue, and makes none of the batches before that."""
+        """End all rows: each finds an end in its queue, and makes none of the batches before
+        that."""
         self.closed = True
         for queue in self.queues:
             queue.put(None)
 
 
 class BatchRow:
-    """One row of the plan: it takes batches from the row before, and puts each that it has made into its queue.
+    """One row of the plan: it takes batches from the row before, and puts each that it has made
+    into its queue.
 
     Attributes:
         stage: whose function it calls; None: it draws from the source.
@@ -149,7 +164,11 @@ class BatchRow:
     spans: list[tuple[float, float, int]] | None = None
 
     def __init__(
-        self, shared: OverlapState, plan: TickRow, stage: BatchStage | Fold | None, before: BatchRow | None
+        self,
+        shared: OverlapState,
+        plan: TickRow,
+        stage: BatchStage | Fold | None,
+        before: BatchRow | None,
     ) -> None:
         self.shared, self.plan, self.stage = shared, plan, stage
         self.number = 0 if before is None else before.number + 1
@@ -177,7 +196,8 @@ class BatchRow:
             self.shared.stop()
 
     def make(self) -> None:
-        """Make the next batch, the error in its place, or the end. A no-op after the end, or once all rows end."""
+        """Make the next batch, the error in its place, or the end. A no-op after the end, or once
+        all rows end."""
         if not (self.ended or self.shared.closed):
             item = self._next_item()
             self.ended = item is None or item.error is not None
@@ -191,7 +211,11 @@ class BatchRow:
             return item
         start = perf_counter()
         try:
-            named = named_range(f"{self.plan.name} {self.batch}", self.ranges) if self.ranges else nullcontext()
+            named = (
+                named_range(f"{self.plan.name} {self.batch}", self.ranges)
+                if self.ranges
+                else nullcontext()
+            )
             with self.streams.entered(), named:
                 self.streams.wait(item.marks)
                 self.streams.use(item.value, item.marks)
@@ -207,7 +231,8 @@ class BatchRow:
         return made
 
     def _failed(self, error: Exception) -> Item:
-        """An item with an error. StopIteration, which would pass for the end, becomes a RuntimeError."""
+        """An item with an error. StopIteration, which would pass for the end, becomes a
+        RuntimeError."""
         if isinstance(error, StopIteration):
             error, cause = RuntimeError(f"{self.plan.name!r} raised StopIteration"), error
             error.__cause__ = cause
@@ -228,11 +253,13 @@ class BatchRow:
             return None
         if snapshot:
             shared.snapshots.append(deepcopy(snapshot()))
-        # A batch on the host is there: its copy to a device waits for nothing that the loop has queued.
+        # A batch on the host is there: its copy to a device waits for nothing that the loop has
+        # queued.
         return Item(value, self.streams.marks() if may_be_on_stream(value) else ())
 
     def _called(self, stage: BatchStage | Fold, value: Tree) -> Item:
-        """Call the function of a stage, in its modes. An item of the fold is a pair of a state and a result."""
+        """Call the function of a stage, in its modes. An item of the fold is a pair of a state and
+        a result."""
         streams, arguments = self.streams, [value]
         kind = streams.devices[0].type if streams.devices else "cpu"
         with ExitStack() as stack:
@@ -248,12 +275,16 @@ class BatchRow:
                 if stage.grad is not None:
                     stack.enter_context(torch.set_grad_enabled(stage.grad))
                 if stage.seed is not None:
-                    stack.enter_context(KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, self.batch))
+                    stack.enter_context(
+                        KeyedDraws(BatchKeys(stage.seed, stage.name), 0, {}, self.batch)
+                    )
             made = stage.fn(*arguments, **({"index": self.batch} if stage.indexed else {}))
         if not isinstance(stage, Fold):
             return Item(without_lazy_copies(made) if streams.devices else made, streams.marks())
         if not isinstance(made, tuple) or len(made) != 2:
-            raise PlanError(f"a fold returns (state, result); {stage.name!r} returned a {type(made).__name__}")
+            raise PlanError(
+                f"a fold returns (state, result); {stage.name!r} returned a {type(made).__name__}"
+            )
         self.shared.add_state(self.batch + 1, made[0])
         return Item(made)
 

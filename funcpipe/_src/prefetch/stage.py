@@ -19,7 +19,8 @@ from funcpipe._src.data.stage import Stage
 
 @dataclass(frozen=True)
 class BatchStage:
-    """A function that every batch goes through, and how it runs. A bare callable means ``BatchStage(callable)``.
+    """A function that every batch goes through, and how it runs. A bare callable means
+    ``BatchStage(callable)``.
 
     >>> noise = fp.batches.BatchStage(lambda x: x + torch.randn(3), seed=0)
     >>> one, two = (list(fp.batches.overlap([torch.zeros(3)] * 2, [noise])) for _ in range(2))
@@ -27,21 +28,25 @@ class BatchStage:
     (True, False)
 
     Attributes:
-        fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state, batch) -> batch``.
+        fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state,
+            batch) -> batch``.
         name: in plans, errors, statistics and names of threads; "": the name of the function.
-        lead: how many batches it may be ahead of the one that is handed out next, at most ``depth``; None: spread
-            evenly.
-        stream: where its work on devices with streams is queued. None: a stream of its own; a name: one stream for all
-            stages with this name; "caller": the stream that is current where `overlap` is called; or a torch stream.
-        thread: whether it has a thread; None: where no device has streams (there one thread queues everything). Choose
-            True for work that makes the host wait: decoding, copies of memory that is not page-locked,
-            ``Awaitable.wait()``.
+        lead: how many batches it may be ahead of the one that is handed out next, at most
+            ``depth``; None: spread evenly.
+        stream: where its work on devices with streams is queued. None: a stream of its own; a name:
+            one stream for all stages with this name; "caller": the stream that is current where
+            `overlap` is called; or a torch stream.
+        thread: whether it has a thread; None: where no device has streams (there one thread queues
+            everything). Choose True for work that makes the host wait: decoding, copies of memory
+            that is not page-locked, ``Awaitable.wait()``.
         grad: whether autograd records; None: as where `overlap` was called.
-        lag: read the state of the fold after ``max(0, index - lag)`` batches, whatever the threads do.
+        lag: read the state of the fold after ``max(0, index - lag)`` batches, whatever the threads
+            do.
         indexed: call it with ``index=``, too, the number of the batch.
-        seed: its draws from torch's global generators depend only on this seed, its name, the number of the batch and
-            the number of the draw. Give each epoch another seed: ``fold_in(seed, epoch)``. It does not reach Python's
-            ``random`` and numpy: use ``indexed``.
+        seed: its draws from torch's global generators depend only on this seed, its name, the
+            number of the batch and the number of the draw. Give each epoch another seed:
+            ``fold_in(seed, epoch)``. It does not reach Python's ``random`` and numpy: use
+            ``indexed``.
         autocast: run it under autocast to this type; None: as where `overlap` was called.
     """
 
@@ -59,7 +64,8 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class Fold:
-    """The last stage, which carries a state from batch to batch: a step of training. Runs where the loop runs.
+    """The last stage, which carries a state from batch to batch: a step of training. Runs where the
+    loop runs.
 
     >>> run = fp.batches.overlap([1, 2, 3], [fp.batches.Fold(lambda total, x: (total + x, total + x), 0)])
     >>> list(run), run.state
@@ -70,7 +76,8 @@ class Fold:
         init: the state before the first batch, any tree.
         name: "": the name of the function.
         indexed: call it with ``index=``, too, the number of the batch.
-        earlier: states before ``init``, the newest last, for stages with ``lag`` where training resumes.
+        earlier: states before ``init``, the newest last, for stages with ``lag`` where training
+            resumes.
         autocast: run it under autocast to this type; None: as where the loop runs.
     """
 
@@ -94,10 +101,13 @@ def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...],
     """The stages with different names, and the fold.
 
     Raises:
-        PlanError: one cannot be called, a fold is not the last, a field has a wrong value, a lag has no fold.
+        PlanError: one cannot be called, a fold is not the last, a field has a wrong value, a lag
+            has no fold.
     """
     if not isinstance(stages, Sequence):
-        raise PlanError(f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}")
+        raise PlanError(
+            f"stages are a sequence of functions, BatchStage or Fold; got a {type(stages).__name__}"
+        )
     wrapped = [each if isinstance(each, BatchStage | Fold) else BatchStage(each) for each in stages]
     fold = wrapped[-1] if wrapped and isinstance(wrapped[-1], Fold) else None
     faults: list[str] = []
@@ -116,7 +126,8 @@ def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...],
 
 
 def _faults(stage: BatchStage | Fold, fold: Fold | None, *, bare: bool) -> Iterable[str]:
-    """The faults of one stage. ``fold``: the last stage, if it is a fold; ``bare``: only the function was given."""
+    """The faults of one stage. ``fold``: the last stage, if it is a fold; ``bare``: only the
+    function was given."""
     fn: Any = stage.fn
     if not callable(fn):
         problem = " is a function, a BatchStage or a Fold" if bare else ": fn= is a function"
@@ -141,7 +152,9 @@ def _faults(stage: BatchStage | Fold, fold: Fold | None, *, bare: bool) -> Itera
         yield f" has lag={stage.lag}, but no Fold makes states: {end}"
     if (stage.lead or 0) > stage.lag:
         ahead = f"{stage.lead} batches ahead (lead=)"
-        yield f" would run {ahead} and reads a state only {stage.lag} old (lag=); lead is at most lag"
+        yield (
+            f" would run {ahead} and reads a state only {stage.lag} old (lag=); lead is at most lag"
+        )
 
 
 def _wrong_fields(stage: BatchStage | Fold) -> Iterable[tuple[str, str]]:
@@ -191,7 +204,8 @@ class TickRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TickPlan:
-    """The work of tick t, while batch t is made ready to be handed out. Compares, hashes, pickles and prints.
+    """The work of tick t, while batch t is made ready to be handed out. Compares, hashes, pickles
+    and prints.
 
     Attributes:
         rows: the source, the stages, the fold, as a batch goes through them.
@@ -201,9 +215,11 @@ class TickPlan:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Numbers of the rows: threads, which go on by themselves, then the others as the loop runs them in a tick.
+        """Numbers of the rows: threads, which go on by themselves, then the others as the loop runs
+        them in a tick.
 
-        Older batches come before newer ones and the step comes last, so that the work ahead of the step is queued first.
+        Older batches come before newer ones and the step comes last, so that the work ahead of the
+        step is queued first.
         """
         turns = [-1 if row.thread else row.lead or sys.maxsize for row in self.rows]
         return tuple(sorted(range(len(turns)), key=turns.__getitem__))
@@ -222,17 +238,22 @@ class TickPlan:
         wide = max(len(row.name) for row in self.rows)
         lines = ["at tick t, batch t is made ready:"]
         for row in (self.rows[number] for number in self.order):
-            batch = ("up to " if row.thread else "") + "batch t" + (f"+{row.lead}" if row.lead else "")
+            batch = (
+                ("up to " if row.thread else "") + "batch t" + (f"+{row.lead}" if row.lead else "")
+            )
             lag = "" if row.lag is None else f", reads the state of {row.lag} before"
             lines.append(f"  {row.name:<{wide}}  {batch:<16}  on {row.lane}{lag}")
         return "\n".join(lines)
 
 
-def plan_of(stages: Sequence[BatchStage], fold: Fold | None, depth: int, *, thread: bool, streamed: bool) -> TickPlan:
-    """The plan of an overlap. ``thread``: whether the source has one; ``streamed``: whether devices have streams.
+def plan_of(
+    stages: Sequence[BatchStage], fold: Fold | None, depth: int, *, thread: bool, streamed: bool
+) -> TickPlan:
+    """The plan of an overlap. ``thread``: whether the source has one; ``streamed``: whether devices
+    have streams.
 
-    A lead that is not asked for is the depth in even steps down to the fold, or to the loop itself; no less than a later
-    stage asks for, and no more than an earlier one or the stage's own lag.
+    A lead that is not asked for is the depth in even steps down to the fold, or to the loop itself;
+    no less than a later stage asks for, and no more than an earlier one or the stage's own lag.
 
     Raises:
         PlanError: a lead is larger than the depth, or than the lead of the stage before.
@@ -250,8 +271,9 @@ def plan_of(stages: Sequence[BatchStage], fold: Fold | None, depth: int, *, thre
             raise PlanError(f"{told}; give overlap(depth={lead})")
         if lead > limit and depth > 0:
             raise PlanError(
-                f"this plan of an overlap cannot run: {stage.name!r} (lead {lead}) would run on a batch before "
-                f"{rows[-1].name!r} (lead {limit}) has made it; leads fall from stage to stage"
+                f"this plan of an overlap cannot run: {stage.name!r} (lead {lead}) would run on a "
+                f"batch before {rows[-1].name!r} (lead {limit}) has made it; leads fall from "
+                "stage to stage"
             )
         limit = lead
         lane = stage.name if stage.thread else "loop"

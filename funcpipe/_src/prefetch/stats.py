@@ -1,4 +1,5 @@
-"""Statistics of an overlap: how long each row works and waits, and a progress line while it runs."""
+"""Statistics of an overlap: how long each row works and waits, and a progress line while it
+runs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from funcpipe._src.core.progress import EVERY, TextLine, bar
 
 
 class StageStats(NamedTuple):
-    """Counts and times of one row of an overlap so far. Times are the host's, in seconds: work on streams is only queued.
+    """Counts and times of one row of an overlap so far. Times are the host's, in seconds: work on
+    streams is only queued.
 
     Attributes:
         name: of the stage, or "source"; "loop" where there is no fold: the waits of the loop.

@@ -1,1 +1,2 @@
-"""Several processes as one plan: rendezvous, one connection for each pair, frames, failures, heartbeats."""
+"""Several processes as one plan: rendezvous, one connection for each pair, frames, failures,
+heartbeats."""

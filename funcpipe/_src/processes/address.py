@@ -1,4 +1,5 @@
-"""Which machine this is, and the address at which others reach it: that of the interface by which it reaches them."""
+"""Which machine this is, and the address at which others reach it: that of the interface by which
+it reaches them."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ _ADDRESS = 0x8915
 
 
 def machine() -> str:
-    """What tells this machine from others: its name, and what Linux draws at its start; else its network card's number.
+    """What tells this machine from others: its name, and what Linux draws at its start; else its
+    network card's number.
 
     Where there is no network card each process would draw that by itself.
     """
     with suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        return (
+            f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        )
     return f"{socket.gethostname()} {getnode()}"
 
 
@@ -35,8 +39,9 @@ def host_of(store: Any) -> str:
 
 
 def connect_at(hosts: Iterable[str]) -> dict[str, str]:
-    """Where gloo is to connect, in its words: at GLOO_SOCKET_IFNAME's interface, as torch's own groups do, or at the
-    address towards these hosts; nothing, by which it takes that of the machine's name, where neither is known.
+    """Where gloo is to connect, in its words: at GLOO_SOCKET_IFNAME's interface, as torch's own
+    groups do, or at the address towards these hosts; nothing, by which it takes that of the
+    machine's name, where neither is known.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     address = "" if name else own_address(hosts)
@@ -44,7 +49,8 @@ def connect_at(hosts: Iterable[str]) -> dict[str, str]:
 
 
 def addresses_at(where: Mapping[str, str]) -> list[str]:
-    """What `connect_at` says, as addresses of this machine: those of an interface, else the machine's by its name.
+    """What `connect_at` says, as addresses of this machine: those of an interface, else the
+    machine's by its name.
 
     Raises:
         OSError: there is no such interface.
@@ -55,18 +61,22 @@ def addresses_at(where: Mapping[str, str]) -> list[str]:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """The addresses of one of this machine's interfaces, as Linux tells them. Raises OSError: there is none."""
+    """The addresses of one of this machine's interfaces, as Linux tells them. Raises OSError: there
+    is none."""
     socket.if_nametoindex(interface)
     found: list[str] = []
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = import_module("fcntl").ioctl(asked, _ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        answer = import_module("fcntl").ioctl(
+            asked, _ADDRESS, struct.pack("256s", interface.encode()[:15])
+        )
         found.append(socket.inet_ntoa(answer[20:24]))
     with suppress(OSError):
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         found += [
             str(ip_address(bytes.fromhex(line[0])))
             for line in lines
-            if line[-1] == interface and line[3] != "20"  # those of the link alone mean another one elsewhere
+            if line[-1] == interface
+            and line[3] != "20"  # those of the link alone mean another one elsewhere
         ]
     if not found:
         raise OSError(f"the interface {interface} has no address")
@@ -74,7 +84,8 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def own_address(hosts: Iterable[str]) -> str:
-    """The address from which this machine reaches the first of these hosts that is no name for itself; "" if none is.
+    """The address from which this machine reaches the first of these hosts that is no name for
+    itself; "" if none is.
 
     IPv4 goes first where a host has both: then machines with both choose alike.
     """
@@ -82,7 +93,8 @@ def own_address(hosts: Iterable[str]) -> str:
 
 
 def own_loopback(host: str) -> str:
-    """Return the loopback address by which this process reaches a host; "" if it needs a network."""
+    """Return the loopback address by which this process reaches a host; "" if it needs a
+    network."""
     ways = [*_ways_to([host])]
     return ways[0] if ways and all(ip_address(address).is_loopback for address in ways) else ""
 

@@ -39,7 +39,8 @@ class Alarm(Exception):
 
 
 class Telling:
-    """Send an error inside the context to the other ranks, and turn `Alarm` into another rank's error."""
+    """Send an error inside the context to the other ranks, and turn `Alarm` into another rank's
+    error."""
 
     def __init__(self, failed: Callable[[BaseException, str], None], about: str = "") -> None:
         self.failed, self.about = failed, about
@@ -53,7 +54,8 @@ class Telling:
 
 
 def names_of(processes: Sequence[int]) -> tuple[str, ...]:
-    """Return the name of each rank in errors, with the number of its process where the two numbers differ."""
+    """Return the name of each rank in errors, with the number of its process where the two numbers
+    differ."""
     return tuple(
         [
             f"rank {rank}" if rank == number else f"rank {rank} (process {number})"

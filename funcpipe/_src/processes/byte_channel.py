@@ -1,4 +1,5 @@
-"""Bytes between the processes of a plan, apart from the values of a run: of exchanges, sums and gathered parameters."""
+"""Bytes between the processes of a plan, apart from the values of a run: of exchanges, sums and
+gathered parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class ByteChannel:
-    """Bytes that processes send each other apart from values, in order from each; one thread here waits for them."""
+    """Bytes that processes send each other apart from values, in order from each; one thread here
+    waits for them."""
 
     def __init__(self, team: Team, number: int) -> None:
         self.box, self._team, self._number = Inbox(team.lead), team, number
@@ -23,10 +25,15 @@ class ByteChannel:
 
     def post(self, rank: int, tensor: Tensor) -> None:
         """Send the memory of a dense tensor. It must not change before `drain`."""
-        self._team.send(rank, Head(FrameKind.DATA, lane=self._number), tensors=(tensor,) if tensor.numel() else ())
+        self._team.send(
+            rank,
+            Head(FrameKind.DATA, lane=self._number),
+            tensors=(tensor,) if tensor.numel() else (),
+        )
 
     def take(self, rank: int) -> Tensor:
-        """Wait for the next bytes of another process: [length], uint8. Raises Stop: the team is at its end."""
+        """Wait for the next bytes of another process: [length], uint8. Raises Stop: the team is at
+        its end."""
         key = rank, self._taken[rank]
         self.box.wait(key)
         self._taken[rank] += 1

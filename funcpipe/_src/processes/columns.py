@@ -1,4 +1,5 @@
-"""Trees that are alike as one, whose tensors have an axis more: many small ones go to another process in one piece."""
+"""Trees that are alike as one, whose tensors have an axis more: many small ones go to another
+process in one piece."""
 
 from __future__ import annotations
 
@@ -41,11 +42,14 @@ def joined(trees: tuple[Tree, ...]) -> tuple[Tree, ...] | Columns:
     if len(trees) < 2:
         return trees
     rows, specs = zip(*map(flatten, trees), strict=True)
-    if any(spec != specs[0] for spec in specs) or not all(map(_is_one_kind, zip(*rows, strict=True))):
+    if any(spec != specs[0] for spec in specs) or not all(
+        map(_is_one_kind, zip(*rows, strict=True))
+    ):
         return trees
     with torch.no_grad():
         columns = [
-            torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*rows, strict=True)
+            torch.stack(column) if isinstance(column[0], Tensor) else column[0]
+            for column in zip(*rows, strict=True)
         ]
     return Columns(len(trees), unflatten(specs[0], columns))
 
@@ -56,10 +60,14 @@ def apart(trees: tuple[Tree, ...] | Columns) -> tuple[Tree, ...]:
         return trees
     leaves, spec = flatten(trees.tree)
     columns = [
-        [part.clone() for part in leaf.unbind()] if isinstance(leaf, Tensor) else [leaf] * trees.length
+        [part.clone() for part in leaf.unbind()]
+        if isinstance(leaf, Tensor)
+        else [leaf] * trees.length
         for leaf in leaves
     ]
-    return tuple([unflatten(spec, [column[place] for column in columns]) for place in range(trees.length)])
+    return tuple(
+        [unflatten(spec, [column[place] for column in columns]) for place in range(trees.length)]
+    )
 
 
 def _is_one_kind(column: Sequence[Any]) -> bool:
@@ -67,7 +75,9 @@ def _is_one_kind(column: Sequence[Any]) -> bool:
     first = column[0]
     if not isinstance(first, Tensor):
         return type(first) in _CONSTANTS and len({(type(leaf), repr(leaf)) for leaf in column}) == 1
-    if not all(isinstance(leaf, Tensor) and type(leaf) is Tensor and is_plain(leaf) for leaf in column):
+    if not all(
+        isinstance(leaf, Tensor) and type(leaf) is Tensor and is_plain(leaf) for leaf in column
+    ):
         return False
     kinds = {(leaf.shape, leaf.dtype, leaf.device, leaf.is_contiguous()) for leaf in column}
     return len(kinds) == 1 and first.is_contiguous() and first.numel() <= _SMALL

@@ -1,8 +1,10 @@
-"""A stream of a device for what goes to other processes and comes from them: over its host, or straight away.
+"""A stream of a device for what goes to other processes and comes from them: over its host, or
+straight away.
 
-What goes out waits on the stream for what the lane has queued so far. What comes waits for the event after which its
-slot is free, and is followed by an event that its reader waits for. The other end begins to send before this one is
-told to receive, so that no kernel of the device waits for a process that has not come to it yet.
+What goes out waits on the stream for what the lane has queued so far. What comes waits for the
+event after which its slot is free, and is followed by an event that its reader waits for. The other
+end begins to send before this one is told to receive, so that no kernel of the device waits for a
+process that has not come to it yet.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ class DeviceStream:
     """
 
     def __init__(
-        self, name: str, backend: StreamBackend, device: torch.device, group: Any = None, seat: int = 0
+        self,
+        name: str,
+        backend: StreamBackend,
+        device: torch.device,
+        group: Any = None,
+        seat: int = 0,
     ) -> None:
         self.backend, self.device, self.group, self.seat = backend, device, group, seat
         self.module = backend.module(device)
@@ -87,7 +94,8 @@ class DeviceStream:
         lies = self.backend.lies_on(tensor, self.device)
         return materialized(tensor if lies else self.backend.copy(tensor, self.device))
 
-    # -- over the host -------------------------------------------------------------------------------------------------
+    # -- over the host
+    # -------------------------------------------------------------------------------
 
     def copies_on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Begin to copy to page-locked memory, inside of `after`."""
@@ -103,22 +111,30 @@ class DeviceStream:
     def host_room(self, layout: TensorLayout) -> Tensor:
         """Page-locked memory for what comes."""
         like = torch.empty(0, dtype=layout.dtype, device=self.device)
-        return self.backend.room(like, prod(layout.size), None).as_strided(layout.size, layout.strides)
+        return self.backend.room(like, prod(layout.size), None).as_strided(
+            layout.size, layout.strides
+        )
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to copy what the lane has queued; the copies, and a function that waits until they are there."""
+        """Begin to copy what the lane has queued; the copies, and a function that waits until they
+        are there."""
         with self.after(self.now()):
             copies = self.copies_on_host(tensors)
         self.used(tensors)
         return copies, self.over().synchronize
 
     def from_host(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
-        """Begin to copy what has come to the device, after an event; for a stream that waits for the event returned."""
+        """Begin to copy what has come to the device, after an event; for a stream that waits for
+        the event returned."""
         with self.after(free):
-            copies = [self._copied(leaf, self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            copies = [
+                self._copied(leaf, self.device) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
         return self._given(copies, reader)
 
-    # -- straight away -------------------------------------------------------------------------------------------------
+    # -- straight away
+    # -------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], event: Any) -> None:
         """Begin to send tensors, after an event."""
@@ -131,7 +147,10 @@ class DeviceStream:
     def receive(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
         """Begin to receive what a `TensorLayout` each stands for, as `from_host` does."""
         with self.after(free):
-            rooms = [leaf.room(self.device) if isinstance(leaf, TensorLayout) else leaf for leaf in leaves]
+            rooms = [
+                leaf.room(self.device) if isinstance(leaf, TensorLayout) else leaf
+                for leaf in leaves
+            ]
             for room in rooms:
                 if isinstance(room, Tensor) and room.numel():
                     self.group.recv([memory(room)], 1 - self.seat, 0).wait()
@@ -140,14 +159,19 @@ class DeviceStream:
     def swap(self, theirs: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
         """Send each of the others a dense tensor and receive one from each, inside of `after`."""
         sent, received = [*map(memory, theirs)], [*map(memory, rooms)]
-        sent[self.seat] = received[self.seat] = torch.empty(0, dtype=torch.uint8, device=self.device)
+        sent[self.seat] = received[self.seat] = torch.empty(
+            0, dtype=torch.uint8, device=self.device
+        )
         self.group.alltoall(received, sent).wait()
 
     def greet(self, way: str) -> None:
-        """Connect: the first that goes "out", comes "in", or is swapped with "all". Waits for the others."""
+        """Connect: the first that goes "out", comes "in", or is swapped with "all". Waits for the
+        others."""
         if self.group is None:
             return
-        self.group.eager_connect_single_device(self.device)  # else each first send makes a communicator of its own
+        self.group.eager_connect_single_device(
+            self.device
+        )  # else each first send makes a communicator of its own
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if way == "out":
             self.send([token], self.now())
@@ -155,7 +179,9 @@ class DeviceStream:
             self.receive([TensorLayout((1,), (1,), torch.uint8)], None, self.stream)
         else:
             with self.after(self.now()):
-                self.swap([token] * self.group.size(), [token.clone() for _ in range(self.group.size())])
+                self.swap(
+                    [token] * self.group.size(), [token.clone() for _ in range(self.group.size())]
+                )
         self.over().synchronize()
 
     def _given(self, leaves: list[Any], reader: Any) -> tuple[list[Any], Any]:

@@ -1,4 +1,5 @@
-"""The devices of a process and what goes between them and other processes: made once, and ended all at once."""
+"""The devices of a process and what goes between them and other processes: made once, and ended all
+at once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from funcpipe._src.processes.peer import LostError
 from funcpipe._src.processes.rendezvous import below
 
 Identities: TypeAlias = Mapping[tuple[int, int], str]
-"""By (replica, lane) what tells its device from all others that can be joined with it; "": none can."""
+"""By (replica, lane) what tells its device from all others that can be joined with it; "": none
+can."""
 
 
 class DeviceEnds(NamedTuple):
@@ -52,7 +54,8 @@ class DeviceEnds(NamedTuple):
 
 
 class DeviceWays:
-    """The streams of one process for what goes between its devices and other processes, by edge or stage.
+    """The streams of one process for what goes between its devices and other processes, by edge or
+    stage.
 
     Args:
         store: devices are joined through a copy of it, since a join may wait there for long.
@@ -69,7 +72,8 @@ class DeviceWays:
         self._is_over = False
 
     def get(self, key: Any) -> DeviceStream | None:
-        """The stream of an edge (from lane, to lane), or of a stage; None: no device with streams is there."""
+        """The stream of an edge (from lane, to lane), or of a stage; None: no device with streams
+        is there."""
         return self._streams.get(key)
 
     def missing(self, ways: Mapping[Any, DeviceEnds]) -> dict[Any, DeviceEnds]:
@@ -77,7 +81,8 @@ class DeviceWays:
         return {key: ends for key, ends in ways.items() if key not in self._streams}
 
     def make(self, ways: Mapping[Any, DeviceEnds]) -> None:
-        """Make streams, and join their devices with those of other processes, all in the same order.
+        """Make streams, and join their devices with those of other processes, all in the same
+        order.
 
         Raises:
             LostError: devices cannot be joined.
@@ -87,7 +92,10 @@ class DeviceWays:
                 self._streams[key] = self._made(ends)
             except RuntimeError as error:
                 others = ", ".join(str(rank) for rank in ends.ranks if rank != ends.rank)
-                text = f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO says more): {error}"
+                text = (
+                    f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO "
+                    f"says more): {error}"
+                )
                 raise LostError(ends.rank, text.split("\n")[0]) from None
 
     def _made(self, ends: DeviceEnds) -> DeviceStream:
@@ -96,7 +104,9 @@ class DeviceWays:
             if self._joins is None:
                 self._joins = self._store.clone()
                 self._joins.set_timeout(timedelta(seconds=self._seconds))
-            group = ends.backend.joined(below(ends.name, self._joins), ends.seat, len(ends.ranks), ends.device)
+            group = ends.backend.joined(
+                below(ends.name, self._joins), ends.seat, len(ends.ranks), ends.device
+            )
             with self._gate:
                 self._groups.append(group)
             if self._is_over:
@@ -124,33 +134,56 @@ def identities_of(part: PlanPart, plan: Plan) -> list[tuple[int, int, str]]:
 
 
 def ways_of(part: PlanPart, plan: Plan, identities: Identities) -> dict[Any, DeviceEnds]:
-    """How values get between devices of a process and others: by edge (from lane, to lane), and by stage with replicas."""
+    """How values get between devices of a process and others: by edge (from lane, to lane), and by
+    stage with replicas."""
     size, device_of = max(part.rank_of) + 1, plan.schedule.device_of
     first, ways = part.replica * size, dict[Any, DeviceEnds]()
 
-    def add(key: Any, name: str, way: str, lane: int, ranks: Sequence[int], ends: Sequence[tuple[int, int]]) -> None:
+    def add(
+        key: Any,
+        name: str,
+        way: str,
+        lane: int,
+        ranks: Sequence[int],
+        ends: Sequence[tuple[int, int]],
+    ) -> None:
         device, backend = part.devices(plan)[lane], Place.backend
         if backend.asynchronous(device):
             found = [identities[end] for end in ends]
             joined = "" not in found and len({*found}) == len(found)
             ways[key] = DeviceEnds(name, way, ranks, first + part.rank, backend, device, joined)
 
-    for source, to in sorted({(pool.source, pool.lane) for pool in plan.program.pools if pool.source != CALLER}):
+    for source, to in sorted(
+        {(pool.source, pool.lane) for pool in plan.program.pools if pool.source != CALLER}
+    ):
         ranks = [first + part.rank_of[lane] for lane in (source, to)]
         if ranks[0] != ranks[1] and part.rank in (part.rank_of[source], part.rank_of[to]):
             lane, way = (source, "out") if source in part.lanes else (to, "in")
             ends = [(part.replica, source), (part.replica, to)]
             add((source, to), f"{ranks[0]}:{source}-{to}", way, lane, ranks, ends)
     for stage in sorted(part.stages) if part.replicas > 1 else ():
-        lane, copies = device_of[stage], [replica * size + part.rank for replica in range(part.replicas)]
-        add(stage, f"stage {stage}", "all", lane, copies, [(replica, lane) for replica in range(part.replicas)])
+        lane, copies = (
+            device_of[stage],
+            [replica * size + part.rank for replica in range(part.replicas)],
+        )
+        add(
+            stage,
+            f"stage {stage}",
+            "all",
+            lane,
+            copies,
+            [(replica, lane) for replica in range(part.replicas)],
+        )
     return ways
 
 
 def settle(
-    executions: Sequence[Execution], wait: Callable[[Callable[[], Any]], Any], ending: Callable[[], None]
+    executions: Sequence[Execution],
+    wait: Callable[[Callable[[], Any]], Any],
+    ending: Callable[[], None],
 ) -> None:
-    """Wait until devices have done what their lanes have queued, for no longer than for other processes.
+    """Wait until devices have done what their lanes have queued, for no longer than for other
+    processes.
 
     Raises:
         Alarm: they have not, or another process failed; after ``ending``.

@@ -1,4 +1,5 @@
-"""The thread of a team: it reads if no other thread waits, reports progress, and ends waits that take too long."""
+"""The thread of a team: it reads if no other thread waits, reports progress, and ends waits that
+take too long."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _TICK = 0.005
 """Seconds between two looks while there is something to read."""
 
 _IDLE = 0.1
-"""The same where there is nothing. Each look takes the interpreter's lock from the lanes, so it must be seldom."""
+"""The same where there is nothing. Each look takes the interpreter's lock from the lanes, so it
+must be seldom."""
 
 _LONG = 0.5
 """The longest wait in seconds of a thread that reads everything."""
@@ -59,7 +61,8 @@ class Monitor:
         self.worker.give(self._serve)
 
     def limit(self, timeout: float) -> None:
-        """Set the timeout in seconds. This process reports its progress 40 times in it, or each second."""
+        """Set the timeout in seconds. This process reports its progress 40 times in it, or each
+        second."""
         if timeout != self.timeout:
             self.timeout, self._next_beat = timeout, 0.0
             self._turn.set()
@@ -75,7 +78,8 @@ class Monitor:
 
     @contextmanager
     def patient(self) -> Generator[None]:
-        """Guard a wait of the caller: after the timeout without progress the team fails. Raises Alarm in place of Stop."""
+        """Guard a wait of the caller: after the timeout without progress the team fails. Raises
+        Alarm in place of Stop."""
         with self._gate:
             self._since = monotonic()
         try:

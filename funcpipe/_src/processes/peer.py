@@ -1,7 +1,9 @@
-"""The connection to one other process: a socket that carries frames, each a head and a body, in both directions.
+"""The connection to one other process: a socket that carries frames, each a head and a body, in
+both directions.
 
-`send` writes as many bytes as the system accepts, and returns. The thread that reads (`Reading`) writes the other bytes. So no
-lane waits for a process that does not read. The parser takes bytes as they arrive, in pieces of any size.
+`send` writes as many bytes as the system accepts, and returns. The thread that reads (`Reading`)
+writes the other bytes. So no lane waits for a process that does not read. The parser takes bytes as
+they arrive, in pieces of any size.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 class FrameKind(IntEnum):
     """What a frame is.
 
-    VALUE carries a value for a lane; JOINED only its form, and the tensors go from device to device. FREE tells a lane that a
-    slot there is free again, DATA carries bytes of a channel. FAILED, DOING, BEAT and BYE are about the process itself.
+    VALUE carries a value for a lane; JOINED only its form, and the tensors go from device to
+    device. FREE tells a lane that a slot there is free again, DATA carries bytes of a channel.
+    FAILED, DOING, BEAT and BYE are about the process itself.
     """
 
     VALUE = 0
@@ -89,7 +92,8 @@ Pieces: TypeAlias = Generator[memoryview]
 
 
 class KnownForm:
-    """The form of a value that a peer has sent, and the cache key of such values, once there was one."""
+    """The form of a value that a peer has sent, and the cache key of such values, once there was
+    one."""
 
     __slots__ = ("form", "is_keyed", "key")
 
@@ -99,7 +103,8 @@ class KnownForm:
 
 
 class LostError(Exception):
-    """The connection to a process has ended, or its bytes cannot be read. ``rank`` is at fault; -1: unknown."""
+    """The connection to a process has ended, or its bytes cannot be read. ``rank`` is at fault; -1:
+    unknown."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -155,15 +160,19 @@ class Peer:
         """The number of the socket."""
         return self._socket.fileno()
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- writing
+    # -------------------------------------------------------------------------------
 
     def send(self, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> bool:
-        """Send a frame. Tensors are dense and must not change until they are written. Returns whether all was written."""
+        """Send a frame. Tensors are dense and must not change until they are written. Returns
+        whether all was written."""
         with self._gate:
             self._add(frame, body, tensors)
             return self._flush()
 
-    def send_value(self, frame: Head, key: Any, form: Callable[[], bytes], tensors: Sequence[Tensor]) -> bool:
+    def send_value(
+        self, frame: Head, key: Any, form: Callable[[], bytes], tensors: Sequence[Tensor]
+    ) -> bool:
         """Send a value whose form has this key; the form itself goes with the first one."""
         with self._gate:
             number, text = self._numbers.get(key), b""
@@ -179,7 +188,9 @@ class Peer:
         """Return whether the form with this key was sent."""
         return key in self._numbers
 
-    def _add(self, frame: Head, body: bytes, tensors: Sequence[Tensor], *, counted: bool = True) -> None:
+    def _add(
+        self, frame: Head, body: bytes, tensors: Sequence[Tensor], *, counted: bool = True
+    ) -> None:
         if counted:
             frame = frame._replace(length=len(body) + sum(tensor.nbytes for tensor in tensors))
         self._unwritten.append((_HEAD.pack(*frame) + body, None))
@@ -194,10 +205,14 @@ class Peer:
         left = self._unwritten
         while left and self.is_open:
             try:
-                count = self._socket.sendmsg([piece for piece, _ in islice(left, _MOST)], (), _NO_SIGNAL)
+                count = self._socket.sendmsg(
+                    [piece for piece, _ in islice(left, _MOST)], (), _NO_SIGNAL
+                )
             except BlockingIOError:
                 return False
-            except OSError:  # the thread that reads finds the reason: the other process may have sent it before
+            except (
+                OSError
+            ):  # the thread that reads finds the reason: the other process may have sent it before
                 break
             while left and count >= len(left[0][0]):
                 count -= len(left.popleft()[0])
@@ -208,17 +223,20 @@ class Peer:
         return True
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
-        """Wait until all bytes are written or the connection has ended. Raises Stop when ``goes_on()`` is False."""
+        """Wait until all bytes are written or the connection has ended. Raises Stop when
+        ``goes_on()`` is False."""
         while not self.flush():
             if not goes_on():
                 raise Stop
             with suppress(OSError, ValueError):  # it was closed meanwhile
                 select.select([], [self], [], 0.1)
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------
 
     def read(self) -> int:
-        """Read once what has come, and return the count of bytes. Raises LostError: the connection has ended."""
+        """Read once what has come, and return the count of bytes. Raises LostError: the connection
+        has ended."""
         wanted = self._wanted
         is_large = len(wanted) >= _BUFFER
         try:
@@ -284,10 +302,12 @@ class Peer:
                     team.word(self.rank, FrameKind(frame.kind), bytes(memory_view(body)))
                 del body
 
-    # -- its end -------------------------------------------------------------------------------------------------------
+    # -- its end
+    # -------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection. Threads that wait at either end wake up. Bytes that were written before still arrive."""
+        """End the connection. Threads that wait at either end wake up. Bytes that were written
+        before still arrive."""
         self.is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -310,7 +330,8 @@ _open: WeakSet[Peer] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the copies of a forked child. Otherwise the connections of a killed parent would stay open."""
+    """Close the copies of a forked child. Otherwise the connections of a killed parent would stay
+    open."""
     for peer in [*_open]:
         peer.close()
 

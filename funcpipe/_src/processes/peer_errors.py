@@ -15,12 +15,15 @@ OUTSIDE = "outside of a run"
 def failure_of(error: BaseException, rank: int, run: int, about: str = "") -> Failure:
     """What a process tells others of its error; ``about`` names a step outside of a run."""
     where, text = getattr(error, "funcpipe", None), str(error)[:2000]
-    kind = type(error.__cause__ if isinstance(error, StageError) and error.__cause__ else error).__name__
+    kind = type(
+        error.__cause__ if isinstance(error, StageError) and error.__cause__ else error
+    ).__name__
     return Failure(rank, kind, text, where, run, isinstance(error, RunTimeout), about)
 
 
 def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
-    """What a rank raises for another one's failure. ``table`` has what every rank does, after a timeout."""
+    """What a rank raises for another one's failure. ``table`` has what every rank does, after a
+    timeout."""
     failure, names = team.failure, team.names
     assert failure is not None
     rank, place = failure.rank, failure.place()
@@ -28,11 +31,24 @@ def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
         silent = [other for other in range(team.size) if other not in table]
         busy = [other for other in table if table[other][0]]
         outside = [other for other in table if table[other][1].startswith(OUTSIDE)]
-        away = outside if len(outside) < team.size else []  # this rank does not reach the call in which the others wait
+        away = (
+            outside if len(outside) < team.size else []
+        )  # this rank does not reach the call in which the others wait
         rank = next(iter([*silent, *busy, *away]), -1)
-        whom = "is silent" if silent else "is in an action" if busy else "is outside of a run" if away else ""
+        whom = (
+            "is silent"
+            if silent
+            else "is in an action"
+            if busy
+            else "is outside of a run"
+            if away
+            else ""
+        )
         head = f"{names[rank]} {whom}" if whom else "the ranks wait for each other"
-        text = f"{head}, and nothing went on for a while ({names[failure.rank]} saw it first)\n{table_of(table, names)}"
+        text = (
+            f"{head}, and nothing went on for a while ({names[failure.rank]} saw it "
+            f"first)\n{table_of(table, names)}"
+        )
     elif not failure.kind:
         text = f"{names[rank]}: {failure.text}" if rank >= 0 else failure.text
     else:
@@ -48,4 +64,6 @@ def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
 def table_of(table: Mapping[int, tuple[bool, str]], names: Sequence[str]) -> str:
     """What all ranks do, a line each."""
     lines = {rank: words for rank, (_, words) in table.items()}
-    return "\n".join(f"  * {name}: {lines.get(rank, 'does not answer')}" for rank, name in enumerate(names))
+    return "\n".join(
+        f"  * {name}: {lines.get(rank, 'does not answer')}" for rank, name in enumerate(names)
+    )

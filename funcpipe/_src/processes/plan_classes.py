@@ -1,4 +1,5 @@
-"""Find the classes that values of a plan may have: classes that the code of its stages and loss can name."""
+"""Find the classes that values of a plan may have: classes that the code of its stages and loss can
+name."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ permit_classes_of: Remembered[Plan, None] = Remembered(_permit)
 
 
 def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterable[type]]:
-    """Yield the classes that the code of a function, a module or an object with functions can name, by namespace."""
+    """Yield the classes that the code of a function, a module or an object with functions can name,
+    by namespace."""
     if depth == 0 or id(value) in seen or isinstance(value, (type, ModuleType)):
         return
     seen[id(value)] = value  # kept alive: otherwise another object could get its id
@@ -57,7 +59,9 @@ def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterab
     elif isinstance(value, MethodType):
         inner = [value.__func__, value.__self__]
     elif isinstance(value, nn.Module):
-        inner = [vars(kind).get("forward") for module in value.modules() for kind in type(module).__mro__]
+        inner = [
+            vars(kind).get("forward") for module in value.modules() for kind in type(module).__mro__
+        ]
     elif isinstance(value, (list, tuple)):
         inner = [*value]  # pyright: ignore[reportUnknownVariableType]
     elif isinstance(value, dict):
@@ -83,13 +87,22 @@ def _classes_in(namespace: dict[str, Any], seen: dict[int, Any]) -> list[type]:
     if id(namespace) in seen:
         return []
     seen[id(namespace)] = namespace
-    return [value for value in [*namespace.values()] if isinstance(value, type) and _is_container(value)]
+    return [
+        value for value in [*namespace.values()] if isinstance(value, type) and _is_container(value)
+    ]
 
 
 def _named_in_modules(code: CodeType, namespace: dict[str, Any]) -> list[type]:
     """Return the classes that code names as ``module.Class``, without imports."""
-    modules = [namespace[name] for name in code.co_names if isinstance(namespace.get(name), ModuleType)]
-    found = [vars(module).get(name) for module in modules if module.__name__ in sys.modules for name in code.co_names]
+    modules = [
+        namespace[name] for name in code.co_names if isinstance(namespace.get(name), ModuleType)
+    ]
+    found = [
+        vars(module).get(name)
+        for module in modules
+        if module.__name__ in sys.modules
+        for name in code.co_names
+    ]
     return [value for value in found if isinstance(value, type) and _is_container(value)]
 
 

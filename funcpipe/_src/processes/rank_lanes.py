@@ -1,4 +1,5 @@
-"""Runs a plan in several processes: each has some lanes, and a lane of another process is a mailbox to it."""
+"""Runs a plan in several processes: each has some lanes, and a lane of another process is a mailbox
+to it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ from funcpipe._src.engine.watchdog import begun, lane_states
 from funcpipe._src.engine.worker import Worker, end_all
 from funcpipe._src.processes.address import machine
 from funcpipe._src.processes.alarms import Alarm, Failure, Telling, names_of
-from funcpipe._src.processes.device_ways import DeviceWays, Identities, identities_of, settle, ways_of
+from funcpipe._src.processes.device_ways import (
+    DeviceWays,
+    Identities,
+    identities_of,
+    settle,
+    ways_of,
+)
 from funcpipe._src.processes.peer import LostError
 from funcpipe._src.processes.peer_errors import OUTSIDE, failure_of, peer_error, table_of
 from funcpipe._src.processes.plan_classes import permit_classes_of
@@ -42,7 +49,11 @@ from funcpipe._src.processes.rank_schedule import RankSchedule
 from funcpipe._src.processes.rank_timeline import joined_timeline
 from funcpipe._src.processes.remote import RemoteLane, remote_lanes
 from funcpipe._src.processes.rendezvous import LIMIT, STALL, Rendezvous, answered, below, team_name
-from funcpipe._src.processes.surroundings import is_under_torchrun, refuse_devices, refuse_other_devices
+from funcpipe._src.processes.surroundings import (
+    is_under_torchrun,
+    refuse_devices,
+    refuse_other_devices,
+)
 from funcpipe._src.processes.team import Team
 from funcpipe._src.processes.wire_format import pack, unpack
 from funcpipe._src.replicas.replicas import GiveSums, Replicas, Sharding, Told
@@ -60,7 +71,8 @@ class Ranks(Lanes):
         size: how many these are.
         replica: the number of the replica.
         replicas: how many there are.
-        mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no replicas.
+        mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no
+            replicas.
         members: the processes of all of them, as torch.distributed numbers them.
         processes: the same numbers in order: replica by replica and by rank.
         names: the name of each process in errors.
@@ -94,7 +106,13 @@ class Ranks(Lanes):
         self.compared = ComparedLeaves()
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
-        self.plan, self.rank, self.size, self.rank_of, self.lanes = plan, rank, size, tuple(rank_of), lanes
+        self.plan, self.rank, self.size, self.rank_of, self.lanes = (
+            plan,
+            rank,
+            size,
+            tuple(rank_of),
+            lanes,
+        )
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
@@ -108,7 +126,8 @@ class Ranks(Lanes):
         """By lane, the thread that works with its replicas."""
         self._turn = threading.Lock()
         self._over = False
-        """Are all at the end of the run, and know the same: what is refused then every rank refuses by itself, untold."""
+        """Are all at the end of the run, and know the same: what is refused then every rank refuses
+        by itself, untold."""
         self._executions: Sequence[Execution] = ()
         self._at = OUTSIDE
         self._did: tuple[bool, str] | None = None
@@ -126,7 +145,8 @@ class Ranks(Lanes):
         self.close()
 
     def close(self) -> None:
-        """End all threads and connections; the other ranks are told that this one runs nothing more."""
+        """End all threads and connections; the other ranks are told that this one runs nothing
+        more."""
         self._end_team(told=True)
         super().close()
 
@@ -139,7 +159,8 @@ class Ranks(Lanes):
             end_all([*self._summing.values()], 1.0)
             self._replicas, self._summing = {}, {}
 
-    # -- as an executor ------------------------------------------------------------------------------------------------
+    # -- as an executor
+    # -------------------------------------------------------------------------------
 
     @contextmanager
     def running(self, options: RunOptions) -> Generator[RunOptions]:
@@ -147,7 +168,9 @@ class Ranks(Lanes):
         if self.closed:
             raise FuncpipeError("these ranks are closed; run inside of their with block")
         if not self._turn.acquire(blocking=False):
-            raise FuncpipeError("these ranks are busy with another run; runs of one plan follow each other")
+            raise FuncpipeError(
+                "these ranks are busy with another run; runs of one plan follow each other"
+            )
         try:
             self.runs, self._over, self._did = self.runs + 1, False, None
             self.compared.begin()
@@ -157,7 +180,9 @@ class Ranks(Lanes):
                 team.run = self.runs
                 team.refuse_gone()
                 if options.timeout is None:
-                    options = replace(options, timeout=self._limit, takes_faulthandler=self._is_limit_given)
+                    options = replace(
+                        options, timeout=self._limit, takes_faulthandler=self._is_limit_given
+                    )
                 team.monitor.limit(options.timeout or self._limit)
                 yield options
         finally:
@@ -171,21 +196,27 @@ class Ranks(Lanes):
         """Raises PlanError where these ranks cannot run the plan."""
         if plan.num_devices != len(self.rank_of):
             raise PlanError(
-                f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; make them with "
-                "fp.ranks(plan)"
+                f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; "
+                "make them with fp.ranks(plan)"
             )
         if plan.schedule.device_of != self.plan.schedule.device_of:
             raise PlanError(
-                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that these ranks were made "
-                f"for on {[*self.plan.schedule.device_of]}: another process would have their params; make ranks for it"
+                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that "
+                f"these ranks were made for on {[*self.plan.schedule.device_of]}: another process "
+                "would have their params; make ranks for it"
             )
         refuse_other_devices(self.lanes, self._own_devices, self.devices(plan))
         refuse_devices(plan)
         refuse_uncarried(plan)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """The device of each lane; those that have no number are, where they are here, this process's current one."""
-        return self._own_devices if plan.devices == self.plan.devices else plan_devices(plan, self.lanes)
+        """The device of each lane; those that have no number are, where they are here, this
+        process's current one."""
+        return (
+            self._own_devices
+            if plan.devices == self.plan.devices
+            else plan_devices(plan, self.lanes)
+        )
 
     def part(self, plan: Plan) -> PlanPart:
         """What is here of a plan with as many lanes."""
@@ -209,19 +240,29 @@ class Ranks(Lanes):
         """The mailbox of a lane, whose thread reads what other processes send while it waits."""
         return Inbox(self._open().lead)
 
-    def outboxes(self, execution: Execution, program: LaneProgram, place: Place) -> Mapping[int, Mailbox]:
-        """Of lanes that are not here, the mailboxes into which one that is puts what goes to them."""
+    def outboxes(
+        self, execution: Execution, program: LaneProgram, place: Place
+    ) -> Mapping[int, Mailbox]:
+        """Of lanes that are not here, the mailboxes into which one that is puts what goes to
+        them."""
         team = self._open()
         ways = ways_of(self, execution.ready.plan, self._identities) if place.asynchronous else {}
         if missing := self._ways.missing(ways):
             team.wait(partial(self._ways.make, missing))
         first = self.replica * self.size
-        ranks = {other: first + owner for other, owner in enumerate(self.rank_of) if other not in self.lanes}
+        ranks = {
+            other: first + owner
+            for other, owner in enumerate(self.rank_of)
+            if other not in self.lanes
+        }
         box, levels = execution.boxes[program.lane], execution.level_of
-        return remote_lanes(team, ranks, program, box, place, levels, self._ways.get, execution.number or 0)
+        return remote_lanes(
+            team, ranks, program, box, place, levels, self._ways.get, execution.number or 0
+        )
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the lanes that are here; come back when they are done, or raise what failed, here or elsewhere."""
+        """Run the lanes that are here; come back when they are done, or raise what failed, here or
+        elsewhere."""
         team = self._open()
         self._executions = executions
         try:
@@ -236,7 +277,11 @@ class Ranks(Lanes):
         if self._team is None:
             raise Stop
         number = lane.program.lane
-        boxes = [box for (here, _), box in execution.outboxes.items() if here == number and isinstance(box, RemoteLane)]
+        boxes = [
+            box
+            for (here, _), box in execution.outboxes.items()
+            if here == number and isinstance(box, RemoteLane)
+        ]
         if boxes:
             self._team.begin((self.runs, execution.number or 0, number), boxes[0].arrivals)
 
@@ -255,10 +300,12 @@ class Ranks(Lanes):
         """Raise what an alarm was about."""
         raise Alarm
 
-    # -- with the others -----------------------------------------------------------------------------------------------
+    # -- with the others
+    # -------------------------------------------------------------------------------
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
-        """What every rank gives, by rank; all of them call this about the same thing. Nobody goes on before all came.
+        """What every rank gives, by rank; all of them call this about the same thing. Nobody goes
+        on before all came.
 
         Raises:
             RanksError: another rank exchanges something else now.
@@ -280,12 +327,14 @@ class Ranks(Lanes):
         return Exchange(self.exchange, self.copies, self.telling)
 
     def exchange_here(self, about: str, mine: Any) -> list[Any]:
-        """What every rank of this replica gives; all replicas call it. Raises what `exchange` does."""
+        """What every rank of this replica gives; all replicas call it. Raises what `exchange`
+        does."""
         first = self.replica * self.size
         return self.exchange(about, mine)[first : first + self.size]
 
     def timeline(self, result: Result) -> Timeline:
-        """The timeline of a recorded run with the lanes of all ranks, by one clock; every rank calls it.
+        """The timeline of a recorded run with the lanes of all ranks, by one clock; every rank
+        calls it.
 
         Raises:
             PlanError: the run was not recorded.
@@ -300,14 +349,16 @@ class Ranks(Lanes):
         seed: int | None = None,
         scale_grads: bool = True,
     ) -> RankSchedule:
-        """An object with ``step`` and ``eval`` of torch's pipeline schedules, for loops such as torchtitan's.
+        """An object with ``step`` and ``eval`` of torch's pipeline schedules, for loops such as
+        torchtitan's.
 
         Args:
             params: as for `run`, one tree per stage, None for stages of other ranks.
             state: likewise; the schedule keeps what each step makes of it.
             seed: each step draws by a key made of it and the number of the step.
-            scale_grads: divide gradients by the number of microbatches, which is also the default of torch's schedules.
-                Give False for a loss that returns a sum, such as torchtitan's.
+            scale_grads: divide gradients by the number of microbatches, which is also the default
+                of torch's schedules. Give False for a loss that returns a sum, such as
+                torchtitan's.
 
         Raises:
             PlanError: the plan has no loss, no backwards, or slices.
@@ -319,7 +370,10 @@ class Ranks(Lanes):
         return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
 
     def gather_params(
-        self, stage: int, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
+        self,
+        stage: int,
+        parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        done: Callable[[Any], None],
     ) -> None:
         """Begin to fetch the parts of parameters that other replicas have."""
         if self.replicas == 1:
@@ -328,10 +382,13 @@ class Ranks(Lanes):
             self._replicas_of(stage).gather(parts, done)
 
     def whole(self, tensor: Any) -> Tensor:
-        """All of a tensor; where replicas have parts of it, all of them call this for the same ones in the same order."""
+        """All of a tensor; where replicas have parts of it, all of them call this for the same ones
+        in the same order."""
         with Telling(self._failed):
             return whole_of(
-                tensor, self.copies, lambda part, like: self._open().gather({self.replica: part}, self._copies, like)
+                tensor,
+                self.copies,
+                lambda part, like: self._open().gather({self.replica: part}, self._copies, like),
             )
 
     def reduce(
@@ -354,10 +411,14 @@ class Ranks(Lanes):
         if stage not in self._replicas:
             lane = self.plan.schedule.device_of[stage]
             if lane not in self._summing:
-                self._summing[lane] = Worker(f"funcpipe replicas {lane}", self._ways.abort, patience=1.0)
+                self._summing[lane] = Worker(
+                    f"funcpipe replicas {lane}", self._ways.abort, patience=1.0
+                )
                 self._summing[lane].start()
             ways = self._ways.get(stage)
-            self._replicas[stage] = Replicas(self._team, stage, self._copies, self._summing[lane], ways)
+            self._replicas[stage] = Replicas(
+                self._team, stage, self._copies, self._summing[lane], ways
+            )
         return self._replicas[stage]
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
@@ -367,7 +428,9 @@ class Ranks(Lanes):
         """
         return Telling(self._failed, about)
 
-    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]) -> list[Tensor]:
+    def gather(
+        self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
+    ) -> list[Tensor]:
         """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
@@ -375,16 +438,25 @@ class Ranks(Lanes):
             return self._open().gather(dense, holders, like)
 
     def _open(self) -> Team:
-        """The team; made if there is none. Raises RanksError: the others have another plan; Alarm: they do not come."""
+        """The team; made if there is none. Raises RanksError: the others have another plan; Alarm:
+        they do not come."""
         if self.closed:
             raise FuncpipeError(
-                "these ranks are closed; run, step and ask for result.finite inside of their with block"
+                "these ranks are closed; run, step and ask for result.finite inside of their with "
+                "block"
             )
         if self._team is None:
             self._teams += 1
-            limit, number = self._limit + (STALL if self._teams == 1 else 0.0), self.replica * self.size + self.rank
-            streams = any(Place.backend.asynchronous(self._own_devices[lane]) for lane in self.lanes)
-            team = Team(number, self.processes, self._limit, self._doing, self._marks, has_devices=streams)
+            limit, number = (
+                self._limit + (STALL if self._teams == 1 else 0.0),
+                self.replica * self.size + self.rank,
+            )
+            streams = any(
+                Place.backend.asynchronous(self._own_devices[lane]) for lane in self.lanes
+            )
+            team = Team(
+                number, self.processes, self._limit, self._doing, self._marks, has_devices=streams
+            )
             team.run = self.runs
             try:
                 self._join(team, below(team_name(self._teams), self._store), limit)
@@ -402,11 +474,23 @@ class Ranks(Lanes):
             refuse_others(said, self.names)
             names = [each["machine"] for each in said]
             self._identities = {(q, lane): each for one in said for q, lane, each in one["devices"]}
-            everyone = [(replica, lane) for replica in range(self.replicas) for lane in range(len(self.rank_of))]
-            here = [(q, lane) for q, lane in everyone if names[q * self.size + self.rank_of[lane]] == names[team.rank]]
+            everyone = [
+                (replica, lane)
+                for replica in range(self.replicas)
+                for lane in range(len(self.rank_of))
+            ]
+            here = [
+                (q, lane)
+                for q, lane in everyone
+                if names[q * self.size + self.rank_of[lane]] == names[team.rank]
+            ]
             self.beside = len(here)
-            self._seats = {lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica}
-            team.start(partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores))
+            self._seats = {
+                lane: seat for seat, (replica, lane) in enumerate(here) if replica == self.replica
+            }
+            team.start(
+                partial(pin, [self._seats[lane] for lane in self.lanes], self.beside, self._cores)
+            )
             answered(partial(meeting.connect, team.add), seconds + 1.0)
             self._ways = DeviceWays(store, self._limit)
         except LostError as error:
@@ -431,10 +515,12 @@ class Ranks(Lanes):
         """Changes whenever this rank gets on."""
         return (self.runs, self._at, self._ways.moved(), *begun(self._executions))
 
-    # -- what goes wrong -----------------------------------------------------------------------------------------------
+    # -- what goes wrong
+    # -------------------------------------------------------------------------------
 
     def _tell(self, team: Team, error: BaseException, about: str = "") -> Failure:
-        """End the team by an error and tell all others. Returns the first failure, which may be another one."""
+        """End the team by an error and tell all others. Returns the first failure, which may be
+        another one."""
         if not isinstance(error, Alarm):
             team.fail(failure_of(error, team.rank, self.runs, about))
         team.tell()
@@ -442,7 +528,8 @@ class Ranks(Lanes):
         return team.failure
 
     def _failed(self, error: BaseException, about: str = "") -> None:
-        """After an error: tell it to the others and end the team, or raise what one of theirs is here."""
+        """After an error: tell it to the others and end the team, or raise what one of theirs is
+        here."""
         team = self._team
         if team is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
@@ -453,7 +540,11 @@ class Ranks(Lanes):
         if not (isinstance(error, Alarm) or failure.timed):
             return
         if table.get(team.rank, (False, ""))[0]:  # the others wait for this one
-            text = str(error) if isinstance(error, RunTimeout) else "this rank is in an action, for too long"
+            text = (
+                str(error)
+                if isinstance(error, RunTimeout)
+                else "this rank is in an action, for too long"
+            )
             raise RunTimeout(f"{text}\n{table_of(table, team.names)}") from None
         if is_under_torchrun():
             sleep(1.1)  # it blames who ends first, and counts in whole seconds

@@ -1,4 +1,5 @@
-"""A plan on ranks with the face of torch.distributed.pipelining's schedules, for loops that are written for these."""
+"""A plan on ranks with the face of torch.distributed.pipelining's schedules, for loops that are
+written for these."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ from funcpipe._src.stages.rng import fold_in
 
 
 class RankSchedule:
-    """What torch's training loops call a schedule: `step` adds to ``.grad``, and keeps state and seeds by itself.
+    """What torch's training loops call a schedule: `step` adds to ``.grad``, and keeps state and
+    seeds by itself.
 
-    Gradients are as in torch's schedules: the gradient of the sum of the microbatches' losses. With ``scale_grads``
-    they are divided by the number of microbatches, so unequal microbatches count alike. For a loss that returns a sum,
-    set ``scale_grads=False``. A loss that returns ``(sum, weight)``, a loss with a method ``weigh``, and a plan with
-    ``weight=`` define the weights of microbatches. Their gradients are divided by the total weight, or by nothing
-    without ``scale_grads``. Sum, number and weight are over the microbatches of all replicas.
+    Gradients are as in torch's schedules: the gradient of the sum of the microbatches' losses. With
+    ``scale_grads`` they are divided by the number of microbatches, so unequal microbatches count
+    alike. For a loss that returns a sum, set ``scale_grads=False``. A loss that returns ``(sum,
+    weight)``, a loss with a method ``weigh``, and a plan with ``weight=`` define the weights of
+    microbatches. Their gradients are divided by the total weight, or by nothing without
+    ``scale_grads``. Sum, number and weight are over the microbatches of all replicas.
 
     Attributes:
         plan: what a step runs.
@@ -52,13 +55,14 @@ class RankSchedule:
     ) -> None:
         if plan.loss is None or not plan.schedule.has_backward:
             raise PlanError(
-                "a schedule that steps is of a plan with a loss and backwards; make_plan(stages, schedule, loss=...), and "
-                "fp.run for forwards alone"
+                "a schedule that steps is of a plan with a loss and backwards; make_plan(stages, "
+                "schedule, loss=...), and fp.run for forwards alone"
             )
         if plan.schedule.num_slices > 1:
             raise PlanError(
-                "torch's schedules do not cut sequences into slices, so ranks.schedule has no meaning for the loss of one; "
-                "run the plan: fp.run(plan, params, batch, executor=ranks)"
+                "torch's schedules do not cut sequences into slices, so ranks.schedule has no "
+                "meaning for the loss of one; run the plan: fp.run(plan, params, batch, "
+                "executor=ranks)"
             )
         if plan.weight is None and not isinstance(plan.loss, Weighing):
             plan = replace(plan, counts=ALIKE)  # torch's schedules do not look at the kind of loss
@@ -79,7 +83,8 @@ class RankSchedule:
         return_outputs: bool = True,
         **feeds: Any,
     ) -> Any:
-        """One step: forwards, losses, backwards; gradients are added to ``.grad`` of the leaves that are trained.
+        """One step: forwards, losses, backwards; gradients are added to ``.grad`` of the leaves
+        that are trained.
 
         Args:
             args: the inputs, on the rank of stage 0; several are handed on as a tuple.
@@ -97,20 +102,31 @@ class RankSchedule:
         factor = 1.0 if self.scale_grads or result.weight is None else result.weight
         with torch.no_grad():
             for leaf, gradient in [
-                (entry.leaf, entry.gradient) for entry in by_leaf(self.params, result.grads, result.ties)
+                (entry.leaf, entry.gradient)
+                for entry in by_leaf(self.params, result.grads, result.ties)
             ]:
                 gradient = gradient if factor == 1.0 else gradient * factor
                 leaf.grad = gradient if leaf.grad is None else add_gradient(leaf.grad, gradient)
         _put_own(result, losses)
         return result.outputs if return_outputs else None
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **feeds: Any) -> Any:
-        """The outputs of the last stage, on its rank, and losses; nothing is trained, no state changes."""
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **feeds: Any
+    ) -> Any:
+        """The outputs of the last stage, on its rank, and losses; nothing is trained, no state
+        changes."""
         result = self._run(self._forwards, args, target, feeds, None)
         _put_own(result, losses)
         return result.outputs
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], target: Any, feeds: dict[str, Any], seed: int | None) -> Result:
+    def _run(
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        target: Any,
+        feeds: dict[str, Any],
+        seed: int | None,
+    ) -> Result:
         inputs = args[0] if len(args) == 1 else args or None
         options: dict[str, Any] = {
             "state": self.state,

@@ -29,19 +29,21 @@ def ranks(
     lanes: Sequence[int] | None = None,
     timeout: float | None = None,
 ) -> Ranks:
-    """The processes that run a plan together: ``with fp.ranks(plan) as ranks: fp.run(..., executor=ranks)``.
+    """The processes that run a plan together: ``with fp.ranks(plan) as ranks: fp.run(...,
+    executor=ranks)``.
 
-    Every process of them calls this, and makes the same runs in the same order (torchrun starts them). Each has some
-    lanes of the plan, the stages of these (``ranks.stages``), their parameters, state and gradients; for all other
-    stages it gives and gets None (``fp.place(plan, params, ranks)`` makes it so). The process of stage 0 gives the
-    inputs, that of the last stage the target, others None, or all give everything; feeds come from where they are
-    declared. Loss, losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
+    Every process of them calls this, and makes the same runs in the same order (torchrun starts
+    them). Each has some lanes of the plan, the stages of these (``ranks.stages``), their
+    parameters, state and gradients; for all other stages it gives and gets None (``fp.place(plan,
+    params, ranks)`` makes it so). The process of stage 0 gives the inputs, that of the last stage
+    the target, others None, or all give everything; feeds come from where they are declared. Loss,
+    losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
     process.
 
-    Each pair of processes has one connection, a socket. Values travel over it. Between two CUDA devices they travel by NCCL,
-    where that can be, else over the memory of the host. A lane whose device has no number (``devices="cuda"``, or none) is
-    on the one that is current in its process. When a process fails, all others raise PeerError at once. The next run
-    connects anew.
+    Each pair of processes has one connection, a socket. Values travel over it. Between two CUDA
+    devices they travel by NCCL, where that can be, else over the memory of the host. A lane whose
+    device has no number (``devices="cuda"``, or none) is on the one that is current in its process.
+    When a process fails, all others raise PeerError at once. The next run connects anew.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> stages = [fp.stage(lambda p, x: p * x)] * 2
@@ -54,19 +56,23 @@ def ranks(
     >>> torch.distributed.destroy_process_group()
 
     Args:
-        plan: on the CPU, or on CUDA. Other plans with the same stages on the same lanes (to evaluate) run too.
-        mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all processes do.
+        plan: on the CPU, or on CUDA. Other plans with the same stages on the same lanes (to
+            evaluate) run too.
+        mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all
+            processes do.
         pp: the name of that dimension.
-        dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what comes out is that of one
-            batch with the rows of all, one replica after the other: loss, losses and weights, statistics, gradients,
-            random numbers. None: pipelines beside this one have nothing to do with it.
+        dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what
+            comes out is that of one batch with the rows of all, one replica after the other: loss,
+            losses and weights, statistics, gradients, random numbers. None: pipelines beside this
+            one have nothing to do with it.
         lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
-        timeout: seconds without an action that begins on any rank, after which waiting ends in an error that says what
-            every rank does. ``timeout=`` of a run overrides it. None: 600, and ``faulthandler`` stays free.
+        timeout: seconds without an action that begins on any rank, after which waiting ends in an
+            error that says what every rank does. ``timeout=`` of a run overrides it. None: 600, and
+            ``faulthandler`` stays free.
 
     Raises:
-        RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do not fit, or the
-            processes have other plans, versions or lanes.
+        RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do
+            not fit, or the processes have other plans, versions or lanes.
         PlanError: this is no plan, or one for other devices.
         PlacementError: the devices of its lanes are not here.
         PeerError: a process did not come.
@@ -76,15 +82,19 @@ def ranks(
     if not (dist.is_available() and dist.is_initialized()):
         checked_plan("ranks", plan)
         raise RanksError(
-            "there is no process group: torch.distributed.init_process_group('gloo') in every process, started by "
-            "torchrun --nproc-per-node 2 script.py"
+            "there is no process group: torch.distributed.init_process_group('gloo') in every "
+            "process, started by torchrun --nproc-per-node 2 script.py"
         )
     replicas = _replicas(mesh, pp, dp)
     members = tuple(rank for replica in replicas for rank in replica)
     number = _made[members] = _made[members] + 1
     name = f"funcpipe/{hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()}/{number}"
     group: Any = dist.group.WORLD
-    store, me, size = below(name, group.get_group_store()), members.index(dist.get_rank()), len(replicas[0])
+    store, me, size = (
+        below(name, group.get_group_store()),
+        members.index(dist.get_rank()),
+        len(replicas[0]),
+    )
     try:
         checked_plan("ranks", plan)
         if timeout is not None:
@@ -117,10 +127,15 @@ def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
         return
     first, kept = next(iter(unnamed)), ", ".join(repr(name) for name in names if name in (pp, dp))
     warnings.warn(
-        f"the mesh has the dimension {' and '.join(map(repr, unnamed))}, which fp.ranks was not told of: the pipelines "
-        "along it train apart, each with gradients of its own rows. "
-        + (f"If they are replicas: fp.ranks(plan, mesh, pp={pp!r}, dp={first!r}). " if dp is None else "")
-        + f"If they are meant to be apart, or the stages use {first!r} themselves (tensor parallelism): "
+        f"the mesh has the dimension {' and '.join(map(repr, unnamed))}, which fp.ranks was not "
+        "told of: the pipelines along it train apart, each with gradients of its own rows. "
+        + (
+            f"If they are replicas: fp.ranks(plan, mesh, pp={pp!r}, dp={first!r}). "
+            if dp is None
+            else ""
+        )
+        + f"If they are meant to be apart, or the stages use {first!r} themselves (tensor "
+        "parallelism): "
         f"fp.ranks(plan, mesh[{kept}], ...)",
         stacklevel=3,
     )
@@ -139,8 +154,8 @@ def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:
     missing = [name for name in (pp, dp) if name is not None and name not in names]
     if missing:
         raise RanksError(
-            f"the mesh has the dimensions {names}, and none of them is {' or '.join(map(repr, missing))}; name them: "
-            "fp.ranks(plan, mesh, pp=..., dp=...)"
+            f"the mesh has the dimensions {names}, and none of them is "
+            f"{' or '.join(map(repr, missing))}; name them: fp.ranks(plan, mesh, pp=..., dp=...)"
         )
     if pp == dp:
         raise RanksError(f"pp= and dp= are two dimensions of the mesh; got {pp!r} for both")
@@ -162,15 +177,22 @@ def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, 
     if lanes is None:
         if count % size:
             raise RanksError(
-                f"the plan has {count} lanes and there are {size} ranks; start {count} processes, or say which rank "
-                "has which lane: fp.ranks(plan, lanes=[0, 0, 1, ...])"
+                f"the plan has {count} lanes and there are {size} ranks; start {count} processes, "
+                "or say which rank has which lane: fp.ranks(plan, lanes=[0, 0, 1, ...])"
             )
         return tuple(lane * size // count for lane in range(count))
     named = tuple(lanes)
-    wrong = [rank for rank in named if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size]
+    wrong = [
+        rank
+        for rank in named
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size
+    ]
     idle = [rank for rank in range(size) if rank not in named]
     if len(named) != count or wrong or idle:
         why = f"{wrong} are no ranks" if wrong else f"ranks {idle} have none"
         why = why if len(named) == count else f"it names {len(named)}"
-        raise RanksError(f"lanes= is the rank (0 to {size - 1}) of each of {count} lanes, at least one a rank; {why}")
+        raise RanksError(
+            f"lanes= is the rank (0 to {size - 1}) of each of {count} lanes, at least one a rank; "
+            f"{why}"
+        )
     return named

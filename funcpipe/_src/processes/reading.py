@@ -1,4 +1,5 @@
-"""Which thread reads the connections to other processes: one at a time, mostly one that waits for what comes."""
+"""Which thread reads the connections to other processes: one at a time, mostly one that waits for
+what comes."""
 
 from __future__ import annotations
 
@@ -19,15 +20,17 @@ _LOOK = 0.5
 class Reading:
     """The connections of a process, and the turn to read them.
 
-    A thread that waits for a message reads the connections itself: two switches between threads take longer than a read. One
-    of several waiting threads leads: it reads for all.
+    A thread that waits for a message reads the connections itself: two switches between threads
+    take longer than a read. One of several waiting threads leads: it reads for all.
 
     Args:
         lost: called with a connection that has ended, and why.
         goes_on: returns whether waiting threads shall wait longer.
     """
 
-    def __init__(self, lost: Callable[[Peer, LostError], None], goes_on: Callable[[], bool]) -> None:
+    def __init__(
+        self, lost: Callable[[Peer, LostError], None], goes_on: Callable[[], bool]
+    ) -> None:
         self._lost, self._goes_on = lost, goes_on
         self._turn = threading.Lock()
         self._leader = 0
@@ -57,7 +60,9 @@ class Reading:
         """Read until something lies in the box; return at once where another thread reads."""
         if not self._turn.acquire(blocking=False):
             self._waiting.append(box)
-            if not self._turn.acquire(blocking=False):  # again: it may have stopped before it saw this box
+            if not self._turn.acquire(
+                blocking=False
+            ):  # again: it may have stopped before it saw this box
                 return
         box.wake = self.wake
         self._leader = threading.get_ident()
@@ -69,7 +74,8 @@ class Reading:
             self._end_turn()
 
     def read(self, seconds: float) -> int | None:
-        """Read once, waiting for so long at most. Returns the count of bytes that came; None: another thread reads."""
+        """Read once, waiting for so long at most. Returns the count of bytes that came; None:
+        another thread reads."""
         if not self._turn.acquire(blocking=False):
             return None
         self._leader = threading.get_ident()

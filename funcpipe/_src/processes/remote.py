@@ -1,4 +1,5 @@
-"""Lanes of other processes: a mailbox that sends what is put into it, and what takes what comes for a lane here."""
+"""Lanes of other processes: a mailbox that sends what is put into it, and what takes what comes for
+a lane here."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Takes what other processes send for one lane in one execution, and puts it into the lane's mailbox.
+    """Takes what other processes send for one lane in one execution, and puts it into the lane's
+    mailbox.
 
     Args:
         box: the mailbox.
@@ -56,13 +58,19 @@ class Arrivals:
         """Deliver a value that has come to the memory of the host."""
         event, stream = None, self._streams.get(slot)
         if stream is not None:
-            leaves, event = stream.from_host(leaves, self._freed.pop(slot, None), self._place.stream)
+            leaves, event = stream.from_host(
+                leaves, self._freed.pop(slot, None), self._place.stream
+            )
         self._put(slot, [*leaves], event, known)
 
     def receive(self, slot: int, known: KnownForm) -> None:
         """Begin to receive a value straight from another device, and deliver it."""
         stream = self._streams[slot]
-        self._put(slot, *stream.receive(known.form.leaves, self._freed.pop(slot, None), self._place.stream), known)
+        self._put(
+            slot,
+            *stream.receive(known.form.leaves, self._freed.pop(slot, None), self._place.stream),
+            known,
+        )
 
     def _put(self, slot: int, leaves: list[Any], event: Any, known: KnownForm) -> None:
         form = known.form
@@ -85,9 +93,11 @@ class Arrivals:
 
 
 class RemoteLane(Mailbox):
-    """The mailbox of a lane of another process, for one local lane and one execution. `put` sends to that lane.
+    """The mailbox of a lane of another process, for one local lane and one execution. `put` sends
+    to that lane.
 
-    A value waits here while its slot in the other process is taken. So the local lane may be one value for each slot ahead.
+    A value waits here while its slot in the other process is taken. So the local lane may be one
+    value for each slot ahead.
 
     Args:
         team: the other processes.
@@ -120,7 +130,8 @@ class RemoteLane(Mailbox):
         arrivals.remotes[there] = self
 
     def put(self, key: Hashable, item: Any) -> None:
-        """Send a value into a slot there; of (lane, slot) here, tell that it is free after an event."""
+        """Send a value into a slot there; of (lane, slot) here, tell that it is free after an
+        event."""
         if isinstance(key, int):
             post = self._sending(key, item[0])
             if key in self._taken:
@@ -149,13 +160,20 @@ class RemoteLane(Mailbox):
         self.arrivals.box.put((self._lane, slot), None)
 
     def _sending(self, slot: int, value: Border) -> Callable[[], None]:
-        """Return what sends a value; of a device, once it is there. Raises PlanError for what cannot travel."""
+        """Return what sends a value; of a device, once it is there. Raises PlanError for what
+        cannot travel."""
         stream, team, rank = self._stream, self._team, self._rank
         home = _at_host if stream is None else stream.at_home
-        leaves = [home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)]
+        leaves = [
+            home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)
+        ]
         described = leaves, value.spec, value.flags, value.shared
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-        head, key, form = self._value._replace(slot=slot), form_key(*described), lambda: pack_form(form_of(*described))
+        head, key, form = (
+            self._value._replace(slot=slot),
+            form_key(*described),
+            lambda: pack_form(form_of(*described)),
+        )
         if not team.peers[rank].knows(key):  # now, so that this lane hears of what cannot travel
             form = partial(bytes, form())
         if stream is None:
@@ -166,7 +184,9 @@ class RemoteLane(Mailbox):
             return lambda: team.jobs.give(partial(team.safely, partial(_then, wait, post), rank))
         head, event = head._replace(kind=FrameKind.JOINED), stream.now()
 
-        def send() -> None:  # second the tensors: the other end receives them once it knows their form
+        def send() -> (
+            None
+        ):  # second the tensors: the other end receives them once it knows their form
             team.send_value(rank, head, key, form, ())
             team.safely(partial(stream.send, tensors, event), rank)
 
@@ -194,8 +214,16 @@ def remote_lanes(
         batch: the place of the batch among those of the run.
     """
     lane = program.lane
-    sources = {slot: source for slot, source in enumerate(program.sources) if source is not None and source in ranks}
-    streams = {slot: found for slot, source in sources.items() if (found := stream((source, lane))) is not None}
+    sources = {
+        slot: source
+        for slot, source in enumerate(program.sources)
+        if source is not None and source in ranks
+    }
+    streams = {
+        slot: found
+        for slot, source in sources.items()
+        if (found := stream((source, lane))) is not None
+    }
     arrivals = Arrivals(box, place, {slot: levels[lane, slot] for slot in sources}, streams)
     others = {*sources.values()} | {to for to, _ in program.outgoing if to in ranks}
     return {

@@ -1,7 +1,9 @@
-"""How the processes of a plan find each other: words in the store of torch.distributed, then a connection for each pair.
+"""How the processes of a plan find each other: words in the store of torch.distributed, then a
+connection for each pair.
 
-The store may not answer: the process that keeps it may be stopped, or the network cut, and then torch's calls do not come back.
-So a thread asks it, and the caller waits for only so long. Once the processes are connected nobody uses the store.
+The store may not answer: the process that keeps it may be stopped, or the network cut, and then
+torch's calls do not come back. So a thread asks it, and the caller waits for only so long. Once the
+processes are connected nobody uses the store.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple, Self, TypeVar
 
 from funcpipe._src.core.errors import PeerError
-from funcpipe._src.processes.address import addresses_at, connect_at, host_of, own_address, own_loopback
+from funcpipe._src.processes.address import (
+    addresses_at,
+    connect_at,
+    host_of,
+    own_address,
+    own_loopback,
+)
 from funcpipe._src.processes.peer import LostError
 
 T = TypeVar("T")
@@ -28,7 +36,8 @@ LIMIT = 600.0
 """Seconds for which ranks wait where nobody says how long."""
 
 STALL = 6.0
-"""Seconds that the first connections get more than others: torch's store lets every 25th wait for 5 s."""
+"""Seconds that the first connections get more than others: torch's store lets every 25th wait for 5
+s."""
 
 _LOOK = 0.2
 """Seconds after which a process that waits for connections looks whether it still should."""
@@ -82,7 +91,9 @@ def answered(job: Callable[[], T], seconds: float) -> T:
         raise PeerError(f"the store of the processes has not answered for {seconds:g} s") from None
     if isinstance(error, RuntimeError):
         text = str(error).split("\n")[0]
-        raise PeerError(f"the store of the processes is gone, and with it the process that keeps it ({text})") from None
+        raise PeerError(
+            f"the store of the processes is gone, and with it the process that keeps it ({text})"
+        ) from None
     if error is not None:
         raise error
     return result  # pyright: ignore[reportReturnType]
@@ -100,24 +111,34 @@ class Rendezvous:
     """
 
     def __init__(
-        self, store: Any, rank: int, names: Sequence[str], seconds: float, goes_on: Callable[[], bool]
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[str],
+        seconds: float,
+        goes_on: Callable[[], bool],
     ) -> None:
         self._store, self._rank, self._names = store, rank, names
         self._seconds, self._goes_on = seconds, goes_on
         self._where: Mapping[str, str] = {}
 
     def hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Say hello to all, and return what every process says of itself. Raises LostError: someone does not come."""
+        """Say hello to all, and return what every process says of itself. Raises LostError: someone
+        does not come."""
         host = host_of(self._store)
         loopback = own_loopback(host)
         mine = {**mine, "address": own_address([host]), "loopback": loopback}
         self._say("hello", mine)
         said = self._said("hello", range(len(self._names)))
-        # Where the store is kept its host may be a name of this machine for itself; others then say where they are.
+        # Where the store is kept its host may be a name of this machine for itself; others then say
+        # where they are.
         where = connect_at([host, *(each.get("address", "") for each in said)])
-        at_home = len({each.get("machine") for each in said}) == 1 and all(each.get("loopback") for each in said)
+        at_home = len({each.get("machine") for each in said}) == 1 and all(
+            each.get("loopback") for each in said
+        )
         if not where and at_home:
-            # All reach the store at a loopback address, so all are on this machine and need no network.
+            # All reach the store at a loopback address, so all are on this machine and need no
+            # network.
             where = {"hostname": loopback}
         self._where = where
         return said
@@ -125,7 +146,8 @@ class Rendezvous:
     def connect(self, add: Callable[[socket.socket, int], None]) -> None:
         """Connect to every other process; ``add`` gets each connection and its rank.
 
-        Of two the one with the higher rank calls the other one, with a token that the store alone tells.
+        Of two the one with the higher rank calls the other one, with a token that the store alone
+        tells.
 
         Raises:
             LostError: a process does not come, or cannot be reached.
@@ -147,7 +169,9 @@ class Rendezvous:
             while later and door is not None:
                 if not self._goes_on() or monotonic() > deadline:
                     first = min(later)
-                    raise LostError(first, f"could not be connected: it did not come for {self._seconds:g} s")
+                    raise LostError(
+                        first, f"could not be connected: it did not come for {self._seconds:g} s"
+                    )
                 for connected, rank in door.let_in(later):
                     later.discard(rank)
                     add(connected, rank)
@@ -170,7 +194,10 @@ class Rendezvous:
         while missing := [rank for rank in missing if not self._store.check([f"{about}/{rank}"])]:
             if not self._goes_on() or monotonic() > deadline:
                 names = ", ".join(self._names[rank] for rank in missing)
-                text = f"did not come: {names} made no fp.ranks, or did not use it, for {self._seconds:g} s"
+                text = (
+                    f"did not come: {names} made no fp.ranks, or did not use it, for "
+                    f"{self._seconds:g} s"
+                )
                 raise LostError(missing[0], text)
             sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -178,7 +205,8 @@ class Rendezvous:
 
 
 def listening(hosts: Sequence[str]) -> socket.socket:
-    """A socket that listens at the first of these addresses that is one of this machine's. Raises OSError: none is."""
+    """A socket that listens at the first of these addresses that is one of this machine's. Raises
+    OSError: none is."""
     failure: OSError | None = None
     for host in hosts:
         try:
@@ -208,7 +236,8 @@ class _Knock(NamedTuple):
 
 
 class _Door:
-    """Accepts connections that send the token and a rank. Reads all connections at once, so a slow one delays no other."""
+    """Accepts connections that send the token and a rank. Reads all connections at once, so a slow
+    one delays no other."""
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         listener.setblocking(False)
@@ -244,14 +273,17 @@ class _Door:
         return found
 
     def _open(self) -> None:
-        with suppress(OSError):  # the caller has gone again, or this process has no free file descriptor
+        with suppress(
+            OSError
+        ):  # the caller has gone again, or this process has no free file descriptor
             end, _ = self.listener.accept()
             end.setblocking(False)
             self._knocks[end.fileno()] = _Knock(end, bytearray(), monotonic() + _PATIENCE)
             self._selector.register(end, selectors.EVENT_READ)
 
     def _hear(self, number: int) -> int:
-        """Return the rank that a connection has sent after the token; -1: not yet. Close what sends other bytes, or ends."""
+        """Return the rank that a connection has sent after the token; -1: not yet. Close what sends
+        other bytes, or ends."""
         end, said, _ = self._knocks[number]
         length = len(self.token) + _RANK.size
         try:

@@ -1,10 +1,13 @@
-"""The processes of a plan, seen from one of them: a connection to each other process, exchanges, and the first failure.
+"""The processes of a plan, seen from one of them: a connection to each other process, exchanges,
+and the first failure.
 
-Threads that wait for what others send read it themselves (`Reading`). Where nobody waits the `Monitor` reads, at short
-intervals. It also tells the others that this process gets on, and ends waits that take too long.
+Threads that wait for what others send read it themselves (`Reading`). Where nobody waits the
+`Monitor` reads, at short intervals. It also tells the others that this process gets on, and ends
+waits that take too long.
 
-A team lasts until the first failure. A process that fails sends the failure to all others and closes its connections. A process
-that receives a failure does the same. The next run makes a new team.
+A team lasts until the first failure. A process that fails sends the failure to all others and
+closes its connections. A process that receives a failure does the same. The next run makes a new
+team.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ class Team:
         timeout: seconds without progress of any rank, after which a wait ends in an error.
         doing: returns whether a lane is in an action, and what this process does in words.
         marks: returns a value that changes whenever this process gets on.
-        has_devices: lanes here are on devices with streams. Then the team's own thread reads everything: a lane there does not
-            wait for its device, and the order of a stream must not hang on which thread reads.
+        has_devices: lanes here are on devices with streams. Then the team's own thread reads
+            everything: a lane there does not wait for its device, and the order of a stream must
+            not hang on which thread reads.
 
     Attributes:
         size: the number of processes.
@@ -80,7 +84,12 @@ class Team:
         *,
         has_devices: bool = False,
     ) -> None:
-        self.rank, self.size, self.processes, self.names = rank, len(processes), tuple(processes), names_of(processes)
+        self.rank, self.size, self.processes, self.names = (
+            rank,
+            len(processes),
+            tuple(processes),
+            names_of(processes),
+        )
         self.doing = doing
         self.peers: dict[int, Peer] = {}
         self.failure: Failure | None = None
@@ -104,7 +113,8 @@ class Team:
         self.jobs = Worker("funcpipe devices", self.cut, patience=1.0)
         self.caller = self.channel(0)
 
-    # -- its members ---------------------------------------------------------------------------------------------------
+    # -- its members
+    # -------------------------------------------------------------------------------
 
     def start(self, settle: Callable[[], None]) -> None:
         """Start the team's threads, each with ``settle`` first."""
@@ -129,9 +139,12 @@ class Team:
                     made.box.stop()
             return self._channels[number]
 
-    # -- sending -------------------------------------------------------------------------------------------------------
+    # -- sending
+    # -------------------------------------------------------------------------------
 
-    def send(self, rank: int, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+    def send(
+        self, rank: int, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()
+    ) -> None:
         """Send a frame. Tensors are dense, and must not change before `drain`."""
         peer = self.peers[rank]
         if not peer.send(frame, body, [memory(tensor) for tensor in tensors]):
@@ -159,10 +172,12 @@ class Team:
         for rank in [*self.peers]:
             self.send(rank, Head(kind, self.run), json.dumps(what).encode())
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- reading
+    # -------------------------------------------------------------------------------
 
     def lead(self, box: Inbox) -> None:
-        """Read what others send until something lies in the box; return at once where another thread reads."""
+        """Read what others send until something lies in the box; return at once where another
+        thread reads."""
         if not self.has_devices:
             self.reading.lead(box)
 
@@ -172,7 +187,8 @@ class Team:
             self.reading.read(0.0)
 
     def _left(self, peer: Peer, error: LostError) -> None:
-        """A process has closed its connection. Where it failed it has said so before, and where it left in order."""
+        """A process has closed its connection. Where it failed it has said so before, and where it
+        left in order."""
         if peer.rank not in self._gone:
             self.lost(error)
             return
@@ -183,25 +199,34 @@ class Team:
 
     def miss(self, rank: int) -> NoReturn:
         """End the team: this process waits for one that has left. Raises Stop."""
-        text = f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others wait for it"
+        text = (
+            f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others "
+            "wait for it"
+        )
         self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
         raise Stop
 
-    # -- what others send ----------------------------------------------------------------------------------------------
+    # -- what others send
+    # -------------------------------------------------------------------------------
 
     def value(self, rank: int, frame: Head, known: KnownForm) -> Pieces:
         """Read the tensors of a value, and deliver it to its lane."""
         arrivals = self._arrivals.get(frame[1:4])
         room = TensorLayout.room if arrivals is None else arrivals.room(frame.slot)
-        leaves = [room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in known.form.leaves]
+        leaves = [
+            room(leaf) if isinstance(leaf, TensorLayout) else leaf for leaf in known.form.leaves
+        ]
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.numel():
                 yield memory_view(leaf)
         self._deliver(rank, frame, lambda arrivals: arrivals.put(frame.slot, leaves, known))
 
     def joined(self, rank: int, frame: Head, known: KnownForm) -> None:
-        """Receive a value whose tensors come straight from another device, in a thread that may wait for that."""
-        job = partial(self._deliver, rank, frame, lambda arrivals: arrivals.receive(frame.slot, known))
+        """Receive a value whose tensors come straight from another device, in a thread that may
+        wait for that."""
+        job = partial(
+            self._deliver, rank, frame, lambda arrivals: arrivals.receive(frame.slot, known)
+        )
         self.jobs.give(partial(self.safely, job, rank))
 
     def free(self, rank: int, frame: Head) -> None:
@@ -219,8 +244,11 @@ class Team:
         self.safely(partial(job, arrivals), rank)
 
     def begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
-        """Deliver the values for a lane, by (run, batch, lane), from now on. The lane's thread calls this."""
-        if self.has_devices:  # in the thread that receives from devices, which must do so in the order of the frames
+        """Deliver the values for a lane, by (run, batch, lane), from now on. The lane's thread
+        calls this."""
+        if (
+            self.has_devices
+        ):  # in the thread that receives from devices, which must do so in the order of the frames
             self.jobs.give(partial(self._begin, key, arrivals))
         else:
             self._begin(key, arrivals)
@@ -272,10 +300,13 @@ class Team:
         except Stop:
             raise
         except Exception as error:  # for want of memory, mostly
-            text = f"what goes between it and others cannot be moved: {type(error).__name__}: {error}"
+            text = (
+                f"what goes between it and others cannot be moved: {type(error).__name__}: {error}"
+            )
             self.lost(LostError(self.rank, text))
 
-    # -- waiting for others --------------------------------------------------------------------------------------------
+    # -- waiting for others
+    # -------------------------------------------------------------------------------
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every process gives, by rank. Raises Alarm."""
@@ -288,7 +319,9 @@ class Team:
                 given[rank] = self.caller.take(rank).numpy().tobytes()
         return [given[rank] for rank in range(self.size)]
 
-    def gather(self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[TensorLayout]) -> list[Tensor]:
+    def gather(
+        self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[TensorLayout]
+    ) -> list[Tensor]:
         """Tensors in host memory that several processes hold, in order; all holders call this.
 
         Args:
@@ -326,7 +359,8 @@ class Team:
         self.jobs.give(work)
         return self.answer(key)
 
-    # -- failures ------------------------------------------------------------------------------------------------------
+    # -- failures
+    # -------------------------------------------------------------------------------
 
     @contextmanager
     def alarming(self, alarm: Callable[[], None]) -> Generator[None]:
@@ -354,11 +388,13 @@ class Team:
         self.reading.wake()
 
     def lost(self, error: LostError) -> None:
-        """End the team by a connection that has ended. A process that fails says so first, so this one is gone."""
+        """End the team by a connection that has ended. A process that fails says so first, so this
+        one is gone."""
         self.fail(Failure(error.rank, "", error.text, None, self.run))
 
     def tell(self) -> None:
-        """Send the failure to all others, once. Every process passes it on: its closed connection is no new failure."""
+        """Send the failure to all others, once. Every process passes it on: its closed connection
+        is no new failure."""
         if not self._told and self.failure is not None:
             self._told = True
             self.tell_all(FrameKind.FAILED, list(self.failure))
@@ -369,7 +405,8 @@ class Team:
             self.tell_all(FrameKind.DOING, self.doing())
 
     def all_states(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
-        """What every process does, by rank: (is it in an action, in words). Those that do not answer are left out."""
+        """What every process does, by rank: (is it in an action, in words). Those that do not
+        answer are left out."""
         self.say()
         deadline = monotonic() + seconds
         while monotonic() < deadline and any(rank not in self.states for rank in self.peers):
@@ -380,10 +417,14 @@ class Team:
         """End the team where a process has closed its ranks and this one runs on."""
         for rank, run in self._gone.copy().items():
             if self.run > run:
-                text = f"has left its `with fp.ranks(...)` after {run} runs, and this is run {self.run}"
+                text = (
+                    f"has left its `with fp.ranks(...)` after {run} runs, and this is run "
+                    f"{self.run}"
+                )
                 self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
 
-    # -- its end -------------------------------------------------------------------------------------------------------
+    # -- its end
+    # -------------------------------------------------------------------------------
 
     def cut(self) -> None:
         """End all connections, which ends all waits, here and elsewhere."""
@@ -393,7 +434,8 @@ class Team:
             peer.shut()
 
     def close(self, *, told: bool) -> None:
-        """End all threads and connections; with ``told`` the others get to know that this process runs no more."""
+        """End all threads and connections; with ``told`` the others get to know that this process
+        runs no more."""
         if told and self.failure is None:
             self.tell_all(FrameKind.BYE, self.run)
         self.tell()

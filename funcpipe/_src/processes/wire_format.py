@@ -1,8 +1,9 @@
-"""Encode trees as bytes for other processes, and decode them: checked JSON, then memory. No pickle, no imports.
+"""Encode trees as bytes for other processes, and decode them: checked JSON, then memory. No pickle,
+no imports.
 
-A container travels as its kind and its children, a class as its module and name. Bytes make values of a class only if
-this process has sent the class, has had it in its trees, or has permitted it (`permit`). Tensors travel as size,
-strides and dtype, and their memory.
+A container travels as its kind and its children, a class as its module and name. Bytes make values
+of a class only if this process has sent the class, has had it in its trees, or has permitted it
+(`permit`). Tensors travel as size, strides and dtype, and their memory.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def sendable(leaf: Any) -> Any:
-    """A leaf as it travels: tensors plain, detached, dense. Raises PlanError for what cannot travel."""
+    """A leaf as it travels: tensors plain, detached, dense. Raises PlanError for what cannot
+    travel."""
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().resolve_conj().resolve_neg()
         if not is_plain(leaf):
             raise PlanError(
-                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; hand plain, dense "
-                "tensors on"
+                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; "
+                "hand plain, dense tensors on"
             )
         if leaf.storage_offset() == 0 and (leaf.is_contiguous() or fills(leaf)):
             return leaf
@@ -67,33 +69,49 @@ def sendable(leaf: Any) -> Any:
     return leaf
 
 
-def form_of(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> TreeForm:
+def form_of(
+    leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
+) -> TreeForm:
     """The form of leaves that are `sendable`."""
-    return TreeForm(spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared))
+    return TreeForm(
+        spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared)
+    )
 
 
-def form_key(leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()) -> Any:
+def form_key(
+    leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
+) -> Any:
     """What equal forms have in common, and only these: to look them up by."""
     return (
         spec,
         tuple(shared),
         *flags,
         *[
-            (type(leaf), repr(leaf)) if not isinstance(leaf, Tensor) else (leaf.shape, leaf.stride(), leaf.dtype)
+            (type(leaf), repr(leaf))
+            if not isinstance(leaf, Tensor)
+            else (leaf.shape, leaf.stride(), leaf.dtype)
             for leaf in leaves
         ],
     )
 
 
 def _without_numbers(leaf: Any) -> Any:
-    return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    return (
+        TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )
 
 
 def pack_form(form: TreeForm) -> bytes:
     """A form as bytes. Raises PlanError for containers and leaves that cannot travel."""
     row = form.spec == LEAF and len(form.leaves) != 1
-    skeleton = None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
-    return json.dumps([skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared]).encode()
+    skeleton = (
+        None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
+    )
+    return json.dumps(
+        [skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared]
+    ).encode()
 
 
 def unpack_form(data: bytes) -> TreeForm:
@@ -101,24 +119,33 @@ def unpack_form(data: bytes) -> TreeForm:
     return _unpacked_form(data, class_named, _DECODERS)
 
 
-def _unpacked_form(data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]) -> TreeForm:
+def _unpacked_form(
+    data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]
+) -> TreeForm:
     try:
         structure, leaves, flags, shared = json.loads(data)
         values = [_decoded(leaf, decoders) for leaf in leaves]
-        numbers, spec = ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
-        if [*map(int, numbers)] != [*range(len(values))] or not all(isinstance(flag, bool) for flag in flags):
+        numbers, spec = (
+            ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
+        )
+        if [*map(int, numbers)] != [*range(len(values))] or not all(
+            isinstance(flag, bool) for flag in flags
+        ):
             raise ValueError("its leaves are out of order")
         if any(type(number) is not int or not 0 <= number < len(values) for number in shared):
             raise ValueError("it has no such leaves")
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(f"what came from another process is damaged, {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"what came from another process is damaged, {type(error).__name__}: {error}"
+        ) from error
     return TreeForm(spec, tuple(values), tuple(flags), tuple(shared))
 
 
 _KNOWN = 64
-"""So many forms of whole trees are remembered, each way: processes say the same to each other, with other numbers."""
+"""So many forms of whole trees are remembered, each way: processes say the same to each other, with
+other numbers."""
 
 
 class NumberLayout(NamedTuple):
@@ -138,11 +165,18 @@ _BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
 
 
 def pack(tree: Tree) -> bytes:
-    """A whole tree as bytes: the length of its form, the form, its numbers and the memory of its tensors."""
+    """A whole tree as bytes: the length of its form, the form, its numbers and the memory of its
+    tensors."""
     leaves, spec = flatten(tree)
     layouts, parts = list[Any](), list[bytes]()
     for leaf in map(sendable, leaves):
-        code = "d" if type(leaf) is float else "q" if type(leaf) is int and -(2**63) <= leaf < 2**63 else ""
+        code = (
+            "d"
+            if type(leaf) is float
+            else "q"
+            if type(leaf) is int and -(2**63) <= leaf < 2**63
+            else ""
+        )
         if code:
             parts.append(struct.pack(f"<{code}", leaf))
         elif isinstance(leaf, Tensor):
@@ -159,17 +193,22 @@ def pack(tree: Tree) -> bytes:
 
 
 def unpack(data: bytes) -> Tree:
-    """The tree that was packed; its tensors have memory of their own. Raises PlanError for what was not."""
+    """The tree that was packed; its tensors have memory of their own. Raises PlanError for what was
+    not."""
     end = 8 + struct.unpack("<q", data[:8])[0] if len(data) >= 8 else -1
     if not 8 <= end <= len(data):
-        raise PlanError(f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}")
+        raise PlanError(
+            f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}"
+        )
     form = _form_of(data[8:end])
     leaves: list[Any] = []
     for leaf in form.leaves:
         if isinstance(leaf, (TensorLayout, NumberLayout)):
             start, end = end, end + (leaf.nbytes if isinstance(leaf, TensorLayout) else 8)
             if end > len(data):
-                raise PlanError("what came from another process is damaged: numbers are missing at its end")
+                raise PlanError(
+                    "what came from another process is damaged: numbers are missing at its end"
+                )
             leaf = _read(leaf, data[start:end])
         leaves.append(leaf)
     return unflatten(form.spec, leaves)
@@ -198,15 +237,19 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
 
 
 def _form_of(data: bytes) -> TreeForm:
-    """`unpack_form` for a whole tree; known where the same came before, and its classes are what they were."""
+    """`unpack_form` for a whole tree; known where the same came before, and its classes are what
+    they were."""
     form, classes = _known(data)
-    if any(looked_up(name) is not kind for name, kind in classes.items()):  # a notebook cell redefined a class
+    if any(
+        looked_up(name) is not kind for name, kind in classes.items()
+    ):  # a notebook cell redefined a class
         _known.cache_clear()
         form, _ = _known(data)
     return form
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves
+# -------------------------------------------------------------------------------
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -247,8 +290,9 @@ def _coded(leaf: Any) -> Any:
         if type(leaf) is kind:
             return {name: write(leaf)}
     raise PlanError(
-        f"a {type(leaf).__name__} cannot go to another process: between stages that lie in different ones, in losses' "
-        "aux and in ties there are tensors, numbers, strings and None, in containers"
+        f"a {type(leaf).__name__} cannot go to another process: between stages that lie in "
+        "different ones, in losses' aux and in ties there are tensors, numbers, strings and "
+        "None, in containers"
     )
 
 
@@ -276,7 +320,8 @@ def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS
     return decoders[name](value)
 
 
-# -- containers --------------------------------------------------------------------------------------------------------
+# -- containers
+# -------------------------------------------------------------------------------
 
 
 class _Number(int):
@@ -295,7 +340,9 @@ def _structure(node: Any) -> Any:
     if kind in (dict, OrderedDict):
         return [kind.__name__, [[_coded(key), _structure(child)] for key, child in node.items()]]
     if kind is defaultdict:
-        raise PlanError("a defaultdict cannot go to another process, since its factory cannot; hand a dict on")
+        raise PlanError(
+            "a defaultdict cannot go to another process, since its factory cannot; hand a dict on"
+        )
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
         return ["named", name_of(kind), [_structure(child) for child in node]]
     children, kept = take_apart(node)

@@ -1,1 +1,2 @@
-"""Several replicas of a stage: sums of gradients, gathered parameters, equal numbers. Owns no connection."""
+"""Several replicas of a stage: sums of gradients, gathered parameters, equal numbers. Owns no
+connection."""

@@ -1,8 +1,8 @@
 """Compare the initial numbers of replicas and of tied leaves between processes.
 
-Every process makes its own model. If one process has another seed, or alone has read a checkpoint, it trains another
-model. Gradients are summed all the same, so no error would show. funcpipe sends no numbers: it cannot know which
-process is right, and parameters belong to the caller.
+Every process makes its own model. If one process has another seed, or alone has read a checkpoint,
+it trains another model. Gradients are summed all the same, so no error would show. funcpipe sends
+no numbers: it cannot know which process is right, and parameters belong to the caller.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ _MOST_FAULTS = 8
 
 
 def compare_numbers(
-    part: PlanPart, plan: Plan, trees: Sequence[Tree], states: Sequence[Tree], spread: Mapping[int, ShardedParams]
+    part: PlanPart,
+    plan: Plan,
+    trees: Sequence[Tree],
+    states: Sequence[Tree],
+    spread: Mapping[int, ShardedParams],
 ) -> None:
     """Compare the numbers of parameters and state with other processes. Raises RanksError."""
-    groups = resolve_ties(plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages)
+    groups = resolve_ties(
+        plan, trees, [[False] * len(flatten(tree)[0]) for tree in trees], part.stages
+    )
     places = {stage: locations(trees[stage], f"params[{stage}]") for stage in part.stages}
     tied = [[places[stage][leaf] for stage, leaf in group if leaf >= 0] for group in groups]
     digests: dict[str, str] = {}
@@ -45,10 +51,13 @@ def compare_tied(
     leaves: Sequence[Sequence[Any]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Compare the numbers of tied leaves of one process that are separate tensors. Raises PlanError."""
+    """Compare the numbers of tied leaves of one process that are separate tensors. Raises
+    PlanError."""
     apart = [group for group in ties if len({id(leaves[stage][leaf]) for stage, leaf in group}) > 1]
     compared.begin()
-    if not apart or not compared.has_new(leaves[stage][leaf] for group in apart for stage, leaf in group):
+    if not apart or not compared.has_new(
+        leaves[stage][leaf] for group in apart for stage, leaf in group
+    ):
         return
     faults: list[str] = []
     for group in apart:
@@ -59,7 +68,9 @@ def compare_tied(
             for place, each in zip(places, numbers, strict=True)
             if each != numbers[0]
         ]
-    raise_all("leaves that are tied are one parameter, so give all of them the same numbers:", faults)
+    raise_all(
+        "leaves that are tied are one parameter, so give all of them the same numbers:", faults
+    )
     compared.settle()
 
 
@@ -69,13 +80,16 @@ def refuse_different(
     """Raise RanksError where replicas, or tied leaves, have different numbers.
 
     Args:
-        everyone: for every process, replica by replica and by rank, its digests, and the places of its leaves of each
-            tie.
+        everyone: for every process, replica by replica and by rank, its digests, and the places of
+            its leaves of each tie.
         replicas: the number of replicas.
         names: the name of each process in errors.
     """
     told, size = [digests for digests, _ in everyone], len(everyone) // replicas
-    ties = [[*dict.fromkeys(place for row in rows for place in row)] for rows in zip(*[ties for _, ties in everyone])]
+    ties = [
+        [*dict.fromkeys(place for row in rows for place in row)]
+        for rows in zip(*[ties for _, ties in everyone])
+    ]
     faults: list[str] = []
     for number, mine in enumerate(told[size:], size):
         first = told[number % size]
@@ -93,13 +107,17 @@ def refuse_different(
             if place in each
         ]
         faults += [
-            f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, and they are tied"
+            (
+                f"{place} of {name} has other numbers than {members[0][0]} of {members[0][2]}, "
+                "and they are tied"
+            )
             for place, digest, name in members[1:]
             if digest != members[0][1]
         ]
     if faults:
         title = (
-            "the processes do not begin with the same numbers; call torch.manual_seed(0) in all of them before the model "
-            "is made, or fp.load the same checkpoint in all of them before the first run:"
+            "the processes do not begin with the same numbers; call torch.manual_seed(0) in all "
+            "of them before the model is made, or fp.load the same checkpoint in all of them "
+            "before the first run:"
         )
         raise RanksError(bullets(title, faults, _MOST_FAULTS))

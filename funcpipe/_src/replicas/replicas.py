@@ -24,7 +24,8 @@ _WINDOW = 1 << 26
 """Gradients of so many bytes are summed at once, or one that has more."""
 
 GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
-"""Gives the sums of a stage's gradients over its replicas to the stream that the calling thread queues on."""
+"""Gives the sums of a stage's gradients over its replicas to the stream that the calling thread
+queues on."""
 
 
 Told: TypeAlias = Callable[[GiveSums], None]
@@ -33,13 +34,15 @@ Told: TypeAlias = Callable[[GiveSums], None]
 
 @dataclass(frozen=True)
 class Summed:
-    """The key under which a lane is given the `GiveSums` of a stage. No tuple: those are the keys of free slots."""
+    """The key under which a lane is given the `GiveSums` of a stage. No tuple: those are the keys
+    of free slots."""
 
     stage: int
 
 
 class Reduction:
-    """A sum of a stage's gradients over its replicas, in progress. G writes it, S reads it, and the caller takes it.
+    """A sum of a stage's gradients over its replicas, in progress. G writes it, S reads it, and the
+    caller takes it.
 
     Args:
         stage: its number.
@@ -61,7 +64,8 @@ class Reduction:
             self._box.put(self._key, give)
 
     def wait(self, stream: Any = None) -> None:
-        """Wait on the stage's lane, by its mailbox. The signature is that of ``torch.cuda.Event.wait``."""
+        """Wait on the stage's lane, by its mailbox. The signature is that of
+        ``torch.cuda.Event.wait``."""
         assert self._box is not None
         if self._key not in self._box.came:
             self._box.wait(self._key)
@@ -88,7 +92,8 @@ class Reduction:
 
 
 class Sharding(NamedTuple):
-    """How the replicas have a tensor: in parts along an axis, as even as those of `torch.chunk`, some may be empty."""
+    """How the replicas have a tensor: in parts along an axis, as even as those of `torch.chunk`,
+    some may be empty."""
 
     axis: int
 
@@ -108,11 +113,13 @@ def dtensor_of(local: Tensor, like: Any) -> Any:
 
 
 class Replicas:
-    """Gathers and sums in a thread beside the lane; one after the other, in all replicas in the same order.
+    """Gathers and sums in a thread beside the lane; one after the other, in all replicas in the
+    same order.
 
-    Each replica adds up one piece of a gradient, in the order of the replicas, and sends the others the sum: so all have the
-    same bits, and a replica sends at most twice a gradient's size. Where the stage is on a device with streams, all goes on
-    one of its own, after what the lane has queued.
+    Each replica adds up one piece of a gradient, in the order of the replicas, and sends the others
+    the sum: so all have the same bits, and a replica sends at most twice a gradient's size. Where
+    the stage is on a device with streams, all goes on one of its own, after what the lane has
+    queued.
 
     Args:
         team: the other processes.
@@ -123,13 +130,21 @@ class Replicas:
     """
 
     def __init__(
-        self, team: Team, stage: int, ranks: Sequence[int], worker: Worker, stream: DeviceStream | None
+        self,
+        team: Team,
+        stage: int,
+        ranks: Sequence[int],
+        worker: Worker,
+        stream: DeviceStream | None,
     ) -> None:
         self.team, self.ranks, self.me, self.stream = team, [*ranks], team.rank, stream
         self._worker, self._channel = worker, team.channel(stage + 1)
 
-    def gather(self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]) -> None:
-        """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all, by replica.
+    def gather(
+        self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
+    ) -> None:
+        """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all,
+        by replica.
 
         ``done`` gets the event after which they are there; None: they are.
         """
@@ -138,7 +153,9 @@ class Replicas:
         def work() -> None:
             with queued:
                 takes = [
-                    self._swap(dict.fromkeys(self.ranks, mine), dict(zip(self.ranks, rooms, strict=True)))
+                    self._swap(
+                        dict.fromkeys(self.ranks, mine), dict(zip(self.ranks, rooms, strict=True))
+                    )
                     for mine, rooms in parts
                 ]
                 for take in takes:
@@ -148,8 +165,11 @@ class Replicas:
 
         self._give(work)
 
-    def begin(self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told) -> Any:
-        """Begin to sum. The `GiveSums` are told, and come to the caller's box under the key that is returned.
+    def begin(
+        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told
+    ) -> Any:
+        """Begin to sum. The `GiveSums` are told, and come to the caller's box under the key that is
+        returned.
 
         Of what is cut this replica gets its part. What was given has no memory afterwards.
         """
@@ -165,11 +185,15 @@ class Replicas:
         self._give(work)
         return key
 
-    def _sums(self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]) -> list[Tensor | None]:
+    def _sums(
+        self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]
+    ) -> list[Tensor | None]:
         """The sums of gradients over all replicas; of a DTensor each replica has the same part."""
         sums: list[Tensor | None] = [None] * len(gradients)
         for numbers in _windows(gradients):
-            added = {number: self._add(here(gradients[number]), cuts.get(number)) for number in numbers}
+            added = {
+                number: self._add(here(gradients[number]), cuts.get(number)) for number in numbers
+            }
             shared = {number: begin_to_share() for number, begin_to_share in added.items()}
             for number, finish in shared.items():
                 total, gradient = finish(), gradients[number]
@@ -184,7 +208,8 @@ class Replicas:
         """Begin to send the pieces of a gradient.
 
         Returns:
-            What adds up the piece of this replica and begins to send the sum, and returns what waits for the whole.
+            What adds up the piece of this replica and begins to send the sum, and returns what
+            waits for the whole.
         """
         count, seat = len(self.ranks), self.ranks.index(self.me)
         flat = gradient.contiguous().reshape(-1)
@@ -195,7 +220,9 @@ class Replicas:
         )
         rooms = [torch.empty_like(pieces[seat]) for _ in self.ranks]
         rooms[seat] = pieces[seat]
-        take = self._swap(dict(zip(self.ranks, pieces, strict=True)), dict(zip(self.ranks, rooms, strict=True)))
+        take = self._swap(
+            dict(zip(self.ranks, pieces, strict=True)), dict(zip(self.ranks, rooms, strict=True))
+        )
 
         def share() -> Callable[[], Tensor]:
             take()
@@ -236,13 +263,18 @@ class Replicas:
         others = [rank for rank in self.ranks if rank != self.me]
         self._worker.give(partial(self.team.safely, job, others[0] if len(others) == 1 else -1))
 
-    def _swap(self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Begin to send each other replica a dense tensor; returns what receives theirs into the rooms."""
+    def _swap(
+        self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        """Begin to send each other replica a dense tensor; returns what receives theirs into the
+        rooms."""
         others = [rank for rank in self.ranks if rank != self.me]
         stream = self.stream
         if stream is not None and stream.group is not None:
             dense = {
-                rank: room if room.is_contiguous() else torch.empty_like(room, memory_format=torch.contiguous_format)
+                rank: room
+                if room.is_contiguous()
+                else torch.empty_like(room, memory_format=torch.contiguous_format)
                 for rank, room in rooms.items()
             }
             stream.swap([theirs[rank] for rank in self.ranks], [dense[rank] for rank in self.ranks])
@@ -270,7 +302,8 @@ class Replicas:
 
 
 def _windows(gradients: Sequence[Tensor | None]) -> list[list[int]]:
-    """The numbers of gradients that are summed at once: their messages overlap, and their memory is bounded."""
+    """The numbers of gradients that are summed at once: their messages overlap, and their memory is
+    bounded."""
     windows, size = list[list[int]](), _WINDOW
     for number, gradient in enumerate(gradients):
         if gradient is not None:

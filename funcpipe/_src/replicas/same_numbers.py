@@ -19,11 +19,13 @@ Digests: TypeAlias = Mapping[str, str]
 """By the place of a tensor, as Python would write it, a hash of its numbers."""
 
 _TWICE = 2
-"""In so many runs that follow each other new leaves are compared. Who makes new ones in every step computes them of those."""
+"""In so many runs that follow each other new leaves are compared. Who makes new ones in every step
+computes them of those."""
 
 
 class ComparedLeaves:
-    """Records which parameter leaves a run has compared. So each leaf is compared once, and later runs pay nothing."""
+    """Records which parameter leaves a run has compared. So each leaf is compared once, and later
+    runs pay nothing."""
 
     def __init__(self) -> None:
         self._known: dict[int, ReferenceType[Tensor]] = {}
@@ -35,9 +37,14 @@ class ComparedLeaves:
         self._new = []
 
     def has_new(self, leaves: Iterable[Any]) -> bool:
-        """Return whether there are leaves to compare. Of runs that are prepared together, only the first compares."""
+        """Return whether there are leaves to compare. Of runs that are prepared together, only the
+        first compares."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        new = [leaf for leaf in tensors if (known := self._known.get(id(leaf))) is None or known() is not leaf]
+        new = [
+            leaf
+            for leaf in tensors
+            if (known := self._known.get(id(leaf))) is None or known() is not leaf
+        ]
         if not new:
             self._in_a_row = 0
         if not new or self._new or self._in_a_row >= _TWICE:
@@ -53,7 +60,8 @@ class ComparedLeaves:
         self._new = []
 
     def forget(self) -> None:
-        """Compare all leaves again in the next run: one process may have stepped while another one failed."""
+        """Compare all leaves again in the next run: one process may have stepped while another one
+        failed."""
         self.__init__()
 
 
@@ -69,9 +77,14 @@ class Whole:
         self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
 
     def digest(self, part: Tensor) -> str:
-        """Return the hash of the whole; "" if unknown, or if the part was written to since (by a checkpoint, say)."""
+        """Return the hash of the whole; "" if unknown, or if the part was written to since (by a
+        checkpoint, say)."""
         kept, written, digest = self._digests.get(id(part), (None, 0, ""))
-        return digest if kept is not None and kept() is part and version(here(part.detach())) == written else ""
+        return (
+            digest
+            if kept is not None and kept() is part and version(here(part.detach())) == written
+            else ""
+        )
 
 
 whole = Whole()
@@ -92,14 +105,19 @@ def digest_of(leaf: Any) -> str:
 
 
 def digests_of(
-    tree: Tree, root: str, cuts: Mapping[int, Sharding | None], wanted: Collection[str] | None = None
+    tree: Tree,
+    root: str,
+    cuts: Mapping[int, Sharding | None],
+    wanted: Collection[str] | None = None,
 ) -> Digests:
     """Hash the tensors of a tree at the ``wanted`` places (None: all).
 
     For tensors that are cut over replicas, hash the whole.
     """
     digests: dict[str, str] = {}
-    for number, (place, leaf) in enumerate(zip(locations(tree, root), flatten(tree)[0], strict=True)):
+    for number, (place, leaf) in enumerate(
+        zip(locations(tree, root), flatten(tree)[0], strict=True)
+    ):
         if wanted is not None and place not in wanted:
             continue
         digest = whole.digest(leaf) if cuts.get(number) is not None else digest_of(leaf)

@@ -1,9 +1,11 @@
-"""Parameters of which each replica of a stage holds a part (torch's DTensor): whole while the stage computes.
+"""Parameters of which each replica of a stage holds a part (torch's DTensor): whole while the stage
+computes.
 
-The stage is bound to tensors of the whole size, which have no memory at first. They get it when U begins to gather the
-parts (or, without U, when the stage first computes), and give it back when the last action has run that needs it before
-the next U; what a compiled stage computed of them alone goes with them. Gradients are whole until they are summed over
-the replicas; of the sums each replica keeps its part.
+The stage is bound to tensors of the whole size, which have no memory at first. They get it when U
+begins to gather the parts (or, without U, when the stage first computes), and give it back when the
+last action has run that needs it before the next U; what a compiled stage computed of them alone
+goes with them. Gradients are whole until they are summed over the replicas; of the sums each
+replica keeps its part.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from funcpipe._src.stages.bound import Bound, ForwardReport
 
 @dataclass(frozen=True)
 class Gathered:
-    """The key under which a lane is told that the parameters of a stage are whole, and for the how manieth time.
+    """The key under which a lane is told that the parameters of a stage are whole, and for the how
+    manieth time.
 
     No tuple: those are the keys of free slots.
     """
@@ -70,7 +73,9 @@ class ShardedParams:
                 local = leaf.to_local()
                 self.leaves[number] = self.parts[number] = local
                 if cut is not None:
-                    self.leaves[number] = whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=local.device)
+                    self.leaves[number] = whole = torch.empty(
+                        leaf.shape, dtype=leaf.dtype, device=local.device
+                    )
                     whole.untyped_storage().resize_(0)
             self._spread = [*cuts]
 
@@ -79,11 +84,15 @@ class ShardedParams:
         return unflatten(self._spec, self.leaves)
 
     def count(self, fewest: Lowered) -> None:
-        """Let those U gather that serve the replica with the fewest microbatches, whose program this is, and the first.
+        """Let those U gather that serve the replica with the fewest microbatches, whose program
+        this is, and the first.
 
-        They stand in the programs of all replicas, so all gather the same at the same action of plan order.
+        They stand in the programs of all replicas, so all gather the same at the same action of
+        plan order.
         """
-        self.counted = frozenset({0, *(number for _, stage, number, _ in _serving(fewest) if stage == self.stage)})
+        self.counted = frozenset(
+            {0, *(number for _, stage, number, _ in _serving(fewest) if stage == self.stage)}
+        )
 
     def begin(self, box: Mailbox) -> None:
         """Begin to gather; the lane is told through its mailbox."""
@@ -92,7 +101,10 @@ class ShardedParams:
             # By ``.data``: autograd counts these numbers as the ones that were there before.
             whole, mine = self.leaves[number].data, self.parts[number].detach().contiguous()
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            rooms = [cut.part(whole, replica, self.part.replicas) for replica in range(self.part.replicas)]
+            rooms = [
+                cut.part(whole, replica, self.part.replicas)
+                for replica in range(self.part.replicas)
+            ]
             rooms[self.part.replica].copy_(mine)
             jobs.append((mine, rooms))
         self._begun, self._here = self._begun + 1, False
@@ -116,13 +128,21 @@ class ShardedParams:
         memory = {self.leaves[number].untyped_storage().data_ptr() for number in self.cuts}
 
         def own(leaf: Tensor) -> Tensor:
-            return leaf.clone() if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memory else leaf
+            return (
+                leaf.clone()
+                if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in memory
+                else leaf
+            )
 
         if isinstance(value, Border):
-            shares = [leaf for leaf in value.leaves if isinstance(leaf, Tensor) and own(leaf) is not leaf]
+            shares = [
+                leaf for leaf in value.leaves if isinstance(leaf, Tensor) and own(leaf) is not leaf
+            ]
             return value.mapped(own) if shares else value
         if isinstance(value, ForwardReport):
-            loss = value.loss and value.loss._replace(sum=own(value.loss.sum), aux=map_tensors(own, value.loss.aux))
+            loss = value.loss and value.loss._replace(
+                sum=own(value.loss.sum), aux=map_tensors(own, value.loss.aux)
+            )
             return value._replace(stats=map_tensors(own, value.stats), loss=loss)
         return value
 
@@ -155,14 +175,17 @@ def holding(
     box: Mailbox,
     place: Place,
 ) -> list[Step]:
-    """The steps of a lane, so that each stage computes with whole parameters, and only as long as it needs them."""
+    """The steps of a lane, so that each stage computes with whole parameters, and only as long as
+    it needs them."""
     out = [*steps]
     for number, call in enumerate(program.calls):
         held = params.get(call.stage)
         if held is not None and call.kind in COUNTED:
             out[number] = _gathering(steps[number], call.first, held, box)
         elif held is not None and call.kind in COMPUTES:
-            out[number] = _computing(steps[number], held, bounds[call.stage], box, place, _last_uses(program, held))
+            out[number] = _computing(
+                steps[number], held, bounds[call.stage], box, place, _last_uses(program, held)
+            )
     return out
 
 
@@ -176,7 +199,12 @@ def _gathering(step: Step, first: int, params: ShardedParams, box: Mailbox) -> S
 
 
 def _computing(
-    step: Step, params: ShardedParams, bound: Bound, box: Mailbox, place: Place, last: Collection[tuple[int, int]]
+    step: Step,
+    params: ShardedParams,
+    bound: Bound,
+    box: Mailbox,
+    place: Place,
+    last: Collection[tuple[int, int]],
 ) -> Step:
     def compute(reads: list[Any], run: Run) -> Sequence[Any]:
         params.wait(box, place)
@@ -190,7 +218,8 @@ def _computing(
 
 
 def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, int]]:
-    """(call, microbatch) of what computes last with the parameters before they are gathered again, or at all."""
+    """(call, microbatch) of what computes last with the parameters before they are gathered again,
+    or at all."""
     last: set[tuple[int, int]] = set()
     use: tuple[int, int] | None = None
     for run in program.runs:
@@ -199,7 +228,11 @@ def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, in
             continue
         if call.kind in COMPUTES:
             use = (run.call, run.microbatch)
-        elif call.kind in COUNTED and call.first + run.microbatch in params.counted and use is not None:
+        elif (
+            call.kind in COUNTED
+            and call.first + run.microbatch in params.counted
+            and use is not None
+        ):
             last.add(use)
             use = None
     return last | ({use} if use is not None else set())

@@ -1,4 +1,5 @@
-"""Which tensors are spread over the replicas of their stage, DTensors on the mesh of these replicas; and all of one."""
+"""Which tensors are spread over the replicas of their stage, DTensors on the mesh of these
+replicas; and all of one."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from funcpipe._src.data.exchange import entire, lies_over
 from funcpipe._src.replicas.replicas import Sharding
 
 
-def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[int]) -> Mapping[int, Sharding | None]:
-    """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf number.
+def cuts_of(
+    tree: Tree, root: str, copies: Sequence[int], members: Collection[int]
+) -> Mapping[int, Sharding | None]:
+    """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf
+    number.
 
     Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them.
 
@@ -48,11 +52,15 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
             else:
                 faults[number] = f"is {placement}"
         elif len({*ranks} & {*members}) > 1:
-            faults[number] = f"lies on the mesh {mesh.tolist()}, and its stage's replicas are the processes {[*copies]}"
+            faults[number] = (
+                f"lies on the mesh {mesh.tolist()}, and its stage's replicas are the processes "
+                f"{[*copies]}"
+            )
     if faults:
         names = locations(tree, root)
         raise_all(
-            "DTensors among the parameters are whole, or cut along one axis, over the replicas of their stage "
+            "DTensors among the parameters are whole, or cut along one axis, over the replicas of "
+            "their stage "
             '(mesh["dp"] for ranks(plan, mesh, dp="dp")):',
             [f"{names[number]} {fault}" for number, fault in faults.items()],
         )
@@ -60,14 +68,17 @@ def cuts_of(tree: Tree, root: str, copies: Sequence[int], members: Collection[in
 
 
 def whole_of(
-    tensor: Any, copies: Sequence[int], gather: Callable[[Tensor, Sequence[TensorLayout]], list[Tensor]]
+    tensor: Any,
+    copies: Sequence[int],
+    gather: Callable[[Tensor, Sequence[TensorLayout]], list[Tensor]],
 ) -> Tensor:
     """All of a tensor of which replicas may have parts; any other DTensor is put together by torch.
 
     Args:
         tensor: what is here of it.
         copies: the processes that have its stage, by replica.
-        gather: of the part that is here, and the layouts of those of all replicas, the parts of all.
+        gather: of the part that is here, and the layouts of those of all replicas, the parts of
+            all.
     """
     if not lies_over(tensor, copies):
         return entire(tensor.detach())
@@ -76,5 +87,7 @@ def whole_of(
         return local
     cut = Sharding(placement.dim % tensor.dim())
     sizes = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    like = [TensorLayout.of(cut.part(sizes, replica, len(copies))) for replica in range(len(copies))]
+    like = [
+        TensorLayout.of(cut.part(sizes, replica, len(copies))) for replica in range(len(copies))
+    ]
     return torch.cat(gather(local.contiguous().cpu(), like), cut.axis)

@@ -1,4 +1,5 @@
-"""One clock for all devices: when each action of a schedule starts if all run as early as they can."""
+"""One clock for all devices: when each action of a schedule starts if all run as early as they
+can."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ F, B, I, W, R, O, L, G, *_ = range(len(CODED))
 def coded(orders: Iterable[Iterable[Action]], slices: int = 1) -> list[list[tuple[int, int, int]]]:
     """The actions of each device as (code, stage, microbatch).
 
-    Of a microbatch in so many slices each is a piece by itself, and the third number is that of the piece.
+    Of a microbatch in so many slices each is a piece by itself, and the third number is that of the
+    piece.
     """
     if slices == 1:
-        return [[(CODE[kind], stage, microbatch) for kind, stage, microbatch, _ in order] for order in orders]
+        return [
+            [(CODE[kind], stage, microbatch) for kind, stage, microbatch, _ in order]
+            for order in orders
+        ]
     return [
-        [(CODE[kind], stage, m if kind in WHOLE else m * slices + (number or 0)) for kind, stage, m, number in order]
+        [
+            (CODE[kind], stage, m if kind in WHOLE else m * slices + (number or 0))
+            for kind, stage, m, number in order
+        ]
         for order in orders
     ]
 
@@ -32,8 +40,8 @@ class Dependency(NamedTuple):
     """A value that one stage hands to another, every microbatch.
 
     Attributes:
-        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow this way, at their
-            end.
+        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow
+            this way, at their end.
         source, to: the stages.
         link: time that it occupies the link between the two devices.
         latency: time that it takes after that.
@@ -65,7 +73,8 @@ def chain(num_stages: int) -> list[Dependency]:
 
 
 def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Dependency]:
-    """Everything that crosses from stage to stage, with its times; the skips come after the chain."""
+    """Everything that crosses from stage to stage, with its times; the skips come after the
+    chain."""
     bandwidth, sizes = cost.bandwidth or float("inf"), per_stage(cost.output, len(device_of))
     pairs = [(stage, stage + 1, sizes[stage]) for stage in range(len(device_of) - 1)]
     pairs += [(skip.stash, skip.pop, skip.size) for skip in cost.skips]
@@ -97,12 +106,13 @@ def clock(
 ) -> ClockResult:
     """When each action starts.
 
-    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and for the residual that
-    an L brings back; everything else a device does for itself, in order. Values that cross from one device to another
-    occupy the link between them, one after the other. O, L, G and U occupy a link of the device (G and U the same) as
-    soon as the device comes to them and the link is free (L when its O has ended, too); the device goes on at once.
-    What a stage computes waits for the last U of the stage before it. Two that overlap start when both can, and both
-    end when both are done.
+    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and
+    for the residual that an L brings back; everything else a device does for itself, in order.
+    Values that cross from one device to another occupy the link between them, one after the other.
+    O, L, G and U occupy a link of the device (G and U the same) as soon as the device comes to them
+    and the link is free (L when its O has ended, too); the device goes on at once. What a stage
+    computes waits for the last U of the stage before it. Two that overlap start when both can, and
+    both end when both are done.
 
     Linear: a device that must wait is woken by the very value that it waits for.
 
@@ -112,13 +122,18 @@ def clock(
         microbatches: how many.
         durations: by code and stage.
         edges: what is handed from stage to stage; those of one stage are sent in this order.
-        pairs: for each device, by the position of the first of two that overlap, the time that both take; () for none.
-        loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a device waits is, whenever
-            no device can go on.
+        pairs: for each device, by the position of the first of two that overlap, the time that both
+            take; () for none.
+        loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a
+            device waits is, whenever no device can go on.
     """
-    arrivals = [[-1.0] * microbatches for _ in edges]  # below -1: the device ``-2 - it`` waits for it
+    arrivals = [
+        [-1.0] * microbatches for _ in edges
+    ]  # below -1: the device ``-2 - it`` waits for it
     receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in CODED]
-    sends: list[list[list[tuple[list[float], int, float]]]] = [[[] for _ in device_of] for _ in CODED]
+    sends: list[list[list[tuple[list[float], int, float]]]] = [
+        [[] for _ in device_of] for _ in CODED
+    ]
     for (flow, source, to, link, latency), arrival in zip(edges, arrivals, strict=True):
         crossing = device_of[source] * len(lanes) + device_of[to]
         for code in map(CODE.__getitem__, flowing(flow)):
@@ -132,13 +147,19 @@ def clock(
     ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]
     counted = [kind in COUNTED for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
-    own_links = [[0.0] * len(LINKS) for _ in lanes]  # and those to the host, from it, to other replicas
-    moved: dict[tuple[int, int], float] = {}  # when a residual is at the host, or back; of a stage and -1: parameters
+    own_links = [
+        [0.0] * len(LINKS) for _ in lanes
+    ]  # and those to the host, from it, to other replicas
+    moved: dict[
+        tuple[int, int], float
+    ] = {}  # when a residual is at the host, or back; of a stage and -1: parameters
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
     ready = list(range(len(lanes)))[::-1]
 
-    def hand_on(sent: Sequence[tuple[list[float], int, float]], microbatch: int, time: float) -> None:
+    def hand_on(
+        sent: Sequence[tuple[list[float], int, float]], microbatch: int, time: float
+    ) -> None:
         # The same stands below for what is alone: a call for each action would cost a tenth of all.
         for arrival, crossing, link in sent:
             arrived = time
@@ -172,7 +193,11 @@ def clock(
                     time = arrived + latency
             else:
                 if moved:
-                    time = max(time, moved.get((stage, microbatch), 0.0), moved.get((stage % stages, -1), 0.0))
+                    time = max(
+                        time,
+                        moved.get((stage, microbatch), 0.0),
+                        moved.get((stage % stages, -1), 0.0),
+                    )
                 row.append(time)
                 if joined:
                     if position in joined:
@@ -195,7 +220,9 @@ def clock(
         now[device] = time
         if loose and not ready:
             ready += _parted(lanes, starts, pairs, loose)
-    stuck = [len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)]
+    stuck = [
+        len(row) if len(row) < len(lane) else -1 for lane, row in zip(lanes, starts, strict=True)
+    ]
     return ClockResult(starts, stuck if any(position >= 0 for position in stuck) else [])
 
 
@@ -205,7 +232,8 @@ def _parted(
     pairs: Sequence[dict[int, float]],
     loose: Sequence[Container[int]],
 ) -> list[int]:
-    """Take one pair apart at which a device waits; returns the device, or nothing where none waits at such a pair."""
+    """Take one pair apart at which a device waits; returns the device, or nothing where none waits
+    at such a pair."""
     for device, (lane, row, joined) in enumerate(zip(lanes, starts, pairs, strict=True)):
         at = len(row) - (len(row) - 1 in joined)
         if at < len(lane) and at in joined and at in loose[device]:

@@ -24,7 +24,9 @@ class ScheduleCounts(NamedTuple):
         return self.microbatches * self.slices
 
 
-def counted(arguments: Mapping[str, Any], faults: list[str], *, optional: str = "") -> dict[str, int]:
+def counted(
+    arguments: Mapping[str, Any], faults: list[str], *, optional: str = ""
+) -> dict[str, int]:
     """The counts as ints, by name; what is no positive whole number is added to the faults.
 
     Args:
@@ -60,7 +62,8 @@ def schedule_counts(
 ) -> ScheduleCounts:
     """The counts as ints; all faults of them in one message.
 
-    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else for each.
+    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else
+    for each.
     """
     faults: list[str] = []
     arguments = {
@@ -74,18 +77,24 @@ def schedule_counts(
     if stages > 0 and num_devices is None:
         devices = stages // share if stages % share == 0 else stages
     if 0 < stages < devices:
-        faults.append(f"num_devices is at most num_stages; got {devices} devices for {stages} stages")
+        faults.append(
+            f"num_devices is at most num_stages; got {devices} devices for {stages} stages"
+        )
     elif looped and stages > 0 and devices > 0 and stages % devices:
         divisors = [d for d in range(1, stages + 1) if stages % d == 0]
         faults.append(
-            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} stages on {devices} "
-            f"devices; take num_devices from {divisors}"
+            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} "
+            f"stages on {devices} devices; take num_devices from {divisors}"
         )
     elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
-        remedy = f"take num_devices={stages // 2}" if stages % 2 == 0 else f"take num_stages={stages + 1}"
+        remedy = (
+            f"take num_devices={stages // 2}"
+            if stages % 2 == 0
+            else f"take num_stages={stages + 1}"
+        )
         faults.append(
-            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} stages on {devices} "
-            f"devices; {remedy}"
+            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} "
+            f"stages on {devices} devices; {remedy}"
         )
     raise_all("no such schedule:", faults, ScheduleError)
     return ScheduleCounts(stages, counts["num_microbatches"], devices, counts["num_slices"])

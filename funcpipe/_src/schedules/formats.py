@@ -1,7 +1,8 @@
 """Schedules and costs as files: JSON with a version.
 
-What is written is read back equal. What is read may come from anywhere: it is data and never code, it is read in one
-pass, and everything wrong with it is said at once, with its place. The text form is `Schedule.parse` and `str`.
+What is written is read back equal. What is read may come from anywhere: it is data and never code,
+it is read in one pass, and everything wrong with it is said at once, with its place. The text form
+is `Schedule.parse` and `str`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ VERSION = 1
 """Of the JSON; a reader refuses any other."""
 
 _MOST = 10**6
-"""Stages and microbatches of a file are fewer: what walks over them stays quick whatever the file says."""
+"""Stages and microbatches of a file are fewer: what walks over them stays quick whatever the file
+says."""
 _MOST_LETTERS = 200
 
 Fault = Callable[[str], None]
@@ -46,12 +48,16 @@ def to_json(thing: Schedule | Cost) -> str:
         thing: what to write. Of a plan, its ``schedule``.
 
     Raises:
-        ScheduleError: it is neither, or holds what JSON or a reader has no place for: NaN, indices below 0, names that do
-            not print.
+        ScheduleError: it is neither, or holds what JSON or a reader has no place for: NaN, indices
+            below 0, names that do not print.
     """
     if not isinstance(thing, (Schedule, Cost)):
-        hint = "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
-        raise ScheduleError(f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}")
+        hint = (
+            "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
+        )
+        raise ScheduleError(
+            f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}"
+        )
     if isinstance(thing, Schedule):
         fields: dict[str, Any] = {"name": thing.name, "orders": [*thing.lines()]}
     else:
@@ -63,7 +69,8 @@ def to_json(thing: Schedule | Cost) -> str:
     back = from_json(text)  # nothing is written that could not be read
     if isinstance(thing, Schedule) and isinstance(back, Schedule) and back != thing:
         raise ScheduleError(
-            "this Schedule has no JSON: some of its pairs are no neighbours; fp.schedules.check names them"
+            "this Schedule has no JSON: some of its pairs are no neighbours; fp.schedules.check "
+            "names them"
         )
     return text
 
@@ -71,8 +78,9 @@ def to_json(thing: Schedule | Cost) -> str:
 def from_json(text: str) -> Schedule | Cost:
     """Read what `to_json` wrote, or a person.
 
-    The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated fields are refused.
-    Whether a schedule is legal is for `check`, which `make_plan` and `simulate` call.
+    The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated
+    fields are refused. Whether a schedule is legal is for `check`, which `make_plan` and `simulate`
+    call.
 
     >>> fp.schedules.from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
     <Schedule custom: 1 stage, 1 microbatch, 1 device>
@@ -89,9 +97,13 @@ def from_json(text: str) -> Schedule | Cost:
     kind, version = data.pop("funcpipe", None), data.pop("version", None)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise ScheduleError(f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {shown(kind)}')
+        raise ScheduleError(
+            f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {shown(kind)}'
+        )
     if type(version) is not int or version != VERSION:
-        raise ScheduleError(f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}')
+        raise ScheduleError(
+            f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}'
+        )
     faults: list[str] = []
     thing = read(data, faults.append)
     raise_all(f"this is no {kind} that funcpipe reads:", faults, ScheduleError, most=MOST_FAULTS)
@@ -100,7 +112,8 @@ def from_json(text: str) -> Schedule | Cost:
 
 
 def _page(fields: Mapping[str, Any]) -> str:
-    """JSON with a line for each field, and for each device's order: such files can be compared line by line."""
+    """JSON with a line for each field, and for each device's order: such files can be compared line
+    by line."""
     lines: list[str] = []
     for key, value in fields.items():
         if key == "orders" and value:
@@ -114,9 +127,13 @@ def _page(fields: Mapping[str, Any]) -> str:
 def _loads(text: str) -> dict[str, Any]:
     """The object that the text is, without repeated keys, long numbers, NaN."""
     if not isinstance(text, str):
-        raise ScheduleError(f"from_json takes text; got a {type(text).__name__}; of a file: Path(...).read_text()")
+        raise ScheduleError(
+            f"from_json takes text; got a {type(text).__name__}; of a file: Path(...).read_text()"
+        )
     try:
-        data = json.loads(text, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
+        data = json.loads(
+            text, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant
+        )
     except RecursionError:
         raise ScheduleError("this JSON is nested too deep") from None
     except ValueError as error:
@@ -130,7 +147,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"field {shown(next(key for key in keys if keys.count(key) > 1))} stands twice")
+        raise ValueError(
+            f"field {shown(next(key for key in keys if keys.count(key) > 1))} stands twice"
+        )
     return fields
 
 
@@ -170,14 +189,18 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
         if name == "skips":
             rows = _field(data, name, [], _is_list, "a list", faults.append)
             faults += [
-                f"skips[{at}]: [stash, pop, size]; got {shown(row)}" for at, row in enumerate(rows) if not _is_skip(row)
+                f"skips[{at}]: [stash, pop, size]; got {shown(row)}"
+                for at, row in enumerate(rows)
+                if not _is_skip(row)
             ]
         elif value is not None or declared[name].default is not None:
             _numbers(value, name, faults.append, single=name == "bandwidth")
     if not faults:
         try:
             return Cost(**fields)
-        except ScheduleError as error:  # what only the cost itself knows, as that a skip goes forward
+        except (
+            ScheduleError
+        ) as error:  # what only the cost itself knows, as that a skip goes forward
             faults += [line.strip(" *") for line in str(error).split("\n")[1:]]
     for text in faults:
         fault(text)
@@ -185,7 +208,12 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
 
 
 def _is_skip(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 3 and all(map(_is_index, row[:2])) and _is_number(row[2])
+    return (
+        isinstance(row, list)
+        and len(row) == 3
+        and all(map(_is_index, row[:2]))
+        and _is_number(row[2])
+    )
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | None]] = {
@@ -204,7 +232,9 @@ def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fa
             fault(f"{shown(name)}: no such field; there are {', '.join((*need, *may))}")
 
 
-def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault) -> tuple[Action, ...]:
+def read_actions(
+    words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault
+) -> tuple[Action, ...]:
     """The actions that the words are. A file repeats few words often; each is read once."""
     actions: list[Action] = []
     for word in words:
@@ -223,7 +253,12 @@ def read_actions(words: Sequence[str], place: str, *, known: dict[str, Action], 
 
 
 def _field(
-    data: Mapping[str, Any], name: str, default: Any, is_sound: Callable[[Any], bool], words: str, fault: Fault
+    data: Mapping[str, Any],
+    name: str,
+    default: Any,
+    is_sound: Callable[[Any], bool],
+    words: str,
+    fault: Fault,
 ) -> Any:
     """A field, or what takes its place where it is left out, or is none of what the words say."""
     value = data.get(name, default)
@@ -262,10 +297,13 @@ def _is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The start of a value, on one line. Of a list or an object only its kind: its repr may be as long as the file."""
+    """The start of a value, on one line. Of a list or an object only its kind: its repr may be as
+    long as the file."""
     if isinstance(value, (list, dict)):
         value = value[:4] if isinstance(value, list) else list(value)[:4]
-        flat = [type(item).__name__ if isinstance(item, (list, dict)) else shown(item) for item in value]
+        flat = [
+            type(item).__name__ if isinstance(item, (list, dict)) else shown(item) for item in value
+        ]
         return f"[{', '.join(flat)}, ...]"
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 44 else text[:40] + "..."

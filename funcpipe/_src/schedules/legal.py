@@ -1,4 +1,5 @@
-"""Is a schedule legal, and in which order can it run: every fault at once, or one clock for all devices."""
+"""Is a schedule legal, and in which order can it run: every fault at once, or one clock for all
+devices."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError, bullets, raise_all
 from funcpipe._src.core.remembered import Remembered
-from funcpipe._src.data.kinds import ADDS, COMPUTES, COUNTED, KINDS, ONCE, WHOLE, WITHOUT_BACKWARD, Flow, Kind, flowing
+from funcpipe._src.data.kinds import (
+    ADDS,
+    COMPUTES,
+    COUNTED,
+    KINDS,
+    ONCE,
+    WHOLE,
+    WITHOUT_BACKWARD,
+    Flow,
+    Kind,
+    flowing,
+)
 from funcpipe._src.data.schedule import Action, Schedule, action_of, select
 from funcpipe._src.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
 from funcpipe._src.schedules.pairs import apart, joined_units
@@ -19,11 +31,13 @@ MOST_FAULTS = 20
 
 @dataclass(frozen=True)
 class Legal:
-    """What `check` learned of a legal schedule; packed, because it is remembered as long as the schedule lives.
+    """What `check` learned of a legal schedule; packed, because it is remembered as long as the
+    schedule lives.
 
     Attributes:
-        plan_order: every action by its number, counted device by device, by the time at which it starts when each takes
-            its `KindRow.units`: an order in which one thread can run the schedule.
+        plan_order: every action by its number, counted device by device, by the time at which it
+            starts when each takes its `KindRow.units`: an order in which one thread can run the
+            schedule.
         rematted: ``stage * M + microbatch`` of each R; of slices their pieces are counted.
     """
 
@@ -34,14 +48,15 @@ class Legal:
 def check(schedule: Schedule) -> None:
     """Refuse a schedule that is not legal, with every fault found.
 
-    Legal means: stages and microbatches are numbered without gaps, a stage lives on one device, each (stage,
-    microbatch) runs one F and, if the schedule has backwards, one B or one I and one W, in the order F B or F I W;
-    between F and its backward stands at most one R, or one O and after it one L; where a microbatch is cut into
-    slices, all are, each slice has its own actions, and at every stage F come in the order of the slices, B or I in the
-    reverse one; at most one G of a stage, then at most one S, comes after all its backwards; the first U of a stage, if
-    it has any, comes before all else of it, they are numbered as they stand, and after each the stage computes before
-    the next; all stages have U, or none; what overlaps stands side by side on one device, computes, and neither waits
-    for the other; and all devices come to their end.
+    Legal means: stages and microbatches are numbered without gaps, a stage lives on one device,
+    each (stage, microbatch) runs one F and, if the schedule has backwards, one B or one I and one
+    W, in the order F B or F I W; between F and its backward stands at most one R, or one O and
+    after it one L; where a microbatch is cut into slices, all are, each slice has its own actions,
+    and at every stage F come in the order of the slices, B or I in the reverse one; at most one G
+    of a stage, then at most one S, comes after all its backwards; the first U of a stage, if it has
+    any, comes before all else of it, they are numbered as they stand, and after each the stage
+    computes before the next; all stages have U, or none; what overlaps stands side by side on one
+    device, computes, and neither waits for the other; and all devices come to their end.
 
     Time is linear in the number of actions.
 
@@ -54,8 +69,8 @@ def check(schedule: Schedule) -> None:
       * 0B0 on device 0 stands too early: F comes first
 
     Raises:
-        ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for each other, with
-            the picture of who waits for what.
+        ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for
+            each other, with the picture of who waits for what.
     """
     if not isinstance(schedule, Schedule):
         read = "; Schedule.parse(text) reads one" if isinstance(schedule, str) else ""
@@ -65,12 +80,16 @@ def check(schedule: Schedule) -> None:
 
 def _examine(schedule: Schedule) -> Legal:
     def refuse(faults: list[str]) -> None:
-        raise_all(f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS)
+        raise_all(
+            f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS
+        )
 
     refuse(_malformed(schedule))
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
-    if stages * microbatches > 5 * sum(map(len, lanes)):  # absurd indices: named before anything is allocated by them
+    if stages * microbatches > 5 * sum(
+        map(len, lanes)
+    ):  # absurd indices: named before anything is allocated by them
         refuse(_gaps(schedule) or ["most of its actions are missing"])
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches, slices):
@@ -84,7 +103,9 @@ def _examine(schedule: Schedule) -> Legal:
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     times = [start for row in starts for start in row]
-    order = sorted(range(len(times)), key=times.__getitem__)  # rows ascend: a merge; equal times by device and position
+    order = sorted(
+        range(len(times)), key=times.__getitem__
+    )  # rows ascend: a merge; equal times by device and position
     return Legal(array("i", order), rematted)
 
 
@@ -105,7 +126,12 @@ def _malformed(schedule: Schedule) -> list[str]:
         for action in order:
             if type(action) is Action:
                 kind, stage, microbatch, number = action
-                if type(stage) is int and type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is Kind:
+                if (
+                    type(stage) is int
+                    and type(microbatch) is int
+                    and stage >= 0 <= microbatch
+                    and type(kind) is Kind
+                ):
                     if number is None:
                         whole = whole or (None if kind in WHOLE else action)
                         continue
@@ -116,12 +142,20 @@ def _malformed(schedule: Schedule) -> list[str]:
             if isinstance(action, str):
                 text += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
             if type(action) is Action and action.slice is not None:
-                text += f", or Action(Kind.F, stage, microbatch, slice); {' and '.join(map(str, WHOLE))} have no slice"
+                text += (
+                    ", or Action(Kind.F, stage, microbatch, slice); "
+                    f"{' and '.join(map(str, WHOLE))} have no slice"
+                )
             faults.append(f"{_show(action)} on device {device} is no action: {text}")
     if whole is not None and cut is not None and not faults:
-        faults.append(f"{whole} is of a whole microbatch, and {cut} of a slice: cut all microbatches, or none")
+        faults.append(
+            f"{whole} is of a whole microbatch, and {cut} of a slice: cut all microbatches, or none"
+        )
     elif cut is not None and not faults and schedule.num_slices == 1:
-        faults.append(f"{cut} is the only slice of its microbatch, so that is whole: write {cut._replace(slice=None)}")
+        faults.append(
+            f"{cut} is the only slice of its microbatch, so that is whole: write "
+            f"{cut._replace(slice=None)}"
+        )
     return faults
 
 
@@ -134,13 +168,18 @@ def _show(action: Any) -> str:
     return object.__repr__(action)
 
 
-def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int) -> bool:
-    """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in ascending order.
+def _plain(
+    lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int
+) -> bool:
+    """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in
+    ascending order.
 
-    Backwards of the slices of one microbatch come in descending order. True: there is no fault. False: who wants to know
-    more must look at every action for itself.
+    Backwards of the slices of one microbatch come in descending order. True: there is no fault.
+    False: who wants to know more must look at every action for itself.
     """
-    forwards: list[list[int]] = [[] for _ in range(stages)]  # where F of each microbatch stands on its device
+    forwards: list[list[int]] = [
+        [] for _ in range(stages)
+    ]  # where F of each microbatch stands on its device
     backwards: list[list[int]] = [[] for _ in range(stages)]
     counts: set[int] = set()
     for lane in lanes:
@@ -159,7 +198,9 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
                 owed.remove((stage, microbatch))
                 continue
             elif code == G and stage in stages_here and stage not in reduced and not microbatch:
-                if len(backwards[stage]) != microbatches or any(other == stage for other, _ in owed):
+                if len(backwards[stage]) != microbatches or any(
+                    other == stage for other, _ in owed
+                ):
                     return False
                 reduced.add(stage)
                 continue
@@ -180,7 +221,8 @@ def _plain(lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatc
                 back = [back[at + slices - 1 - 2 * (at % slices)] for at in range(len(back))]
             if back and not all(map(int.__lt__, forwards[stage], back)):
                 return False
-    # A device can end with all backwards of its stages or with none, and another one cannot have them.
+    # A device can end with all backwards of its stages or with none, and another one cannot have
+    # them.
     return all(forwards) and counts in ({0}, {microbatches})
 
 
@@ -191,12 +233,15 @@ def _incomplete(
     slices: int,
     device_of: tuple[int, ...],
 ) -> tuple[list[str], frozenset[int]]:
-    """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage, microbatch)."""
+    """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage,
+    microbatch)."""
     faults: list[str] = []
     done = [bytearray(stages * microbatches) for _ in CODED]
     needed = [[(other, done[CODE[other]]) for other in _before(kind)] for kind in CODED]
     spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
-    once_done: dict[int, Action] = {}  # by stage, the last action that wants all gradients of the stage to be there
+    once_done: dict[
+        int, Action
+    ] = {}  # by stage, the last action that wants all gradients of the stage to be there
     times: dict[int, int] = {}  # by stage, how often what is counted has stood
     begun: dict[int, Action] = {}  # by stage, its first action
     idle: dict[int, str] = {}  # by stage, what is counted and has served nothing so far
@@ -207,15 +252,19 @@ def _incomplete(
             action = action_of(CODED[code], stage, microbatch, slices)
             if device_of[stage] != device:
                 faults.append(
-                    f"{action} on device {device}: stage {stage} lives on device {device_of[stage]} too; a stage lives "
-                    "on one device"
+                    f"{action} on device {device}: stage {stage} lives on device "
+                    f"{device_of[stage]} too; a stage lives on one device"
                 )
             if action.kind in COUNTED:
-                faults += _miscounted(action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage))
+                faults += _miscounted(
+                    action, device, times.get(stage, 0), begun.get(stage), once_done.get(stage)
+                )
                 times[stage] = times.get(stage, 0) + 1
                 if stage in idle:
                     faults.append(f"{idle[stage]} before {action}; leave it out")
-                idle[stage] = f"{action} on device {device} is for nothing: stage {stage} does not compute"
+                idle[stage] = (
+                    f"{action} on device {device} is for nothing: stage {stage} does not compute"
+                )
                 continue
             if done[code][at]:
                 faults.append(f"{action} on device {device} stands twice")
@@ -226,51 +275,86 @@ def _incomplete(
             if action.kind in ONCE:
                 before = once_done.get(stage)
                 if before is not None and ONCE.index(before.kind) > ONCE.index(action.kind):
-                    faults.append(f"{action} on device {device} stands after {before}, which is for all gradients")
+                    faults.append(
+                        f"{action} on device {device} stands after {before}, which is for all "
+                        "gradients"
+                    )
                 once_done[stage] = action
                 if microbatch:
                     faults.append(
-                        f"{action} on device {device} has a microbatch ({microbatch}); it stands once a batch"
+                        f"{action} on device {device} has a microbatch ({microbatch}); it stands "
+                        "once a batch"
                     )
                 continue
             awaited = next((kind for kind, row in needed[code] if not row[at]), None)
             if awaited is None and any(row[at] for row in spoilt[code]):
-                faults.append(f"{action} on device {device} stands too late: {action.kind} comes before the backward")
-            elif awaited is not None and (CODE[awaited], stage, microbatch) in stands:  # else it is named as missing
-                rule = f"{awaited} comes first" if awaited is Kind.F else f"{action.kind} comes after {awaited}"
+                faults.append(
+                    f"{action} on device {device} stands too late: {action.kind} comes before the "
+                    "backward"
+                )
+            elif (
+                awaited is not None and (CODE[awaited], stage, microbatch) in stands
+            ):  # else it is named as missing
+                rule = (
+                    f"{awaited} comes first"
+                    if awaited is Kind.F
+                    else f"{action.kind} comes after {awaited}"
+                )
                 faults.append(f"{action} on device {device} stands too early: {rule}")
             if slices > 1:
                 faults += _out_of_turn(action, device, slices, done, at)
             if stage in once_done and action.kind in ADDS:
                 faults.append(
-                    f"{action} on device {device} stands after {once_done[stage]}, which is for all gradients"
+                    f"{action} on device {device} stands after {once_done[stage]}, which is for "
+                    "all gradients"
                 )
     faults += [f"{words} after it; leave it out" for words in idle.values()]
     without = [stage for stage in range(stages) if times and stage not in times]
-    faults += [f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none" for stage in without]
+    faults += [
+        f"{Action(Kind.U, stage)} is missing: all stages have {Kind.U}, or none"
+        for stage in without
+    ]
     faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches, slices)
     return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
 
 
-def _miscounted(action: Action, device: int, times: int, begun: Action | None, once: Action | None) -> list[str]:
-    """What is wrong with an action whose number counts, which has stood so often; its stage has begun with another."""
+def _miscounted(
+    action: Action, device: int, times: int, begun: Action | None, once: Action | None
+) -> list[str]:
+    """What is wrong with an action whose number counts, which has stood so often; its stage has
+    begun with another."""
     if once is not None:
-        return [f"{action} on device {device} stands after {once}, after which its stage computes nothing"]
+        return [
+            (
+                f"{action} on device {device} stands after {once}, after which its stage computes "
+                "nothing"
+            )
+        ]
     if action.microbatch != times:
         right = action._replace(microbatch=times)
-        return [f"{action} on device {device} is the {action.kind} number {times} of its stage: write {right}"]
+        return [
+            (
+                f"{action} on device {device} is the {action.kind} number {times} of its stage: "
+                f"write {right}"
+            )
+        ]
     if not times and begun is not None:
         return [f"{action} on device {device} stands after {begun}, which needs what it gathers"]
     return []
 
 
-def _out_of_turn(action: Action, device: int, slices: int, done: list[bytearray], at: int) -> list[str]:
-    """What is wrong with the order of slices: each reads what another of its stage and microbatch has left."""
+def _out_of_turn(
+    action: Action, device: int, slices: int, done: list[bytearray], at: int
+) -> list[str]:
+    """What is wrong with the order of slices: each reads what another of its stage and microbatch
+    has left."""
     flow, number = KINDS[action.kind].flow, action.slice or 0
     if flow is None:
         return []
     step = 1 if flow is Flow.FORWARD else -1
-    if not 0 <= number - step < slices or any(done[CODE[kind]][at - step] for kind in flowing(flow)):
+    if not 0 <= number - step < slices or any(
+        done[CODE[kind]][at - step] for kind in flowing(flow)
+    ):
         return []
     other = action._replace(slice=number - step)
     what = "its carry" if flow is Flow.FORWARD else "the gradient of its carry"
@@ -284,7 +368,8 @@ def _before(kind: Kind) -> list[Kind]:
 
 
 def _later(kind: Kind) -> tuple[Kind, ...]:
-    """What must not have stood yet. (What an F comes too late for has said already that it stands too early.)"""
+    """What must not have stood yet. (What an F comes too late for has said already that it stands
+    too early.)"""
     return ADDS if KINDS[kind].before_backward else ()
 
 
@@ -294,17 +379,24 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
     def name(kind: Kind, at: int) -> str:
         return str(action_of(kind, *divmod(at, microbatches), slices))
 
-    faults = [f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands]
+    faults = [
+        f"{name(Kind.F, at)} is missing" for at, stands in enumerate(done[Kind.F]) if not stands
+    ]
     if any(any(row) for kind, row in done.items() if kind not in WITHOUT_BACKWARD):
         for at, (whole, half) in enumerate(zip(done[Kind.B], done[Kind.I], strict=True)):
             if not whole and not half:
-                faults.append(f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})")
+                faults.append(
+                    f"{name(Kind.B, at)} is missing (or {name(Kind.I, at)} and {name(Kind.W, at)})"
+                )
     for kind, row in KINDS.items():
         other = row.pair
         if other is not None and CODE[kind] < CODE[other] and done[kind] != done[other]:
             for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
                 if first != second:
-                    faults.append(f"{name(other if first else kind, at)} is missing: {kind} and {other} come in pairs")
+                    faults.append(
+                        f"{name(other if first else kind, at)} is missing: {kind} and {other} "
+                        "come in pairs"
+                    )
         other = row.excludes
         if other is not None and CODE[kind] < CODE[other]:
             for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
@@ -321,17 +413,25 @@ def _gaps(schedule: Schedule) -> list[str]:
     faults: list[str] = []
     for what, column in zip(("stage", "microbatch", "slice"), columns, strict=False):
         present = sorted({number or 0 for number in column})
-        missing = next((expected for expected, number in enumerate(present) if expected != number), None)
+        missing = next(
+            (expected for expected, number in enumerate(present) if expected != number), None
+        )
         if missing is not None:
             faults.append(
-                f"{what} {missing} is missing, but {what} {present[-1]} stands; number them from 0, without gaps"
+                f"{what} {missing} is missing, but {what} {present[-1]} stands; number them from "
+                "0, without gaps"
             )
     return faults
 
 
-def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]) -> str:
-    """The picture of a schedule that cannot go on: each waiting device, what it waits for, and where that stands."""
-    place = {action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)}
+def _waiting(
+    schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]
+) -> str:
+    """The picture of a schedule that cannot go on: each waiting device, what it waits for, and
+    where that stands."""
+    place = {
+        action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)
+    }
     joined = [{*schedule.joined(order)} for order in schedule.orders]
     # A device that waits for what the second of a pair needs has not begun the first.
     heads = [at - (at - 1 in pairs) for at, pairs in zip(stuck, joined, strict=True)]
@@ -352,14 +452,24 @@ def _waiting(schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], 
         flow = KINDS[CODED[code]].flow
         sources = [CODE[kind] for kind in flowing(flow)] if flow is not None else []
         other_stage = stage - 1 if flow is Flow.FORWARD else stage + 1
-        keys = [key for key in ((source, other_stage, microbatch) for source in sources) if key in place]
+        keys = [
+            key for key in ((source, other_stage, microbatch) for source in sources) if key in place
+        ]
         needs = next((key for key in keys if not is_done(*place[key])), keys[0])
         other, where = place[needs]
         awaited = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
         steps = where - heads[other]
         detail = f"on device {other}, at which that device waits"
         if steps > (heads[other] in joined[other]):
-            detail = f"on device {other}, {steps} action{'s' * (steps != 1)} behind {name(other)}, at which that device waits"
-        lines.append(f"device {device} waits before {name(device)} for {awaited}, which is {detail}")
-    title = f"schedule {schedule.name!r} cannot come to its end; move one of these actions before what it blocks:"
+            detail = (
+                f"on device {other}, {steps} action{'s' * (steps != 1)} behind {name(other)}, at "
+                "which that device waits"
+            )
+        lines.append(
+            f"device {device} waits before {name(device)} for {awaited}, which is {detail}"
+        )
+    title = (
+        f"schedule {schedule.name!r} cannot come to its end; move one of these actions before "
+        "what it blocks:"
+    )
     return bullets(title, lines)

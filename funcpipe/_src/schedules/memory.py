@@ -7,7 +7,9 @@ from funcpipe._src.data.kinds import KINDS, Held, Kind
 from funcpipe._src.data.schedule import Action, Schedule
 
 
-def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
+def residual_table(
+    cost: Cost, num_stages: int
+) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
     """What each kind takes at its start and frees at its end, by stage, of residuals.
 
     Where an R computes a residual again, its F takes none; forwards alone keep none.
@@ -16,16 +18,24 @@ def residual_table(cost: Cost, num_stages: int) -> dict[Kind, tuple[tuple[float,
     amounts: dict[Held | None, tuple[float, ...]] = {
         Held.RESIDUAL: whole,
         Held.WEIGHT_RESIDUAL: rest,
-        Held.DIFFERENCE: tuple(all_of_it - left for all_of_it, left in zip(whole, rest, strict=True)),
+        Held.DIFFERENCE: tuple(
+            all_of_it - left for all_of_it, left in zip(whole, rest, strict=True)
+        ),
         None: (0.0,) * num_stages,
     }
     return {kind: (amounts[row.takes], amounts[row.frees]) for kind, row in KINDS.items()}
 
 
-def residual_levels(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> list[tuple[float, float]]:  # noqa: B008  frozen
-    """What a device holds in residuals from the start of each action of its order, and from its end.
+def residual_levels(
+    order: tuple[Action, ...],
+    schedule: Schedule,
+    cost: Cost = Cost(),  # noqa: B008  frozen
+) -> list[tuple[float, float]]:
+    """What a device holds in residuals from the start of each action of its order, and from its
+    end.
 
-    By the order alone: O and L move all of a residual in no time here. Two that overlap take theirs before either frees.
+    By the order alone: O and L move all of a residual in no time here. Two that overlap take theirs
+    before either frees.
     """
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
@@ -58,7 +68,8 @@ def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Co
 
 
 def running_sum(changes: list[tuple[float, float, float]]) -> tuple[tuple[float, float], ...]:
-    """What is held, ``(from when, how much)``; changes are (when, place among those of one time, by how much)."""
+    """What is held, ``(from when, how much)``; changes are (when, place among those of one time, by
+    how much)."""
     changes.sort()
     level, steps = 0.0, list[tuple[float, float]]()
     for time, _, change in changes:

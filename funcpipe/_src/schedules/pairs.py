@@ -1,4 +1,5 @@
-"""Pairs of actions that overlap: which may, what is wrong with those that may not, and which can run together."""
+"""Pairs of actions that overlap: which may, what is wrong with those that may not, and which can
+run together."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _OVERLAPPING = ({Kind.F, Kind.B}, {Kind.F, Kind.I})
 
 
 def may_overlap(one: Action, other: Action) -> bool:
-    """May an action overlap with the one after it: both compute, and the other needs nothing that the one makes."""
+    """May an action overlap with the one after it: both compute, and the other needs nothing that
+    the one makes."""
     if one.kind in MOVES or other.kind in MOVES:
         return False
     return one[1:] != other[1:] and one not in other.needs()
@@ -22,15 +24,22 @@ def may_overlap(one: Action, other: Action) -> bool:
 
 def joined_units(schedule: Schedule) -> list[dict[int, float]]:
     """The pairs of a schedule for the `clock`, which gives each the units of both."""
-    return [_units(order, schedule.joined(order)) for order in schedule.orders] if schedule.pairs else []
+    return (
+        [_units(order, schedule.joined(order)) for order in schedule.orders]
+        if schedule.pairs
+        else []
+    )
 
 
 def _units(order: Sequence[Action], pairs: Sequence[int]) -> dict[int, float]:
-    return {at: float(sum(KINDS[action.kind].units for action in order[at : at + 2])) for at in pairs}
+    return {
+        at: float(sum(KINDS[action.kind].units for action in order[at : at + 2])) for at in pairs
+    }
 
 
 def apart(schedule: Schedule) -> list[str]:
-    """What is wrong with pairs by themselves: not side by side, of what does not compute, or depending on themselves."""
+    """What is wrong with pairs by themselves: not side by side, of what does not compute, or
+    depending on themselves."""
     faults: list[str] = []
     found: set[Pair] = set()
     for device, order in enumerate(schedule.orders):
@@ -40,25 +49,42 @@ def apart(schedule: Schedule) -> list[str]:
             found.add((one, other))
             name = f"({one} {other}) on device {device}"
             if at == ends:
-                faults.append(f"{name} begins with what another pair ends with; two overlap, not three")
+                faults.append(
+                    f"{name} begins with what another pair ends with; two overlap, not three"
+                )
             ends = at + 1
             if one.kind in MOVES or other.kind in MOVES:
                 move = one if one.kind in MOVES else other
                 words = f"the device goes on while {move} is on its way, in a pair or not"
                 faults.append(f"{name} is no pair: {words}; write {one} {other}")
             elif not may_overlap(one, other):
-                faults.append(f"{name} depends on itself: {other} needs what {one} makes; write {one} {other}")
+                faults.append(
+                    f"{name} depends on itself: {other} needs what {one} makes; write {one} {other}"
+                )
     return faults + sorted(map(_no_pair, schedule.pairs - found))
 
 
 def _no_pair(pair: object) -> str:
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(action) is Action for action in pair):
-        return f"{pair!r} is no pair of actions: write pairs={{(first, second)}}, or fp.Schedule.parse('(0F1 0B0)')"
-    return f"({pair[0]} {pair[1]}) is no pair: these two do not stand one after the other on any device"
+    if (
+        not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(type(action) is Action for action in pair)
+    ):
+        return (
+            f"{pair!r} is no pair of actions: write pairs={{(first, second)}}, or "
+            "fp.Schedule.parse('(0F1 0B0)')"
+        )
+    return (
+        f"({pair[0]} {pair[1]}) is no pair: these two do not stand one after the other on any "
+        "device"
+    )
 
 
-def joinable(schedule: Schedule, join: Callable[[Action, Action], bool] | None = None) -> list[list[int]]:
-    """For each order the positions of what could overlap with the action after it, from left to right; its pairs, too."""
+def joinable(
+    schedule: Schedule, join: Callable[[Action, Action], bool] | None = None
+) -> list[list[int]]:
+    """For each order the positions of what could overlap with the action after it, from left to
+    right; its pairs, too."""
     out: list[list[int]] = []
     for order in schedule.orders:
         joined = {*schedule.joined(order)}
@@ -77,7 +103,11 @@ def joinable(schedule: Schedule, join: Callable[[Action, Action], bool] | None =
 def can_join(order: Sequence[Action]) -> list[int]:
     """The positions of an F and a B or I that can overlap, by what these two are."""
     neighbours = enumerate(pairwise(order))
-    return [at for at, two in neighbours if {one.kind for one in two} in _OVERLAPPING and may_overlap(*two)]
+    return [
+        at
+        for at, two in neighbours
+        if {one.kind for one in two} in _OVERLAPPING and may_overlap(*two)
+    ]
 
 
 def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
@@ -90,8 +120,13 @@ def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
     units = [[float(KINDS[kind].units)] * stages for kind in CODED]
     lanes = coded(schedule.orders, schedule.num_slices)
     loose = [
-        {*joined}.difference(schedule.joined(order)) for order, joined in zip(schedule.orders, places, strict=True)
+        {*joined}.difference(schedule.joined(order))
+        for order, joined in zip(schedule.orders, places, strict=True)
     ]
     clock(lanes, schedule.device_of, schedule.num_pieces, units, chain(stages), pairs, loose=loose)
-    kept = [(order[at], order[at + 1]) for order, joined in zip(schedule.orders, pairs, strict=True) for at in joined]
+    kept = [
+        (order[at], order[at + 1])
+        for order, joined in zip(schedule.orders, pairs, strict=True)
+        for at in joined
+    ]
     return replace(schedule, pairs=frozenset(kept))

@@ -13,9 +13,9 @@ from funcpipe._src.schedules.counts import counted
 def balanced_slices(length: int, num_slices: int, *, attention: float) -> tuple[int, ...]:
     """The lengths of slices that take equally long, where each attends to all that came before it.
 
-    The last one costs most where all have one length, and a pipeline is as slow as its longest action. These get shorter
-    and shorter, as Seq1F1B has them (arXiv 2406.03488): ``make_plan(slices=)`` cuts so, and ``Cost(slices=, attention=)``
-    knows what they take.
+    The last one costs most where all have one length, and a pipeline is as slow as its longest
+    action. These get shorter and shorter, as Seq1F1B has them (arXiv 2406.03488):
+    ``make_plan(slices=)`` cuts so, and ``Cost(slices=, attention=)`` knows what they take.
 
     >>> lengths = fp.schedules.balanced_slices(4096, 4, attention=0.5)
     >>> lengths, [round(time, 3) for time, _ in fp.Cost(slices=lengths, attention=0.5).slice_shares(4)]
@@ -24,10 +24,12 @@ def balanced_slices(length: int, num_slices: int, *, attention: float) -> tuple[
     Args:
         length: of the sequence.
         num_slices: how many slices.
-        attention: which share of a stage's time attention takes for the whole sequence, as in `Cost`.
+        attention: which share of a stage's time attention takes for the whole sequence, as in
+            `Cost`.
 
     Raises:
-        ScheduleError: a count that is not positive, more slices than the sequence is long, or no share from 0 to 1.
+        ScheduleError: a count that is not positive, more slices than the sequence is long, or no
+            share from 0 to 1.
     """
     faults: list[str] = []
     counts = counted({"length": length, "num_slices": num_slices}, faults)
@@ -39,7 +41,8 @@ def balanced_slices(length: int, num_slices: int, *, attention: float) -> tuple[
     linear = 1 - attention
 
     def end(done: float) -> float:
-        """Up to where it takes this share of the time: ``linear x + attention x² = done``, solved without cancellation."""
+        """Up to where it takes this share of the time: ``linear x + attention x² = done``, solved
+        without cancellation."""
         return 2 * done / (linear + sqrt(linear * linear + 4 * attention * done))
 
     ends = [0.0, *(end(number / num_slices) for number in range(1, num_slices + 1))]

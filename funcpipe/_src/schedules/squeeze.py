@@ -1,7 +1,8 @@
-"""Squeeze repeated blocks: lay one microbatch out in slots, repeat it every six, fill in W, move up what can.
+"""Squeeze repeated blocks: lay one microbatch out in slots, repeat it every six, fill in W, move up
+what can.
 
-How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two stages, one on the way
-down and one on the way up.
+How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two
+stages, one on the way down and one on the way up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from operator import sub
 from funcpipe._src.data.schedule import Action, Kind
 
 Lane = list[int]
-"""What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are many of them."""
+"""What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are
+many of them."""
 
 Block = tuple[int, int, int, int]
 """The slots of microbatch 0 on a device, of its words 0 to 3."""
@@ -31,7 +33,8 @@ _CHANGE = (1, 1, 0, 0, -1, -1)
 """By word, its change in the number of residuals, where I frees nothing."""
 
 _FROM = (-1, 1, -1, 1)
-"""By word, the offset of the device whose same word it waits for; at an end of the V: its own device's word before."""
+"""By word, the offset of the device whose same word it waits for; at an end of the V: its own
+device's word before."""
 
 _I, _W = 2, 4
 """The first words of I and W."""
@@ -45,7 +48,9 @@ def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
     for block in blocks:
         lane = [FREE] * (max(block) + BLOCK * (microbatches - 1) + 1)
         for word, start in enumerate(block):
-            lane[start : start + BLOCK * microbatches : BLOCK] = range(word, word + BLOCK * microbatches, BLOCK)
+            lane[start : start + BLOCK * microbatches : BLOCK] = range(
+                word, word + BLOCK * microbatches, BLOCK
+            )
         lanes.append(_fill(lane))
     return lanes
 
@@ -55,23 +60,33 @@ def most_held(lanes: Sequence[Lane]) -> int:
     return max(max(accumulate(_changes(lane))) for lane in lanes)
 
 
-def squeezed(lanes: Sequence[Lane], ceiling: int, *, more: int = 0) -> tuple[tuple[Action, ...], ...]:
-    """The orders of `repeated` blocks when all that can has moved up, twice; at most ``ceiling`` residuals a device.
+def squeezed(
+    lanes: Sequence[Lane], ceiling: int, *, more: int = 0
+) -> tuple[tuple[Action, ...], ...]:
+    """The orders of `repeated` blocks when all that can has moved up, twice; at most ``ceiling``
+    residuals a device.
 
-    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders repeat, as they must.
+    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders
+    repeat, as they must.
     """
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
     moved = _squeeze(moved, ceiling, drain=last)
     orders = [_lengthened([code for code in lane if code != FREE], more) for lane in moved]
-    return tuple(tuple(_actions(codes, device, 2 * len(lanes) - 1 - device)) for device, codes in enumerate(orders))
+    return tuple(
+        tuple(_actions(codes, device, 2 * len(lanes) - 1 - device))
+        for device, codes in enumerate(orders)
+    )
 
 
-def steady(block: Callable[[int, int], Block], devices: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """`squeezed` blocks under the memory that they have by themselves, worked out for as few microbatches as will do.
+def steady(
+    block: Callable[[int, int], Block], devices: int, microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """`squeezed` blocks under the memory that they have by themselves, worked out for as few
+    microbatches as will do.
 
-    With no memory to spare the orders of D devices repeat from one microbatch to the next by the time that ``2 D + 4``
-    are on their way, if not before.
+    With no memory to spare the orders of D devices repeat from one microbatch to the next by the
+    time that ``2 D + 4`` are on their way, if not before.
     """
     sample = min(microbatches, 2 * devices + 4)
     lanes = repeated(sample, [block(device, devices) for device in range(devices)])
@@ -82,17 +97,27 @@ def _lengthened(codes: list[int], more: int) -> list[int]:
     """An order with so many microbatches more, put in where it repeats for longest."""
     if not more:
         return codes
-    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))  # is it the next microbatch's, six places on?
+    same = bytes(
+        map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes))
+    )  # is it the next microbatch's, six places on?
     end = same.index(max(same.split(b"\0"), key=len)) + BLOCK
-    rounds = zip(*(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end]))
-    return [*codes[:end], *chain.from_iterable(rounds), *(code + BLOCK * more for code in codes[end:])]
+    rounds = zip(
+        *(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end])
+    )
+    return [
+        *codes[:end],
+        *chain.from_iterable(rounds),
+        *(code + BLOCK * more for code in codes[end:]),
+    ]
 
 
 def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
     words = [code % BLOCK for code in codes]
     stages = (down, up, up, down, up, down)
     numbers = [code // BLOCK for code in codes]
-    fields = zip(map(_KINDS.__getitem__, words), map(stages.__getitem__, words), numbers, repeat(None))
+    fields = zip(
+        map(_KINDS.__getitem__, words), map(stages.__getitem__, words), numbers, repeat(None)
+    )
     return map(tuple.__new__, repeat(Action), fields)  # two thirds of the time of Action(...)
 
 
@@ -121,10 +146,11 @@ def _changes(lane: Lane) -> list[int]:
 
 
 def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
-    """Move every action up to the first slot that it can have: free, after what it reads, memory within the ceiling.
+    """Move every action up to the first slot that it can have: free, after what it reads, memory
+    within the ceiling.
 
-    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too, and these come
-    later: no action waits for a W.
+    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too,
+    and these come later: no action waits for a W.
     """
     moved = [list(lane) for lane in lanes]
     free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
@@ -151,7 +177,9 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
                 ready = slot_of[code - BLOCK] + 1
             best = slot
             if late:
-                best = _earliest(moved[device], residuals[device], ready, slot, room=ceiling - (change > 0))
+                best = _earliest(
+                    moved[device], residuals[device], ready, slot, room=ceiling - (change > 0)
+                )
             elif ready < slot:
                 holes = free[device]
                 best = holes[bisect_left(holes, ready)]
@@ -174,7 +202,8 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
 
 
 def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
-    """The last slot from ``first`` to before another at whose end a device holds all it may; ``first - 1``: none."""
+    """The last slot from ``first`` to before another at whose end a device holds all it may;
+    ``first - 1``: none."""
     span = changes[first + 1 : slot]
     if residuals + span.count(-1) < ceiling:
         return first - 1
@@ -183,9 +212,11 @@ def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceilin
 
 
 def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to ``slot``, its own, that an action could have; at most ``room`` are held.
+    """The first slot from ``ready`` up to ``slot``, its own, that an action could have; at most
+    ``room`` are held.
 
-    A free one, or that of a W, where one residual more has room; ``residuals``: held just before ``slot``.
+    A free one, or that of a W, where one residual more has room; ``residuals``: held just before
+    ``slot``.
     """
     best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):

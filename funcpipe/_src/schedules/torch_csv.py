@@ -1,4 +1,5 @@
-"""Schedules as the CSV of torch.distributed.pipelining, in its format of computing actions alone ("compute_only")."""
+"""Schedules as the CSV of torch.distributed.pipelining, in its format of computing actions alone
+("compute_only")."""
 
 from __future__ import annotations
 
@@ -12,23 +13,26 @@ from funcpipe._src.schedules.formats import read_actions, shown
 from funcpipe._src.schedules.legal import MOST_FAULTS, check
 
 _NO_ACTION = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
-"""What torch writes of messages, gathering and reductions as "compute_comms", and its newer actions."""
+"""What torch writes of messages, gathering and reductions as "compute_comms", and its newer
+actions."""
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The schedule in the format of torch.distributed.pipelining: a row for each rank, ``0F0,0F1,0B0,0B1``.
+    """The schedule in the format of torch.distributed.pipelining: a row for each rank,
+    ``0F0,0F1,0B0,0B1``.
 
-    torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and reductions (U and G are left
-    out). Rank d has the stages of device d. An F that overlaps with a B or an I is torch's ``OVERLAP_F_B``.
+    torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and
+    reductions (U and G are left out). Rank d has the stages of device d. An F that overlaps with a
+    B or an I is torch's ``OVERLAP_F_B``.
 
     >>> print(fp.schedules.to_torch_csv(fp.schedules.zero_bubble(2, 2)), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
     Args:
-        schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in its pairs are an F and
-            a B or I.
+        schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in
+            its pairs are an F and a B or I.
 
     Raises:
         ScheduleError: torch could not run it.
@@ -36,31 +40,42 @@ def to_torch_csv(schedule: Schedule) -> str:
     check(schedule)
     faults: list[str] = []
     if not schedule.has_backward:
-        faults.append("it has no backwards: torch has no schedules that only evaluate (there: `schedule.eval`)")
+        faults.append(
+            "it has no backwards: torch has no schedules that only evaluate (there: "
+            "`schedule.eval`)"
+        )
     if schedule.num_slices > 1:
         faults.append(
-            "its microbatches are in slices, which torch's schedules do not have; make it without num_slices="
+            "its microbatches are in slices, which torch's schedules do not have; make it without "
+            "num_slices="
         )
     kinds = {action.kind for order in schedule.orders for action in order}
     if Kind.R in kinds:
         faults.append(
-            "it has R: torch's schedules have no remat; write the schedule as it was before `fp.schedules.remat`, and "
-            "checkpoint inside the stages"
+            "it has R: torch's schedules have no remat; write the schedule as it was before "
+            "`fp.schedules.remat`, and checkpoint inside the stages"
         )
     if kinds & {Kind.O, Kind.L}:
         faults.append(
-            "it has O and L: torch's schedules have no offload; write it as it was before `fp.schedules.offload`"
+            "it has O and L: torch's schedules have no offload; write it as it was before "
+            "`fp.schedules.offload`"
         )
     alike = [
-        pair for pair in schedule.pairs if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
+        pair
+        for pair in schedule.pairs
+        if Kind.F not in (kinds_of := {pair[0].kind, pair[1].kind}) or len(kinds_of) < 2
     ]
     if alike:
         first = "({} {})".format(*min(alike))
         faults.append(
-            f"{first} overlaps: in torch a forward overlaps with a backward, nothing else does; write the schedule "
-            "as it is without pairs: fp.schedules.unpair(schedule)"
+            f"{first} overlaps: in torch a forward overlaps with a backward, nothing else does; "
+            "write the schedule as it is without pairs: fp.schedules.unpair(schedule)"
         )
-    raise_all(f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:", faults, ScheduleError)
+    raise_all(
+        f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:",
+        faults,
+        ScheduleError,
+    )
     computing = schedule.reordered(
         select(schedule.orders, lambda action: action.kind not in (*ONCE, *COUNTED)), schedule.name
     )
@@ -91,8 +106,8 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
         name: of the schedule.
 
     Raises:
-        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule is legal is for
-            `check`.
+        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule
+            is legal is for `check`.
     """
     if not isinstance(text, str):
         raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
@@ -112,7 +127,8 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
                 continue
             elif _NO_ACTION.fullmatch(cell):
                 faults.append(
-                    f"row {row}: {shown(cell)}: funcpipe does not know this action of torch; let torch write the "
+                    f"row {row}: {shown(cell)}: funcpipe does not know this action of torch; let "
+                    "torch write the "
                     'schedule with format="compute_only", which has none of these'
                 )
             else:
@@ -120,5 +136,10 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
         order = read_actions(words, f"row {row}", known=known, fault=faults.append)
         orders.append(order)
         pairs |= {(order[at], order[at + 1]) for at in places if len(order) == len(words)}
-    raise_all("this is no schedule of torch.distributed.pipelining:", faults, ScheduleError, most=MOST_FAULTS)
+    raise_all(
+        "this is no schedule of torch.distributed.pipelining:",
+        faults,
+        ScheduleError,
+        most=MOST_FAULTS,
+    )
     return Schedule(tuple(orders), name, frozenset(pairs))

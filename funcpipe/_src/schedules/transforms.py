@@ -1,4 +1,5 @@
-"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce (G), gather (U)."""
+"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce
+(G), gather (U)."""
 
 from __future__ import annotations
 
@@ -16,26 +17,33 @@ _Inserted = dict[int, list[Action]]
 """What stands before, or after, some positions of an order."""
 
 
-def refuse_unfit(name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = "") -> None:
-    """Raise ScheduleError for what is no schedule, has no backwards, or has one of the kinds already.
+def refuse_unfit(
+    name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = ""
+) -> None:
+    """Raise ScheduleError for what is no schedule, has no backwards, or has one of the kinds
+    already.
 
     ``because``: what backwards would be for; ``once``: how to apply it once.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: fp.schedules.{name}(plan.schedule))"
+            f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: "
+            f"fp.schedules.{name}(plan.schedule))"
         )
     if not schedule.has_backward:
         raise ScheduleError(f"schedule {schedule.name!r} has no backwards, so {because}")
     if any(action.kind in kinds for order in schedule.orders for action in order):
         letters = " or ".join(kind.value for kind in kinds)
-        raise ScheduleError(f"schedule {schedule.name!r} has {letters} already; apply {name} once, {once}")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {letters} already; apply {name} once, {once}"
+        )
 
 
 def _refuse_choice(name: str, choose: object) -> None:
     if not callable(choose):
         raise ScheduleError(
-            f"{name} is a function (action) -> bool; got {choose!r}; e.g. {name}=lambda action: action.stage == 1"
+            f"{name} is a function (action) -> bool; got {choose!r}; e.g. {name}=lambda action: "
+            "action.stage == 1"
         )
 
 
@@ -51,8 +59,8 @@ def never(action: Action) -> bool:
 def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Schedule:
     """Compute residuals again instead of holding them: insert ``R`` just before the first backward.
 
-    A device then holds the inputs of its stages and one residual at a time. ``R`` writes nothing but the residual, so
-    statistics are never counted twice.
+    A device then holds the inputs of its stages and one residual at a time. ``R`` writes nothing
+    but the residual, so statistics are never counted twice.
 
     >>> print(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2), keep=lambda action: action.stage == 1))
     0F0 0F1 0R0 0B0 0R1 0B1
@@ -60,13 +68,15 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 
     Args:
         schedule: a schedule with backwards.
-        keep: given the forward of a (stage, microbatch), should its residual be kept. GPipe's ``except_last`` is
-            ``keep=lambda action: action.microbatch == last``.
+        keep: given the forward of a (stage, microbatch), should its residual be kept. GPipe's
+            ``except_last`` is ``keep=lambda action: action.microbatch == last``.
 
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
     """
-    refuse_unfit("remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep=")
+    refuse_unfit(
+        "remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep="
+    )
     _refuse_choice("keep", keep)
 
     def again(order: tuple[Action, ...]) -> dict[int, list[Action]]:
@@ -80,11 +90,12 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 
 
 def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
-    """Split every backward into I and W, and run W in groups: when so many of a stage wait, or at the end.
+    """Split every backward into I and W, and run W in groups: when so many of a stage wait, or at
+    the end.
 
-    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules (arXiv 2401.10241).
-    Pairs remain where they are still neighbours, B as I. Up to ``group`` more microbatches of a stage keep what their W
-    needs.
+    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules
+    (arXiv 2401.10241). Pairs remain where they are still neighbours, B as I. Up to ``group`` more
+    microbatches of a stage keep what their W needs.
 
     >>> print(fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=2))
     0F0 0F1 0I0 0F2 0I1 0W0 0W1 0F3 0I2 0I3 0W2 0W3
@@ -117,7 +128,9 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
         if kind is Kind.W:
             continue
         if kind in ONCE:
-            out += waiting.pop(stage, [])  # these wait for no longer than what comes after all of them
+            out += waiting.pop(
+                stage, []
+            )  # these wait for no longer than what comes after all of them
         if kind not in (Kind.B, Kind.I):
             out.append(action)
             continue
@@ -131,10 +144,11 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
 
 
 def reduce_grads(schedule: Schedule) -> Schedule:
-    """Sum the gradients of each stage over its replicas once they are complete: insert ``G`` after its last backward.
+    """Sum the gradients of each stage over its replicas once they are complete: insert ``G`` after
+    its last backward.
 
-    It runs on the link to the other replicas while the device goes on with other stages. Where there are no replicas,
-    nothing is left to do. What steps (`step_params`) is put in after it.
+    It runs on the link to the other replicas while the device goes on with other stages. Where
+    there are no replicas, nothing is left to do. What steps (`step_params`) is put in after it.
 
     >>> print(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0G
@@ -146,18 +160,28 @@ def reduce_grads(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
     """
-    refuse_unfit("reduce_grads", schedule, (Kind.G,), because="there are no gradients to reduce", once="and last")
+    refuse_unfit(
+        "reduce_grads",
+        schedule,
+        (Kind.G,),
+        because="there are no gradients to reduce",
+        once="and last",
+    )
 
-    return _with(schedule, "reduce", [({}, _behind(order, ADDS, Kind.G)) for order in schedule.orders])
+    return _with(
+        schedule, "reduce", [({}, _behind(order, ADDS, Kind.G)) for order in schedule.orders]
+    )
 
 
 def step_params(schedule: Schedule) -> Schedule:
-    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last backward.
+    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last
+    backward.
 
-    That of a stage with ``G`` stands at the end of its device, which waits for the sums where it has nothing else to do.
+    That of a stage with ``G`` stands at the end of its device, which waits for the sums where it
+    has nothing else to do.
 
-    `run` gets the optimizer; what turns out afterwards to be a step too many is undone. The zero-bubble paper calls that
-    post-validation (arXiv 2401.10241, section 4).
+    `run` gets the optimizer; what turns out afterwards to be a step too many is undone. The
+    zero-bubble paper calls that post-validation (arXiv 2401.10241, section 4).
 
     >>> print(fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0S
@@ -169,15 +193,22 @@ def step_params(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: this is no schedule, it has no backwards, or it has ``S`` already.
     """
-    refuse_unfit("step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last")
+    refuse_unfit(
+        "step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last"
+    )
 
     return _with(schedule, "step", [({}, _steps(order)) for order in schedule.orders])
 
 
 def _steps(order: Sequence[Action]) -> _Inserted:
-    """The S of one device, by the position behind which they stand; those behind a G in the order of these."""
+    """The S of one device, by the position behind which they stand; those behind a G in the order
+    of these."""
     summed = [action.stage for action in order if action.kind is Kind.G]
-    after = {at: steps for at, steps in _behind(order, ADDS, Kind.S).items() if steps[0].stage not in summed}
+    after = {
+        at: steps
+        for at, steps in _behind(order, ADDS, Kind.S).items()
+        if steps[0].stage not in summed
+    }
     after.setdefault(len(order) - 1, []).extend(Action(Kind.S, stage) for stage in summed)
     return after
 
@@ -189,13 +220,15 @@ def _behind(order: Sequence[Action], kinds: Collection[Kind], kind: Kind) -> _In
 
 
 def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
-    """Gather the parameters of a stage, of which each replica holds a part, in time for what it computes: insert ``U``.
+    """Gather the parameters of a stage, of which each replica holds a part, in time for what it
+    computes: insert ``U``.
 
-    They come over the link to the other replicas while the device goes on, and the stage waits for them. When it has
-    computed for the last time before its next ``U``, or at all, they are a part again. Gathered once and with every
-    stage whole it is ZeRO-1 or 2 (arXiv 1910.02054): what the optimizer keeps, and the sums of gradients, are parts.
-    With ``whole`` it is ZeRO-3, or FSDP: a device has no more parameters at a time than its stages in turn need, as
-    in breadth-first schedules (`looped_bfs`, arXiv 2211.05953).
+    They come over the link to the other replicas while the device goes on, and the stage waits for
+    them. When it has computed for the last time before its next ``U``, or at all, they are a part
+    again. Gathered once and with every stage whole it is ZeRO-1 or 2 (arXiv 1910.02054): what the
+    optimizer keeps, and the sums of gradients, are parts. With ``whole`` it is ZeRO-3, or FSDP: a
+    device has no more parameters at a time than its stages in turn need, as in breadth-first
+    schedules (`looped_bfs`, arXiv 2211.05953).
 
     >>> print(fp.schedules.gather_params(fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1))
     0U0 0F0 2U0 0F1 2F0 2F1 2B0 0U1 2B1 0B0 0B1
@@ -203,9 +236,10 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
 
     Args:
         schedule: any schedule.
-        whole: how many stages of a device may be whole at a time, from 1 (and those that are coming); of those that are,
-            the one that is needed latest goes. None: all of them.
-        ahead: how many computing actions (F, B, I, W, R) of the device run between ``U`` and the stage's own.
+        whole: how many stages of a device may be whole at a time, from 1 (and those that are
+            coming); of those that are, the one that is needed latest goes. None: all of them.
+        ahead: how many computing actions (F, B, I, W, R) of the device run between ``U`` and the
+            stage's own.
 
     Raises:
         ScheduleError: this is no schedule, it has ``U`` already, or an option is out of range.
@@ -215,10 +249,14 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
     if any(action.kind in COUNTED for order in schedule.orders for action in order):
         raise ScheduleError(f"schedule {schedule.name!r} has U already; apply gather_params once")
     if whole is not None and (type(whole) is not int or whole < 1):
-        raise ScheduleError(f"whole is how many stages of a device are whole at a time, from 1, or None; got {whole!r}")
+        raise ScheduleError(
+            "whole is how many stages of a device are whole at a time, from 1, or None; got "
+            f"{whole!r}"
+        )
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
-            f"ahead is how many computing actions stand between U and its stage's, from 0; got {ahead!r}"
+            "ahead is how many computing actions stand between U and its stage's, from 0; got "
+            f"{ahead!r}"
         )
     gathers = [_gathers(order, whole, ahead) for order in schedule.orders]
     return _with(schedule, "gather", [(before, {}) for before in gathers])
@@ -244,7 +282,9 @@ def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[i
                 here.remove(gone)
                 left[gone] = place
             here.add(stage)
-            before[computing[max(left.get(stage, 0), place - ahead)]].append(Action(Kind.U, stage, times[stage]))
+            before[computing[max(left.get(stage, 0), place - ahead)]].append(
+                Action(Kind.U, stage, times[stage])
+            )
             times[stage] += 1
     return before
 
@@ -258,12 +298,16 @@ def always(action: Action) -> bool:
     return True
 
 
-def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahead: int = 1) -> Schedule:
-    """Let residuals wait in host memory: insert ``O`` straight after a forward, ``L`` in time for its backward.
+def offload(
+    schedule: Schedule, *, move: Callable[[Action], bool] = always, ahead: int = 1
+) -> Schedule:
+    """Let residuals wait in host memory: insert ``O`` straight after a forward, ``L`` in time for
+    its backward.
 
-    Between the two the residual occupies no memory of the device, which goes on meanwhile. Where the backward follows
-    so soon that ``L`` would stand next to ``O``, nothing is gained and the residual stays. PipeOffload (arXiv
-    2503.01328) moves those that wait for longest: ``move`` picks them, such as the first chunks of `interleaved`.
+    Between the two the residual occupies no memory of the device, which goes on meanwhile. Where
+    the backward follows so soon that ``L`` would stand next to ``O``, nothing is gained and the
+    residual stays. PipeOffload (arXiv 2503.01328) moves those that wait for longest: ``move`` picks
+    them, such as the first chunks of `interleaved`.
 
     >>> print(fp.schedules.offload(fp.schedules.one_f_one_b(3, 3)))
     0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2
@@ -273,27 +317,39 @@ def offload(schedule: Schedule, *, move: Callable[[Action], bool] = always, ahea
     Args:
         schedule: a schedule with backwards.
         move: given the forward of a (stage, microbatch), should its residual be moved.
-        ahead: how many computing actions (F, B, I, W, R) of the device run between ``L`` and the backward; while they
-            do, the residual is on its way back. 0: the device waits for it.
+        ahead: how many computing actions (F, B, I, W, R) of the device run between ``L`` and the
+            backward; while they do, the residual is on its way back. 0: the device waits for it.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual that is picked is
-            computed again by ``R``.
+        ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual
+            that is picked is computed again by ``R``.
     """
-    refuse_unfit("offload", schedule, [Kind.O, Kind.L], because="no residual waits for one", once="with move=")
+    refuse_unfit(
+        "offload",
+        schedule,
+        [Kind.O, Kind.L],
+        because="no residual waits for one",
+        once="with move=",
+    )
     _refuse_choice("move", move)
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
-            f"ahead is how many computing actions stand between L and the backward, from 0; got {ahead!r}"
+            "ahead is how many computing actions stand between L and the backward, from 0; got "
+            f"{ahead!r}"
         )
-    moved = _with(schedule, "offload", [_moves(schedule, order, move, ahead) for order in schedule.orders])
+    moved = _with(
+        schedule, "offload", [_moves(schedule, order, move, ahead) for order in schedule.orders]
+    )
     faults = [
         f"{action}, but its residual is computed again by {action._replace(kind=Kind.R)}"
         for order in moved.orders
-        for action in sorted(_forwards_of(order, Kind.O) & _forwards_of(order, Kind.R), key=itemgetter(1, 2, 3))
+        for action in sorted(
+            _forwards_of(order, Kind.O) & _forwards_of(order, Kind.R), key=itemgetter(1, 2, 3)
+        )
     ]
     raise_all(
-        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave these out. It picked",
+        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave "
+        "these out. It picked",
         faults,
         ScheduleError,
         most=MOST_FAULTS,
@@ -309,13 +365,16 @@ def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
 def _moves(
     schedule: Schedule, order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int
 ) -> tuple[_Inserted, _Inserted]:
-    """The L of one device, by the position before which they stand, and its O, by that after which they do."""
+    """The L of one device, by the position before which they stand, and its O, by that after which
+    they do."""
     joined = {*schedule.joined(order)}
     forwards = {action: at for at, action in enumerate(order) if action.kind is Kind.F}
     away: _Inserted = {}
     loads: _Inserted = defaultdict(list)  # what to bring back before each position
     for at, action in enumerate(order):
-        forward = forwards.get(action._replace(kind=Kind.F)) if action.kind in (Kind.B, Kind.I) else None
+        forward = (
+            forwards.get(action._replace(kind=Kind.F)) if action.kind in (Kind.B, Kind.I) else None
+        )
         if forward is None:
             continue
         end, begin = forward + (forward in joined), at - ahead - (at - ahead - 1 in joined)
@@ -326,7 +385,8 @@ def _moves(
 
 
 def _with(schedule: Schedule, word: str, added: Sequence[tuple[_Inserted, _Inserted]]) -> Schedule:
-    """The schedule with more actions before and after some positions of each order, or of the pairs that stand there."""
+    """The schedule with more actions before and after some positions of each order, or of the pairs
+    that stand there."""
     orders: list[tuple[Action, ...]] = []
     for order, (before, after) in zip(schedule.orders, added, strict=True):
         for at in schedule.joined(order):
@@ -339,7 +399,9 @@ def _with(schedule: Schedule, word: str, added: Sequence[tuple[_Inserted, _Inser
 
 
 def inserted(
-    order: Sequence[Action], before: Mapping[int, Sequence[Action]], after: Mapping[int, Sequence[Action]]
+    order: Sequence[Action],
+    before: Mapping[int, Sequence[Action]],
+    after: Mapping[int, Sequence[Action]],
 ) -> tuple[Action, ...]:
     """An order with more actions before and after some of its positions."""
     out: list[Action] = []

@@ -54,7 +54,8 @@ class Best:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The timeline of the best schedule; it costs much more than its times, so it is made when it is wanted."""
+        """The timeline of the best schedule; it costs much more than its times, so it is made when
+        it is wanted."""
         if self._timeline is None and self.problem is not None and self.schedule is not None:
             self._timeline = simulate(self.schedule, self.problem.cost)
         return self._timeline
@@ -118,7 +119,9 @@ class Best:
             excess = max(peak - limit for peak, limit in zip(peaks, problem.limits, strict=True))
             self.least = min(self.least, excess)
             relieved = (
-                offload_to_fit(problem, schedule, lambda candidate: self._time(problem, candidate), self.budget)
+                offload_to_fit(
+                    problem, schedule, lambda candidate: self._time(problem, candidate), self.budget
+                )
                 if problem.offload
                 else None
             )
@@ -132,7 +135,8 @@ class Best:
         self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
-        """The most memory of each device. Of residuals that stay it hangs on the order alone, not on times."""
+        """The most memory of each device. Of residuals that stay it hangs on the order alone, not
+        on times."""
         if _handed(problem) or problem.offload:
             return simulate(schedule, problem.cost).peak
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
@@ -142,51 +146,76 @@ class Best:
         return simulate(schedule, problem.cost)
 
     def tight(self, problem: Problem) -> Problem:
-        """The problem where only residuals count as memory: what else lies on the devices is taken off the limits."""
+        """The problem where only residuals count as memory: what else lies on the devices is taken
+        off the limits."""
         limits = problem.limits
-        if self.schedule is not None and self.problem is problem and not problem.offload and _handed(problem):
-            peaks = [residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders]
+        if (
+            self.schedule is not None
+            and self.problem is problem
+            and not problem.offload
+            and _handed(problem)
+        ):
+            peaks = [
+                residual_peak(order, self.schedule, problem.cost) for order in self.schedule.orders
+            ]
             totals = self._peaks(problem, self.schedule)
             others = [max(0.0, total - peak) for total, peak in zip(totals, peaks, strict=True)]
             limits = tuple(limit - other for limit, other in zip(limits, others, strict=True))
         return replace(problem, limits=limits, offload=False)
 
     def variants(self, problem: Problem) -> list[Problem]:
-        """The problems that rules are searched for: without remat too, and without limits where offload is allowed."""
+        """The problems that rules are searched for: without remat too, and without limits where
+        offload is allowed."""
         tight = self.tight(problem)
         without_remat = [replace(tight, remat=False)] if problem.remat else []
-        without_limits = [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
+        without_limits = (
+            [replace(tight, limits=(inf,) * problem.num_devices)] if problem.offload else []
+        )
         return [*without_remat, tight, *without_limits]
 
     def polish(self, rng: Random, share: float) -> None:
-        """Move single actions of the best schedule, for a share of the remaining budget; the bounds get the rest."""
+        """Move single actions of the best schedule, for a share of the remaining budget; the bounds
+        get the rest."""
         problem, schedule = self.problem, self.schedule
         if problem is None or schedule is None or too_many(problem) or self.done:
             return
         self.budget.told.phase("moves")
         part = self.budget.part(share, of_seconds=0.9 * share)
         lanes: list[OrderedLane] = []
-        for order, actions in zip(schedule.orders, coded(schedule.orders, problem.num_slices), strict=True):
+        for order, actions in zip(
+            schedule.orders, coded(schedule.orders, problem.num_slices), strict=True
+        ):
             joined = schedule.joined(order)
-            lanes.append(OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in joined)))
+            lanes.append(
+                OrderedLane(actions, frozenset((actions[at], actions[at + 1]) for at in joined))
+            )
         bench = Bench(replace(self.tight(problem), offload=problem.offload))
         for better in polish(bench, lanes, rng, part, good=self.bound):
             actions = (lane.actions for lane in better)
             moved = as_schedule(actions, schedule.name, problem.num_slices)
-            pairs = {(o[at], o[at + 1]) for o, lane in zip(moved.orders, better, strict=True) for at in lane.joined}
+            pairs = {
+                (o[at], o[at + 1])
+                for o, lane in zip(moved.orders, better, strict=True)
+                for at in lane.joined
+            }
             self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
     def sharpen(self, *, steps: int) -> None:
-        """Raise bounds of placements that could have something shorter; a search of few evaluations does so less."""
+        """Raise bounds of placements that could have something shorter; a search of few evaluations
+        does so less."""
         steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(self.problems):
             bound = self.bounds[number]
             self.budget.told.phase("bounds")
             if bound.value < self.value < inf:
                 computing = problem.computing
-                value = sharpened(computing, bound.value, self.value, lambda: self.budget.late, steps=steps)
+                value = sharpened(
+                    computing, bound.value, self.value, lambda: self.budget.late, steps=steps
+                )
                 if value > bound.value * (1 + ROUNDING):
-                    self.bounds[number] = LowerBound(value, "the orders that memory and ways leave to the devices")
+                    self.bounds[number] = LowerBound(
+                        value, "the orders that memory and ways leave to the devices"
+                    )
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
         """Solve every placement that is small enough; a proof raises its bound."""
@@ -202,11 +231,13 @@ class Best:
                     self.offer(problem, Schedule(solved.orders, "search"), "exact")
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
                     raise FuncpipeError(
-                        f"internal error: the solver's bound is {solved.bound}, above {self.value}, which was found; "
-                        "please report it with the cost"
+                        f"internal error: the solver's bound is {solved.bound}, above "
+                        f"{self.value}, which was found; please report it with the cost"
                     )
                 if solved.bound > self.bounds[number].value:
-                    self.bounds[number] = LowerBound(min(self.value, solved.bound), "a proof by the solver")
+                    self.bounds[number] = LowerBound(
+                        min(self.value, solved.bound), "a proof by the solver"
+                    )
                 if self.done:
                     return
 
@@ -215,7 +246,11 @@ class Best:
         if self.schedule is None or self.timeline is None:
             raise _too_little(self.problems, self.least, cut=self.budget.late)
         ended = (
-            "bound" if self.done else "seconds" if self.budget.cut or self.budget.late or self.cut else "evaluations"
+            "bound"
+            if self.done
+            else "seconds"
+            if self.budget.cut or self.budget.late or self.cut
+            else "evaluations"
         )
         return Found(
             self.schedule,
@@ -240,13 +275,21 @@ def _handed(problem: Problem) -> bool:
 
 def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> ScheduleError:
     limit = min(problems[0].limits)
-    ways = [word for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload)) if not on]
+    ways = [
+        word
+        for word, on in (("remat=True", problems[0].remat), ("offload=True", problems[0].offload))
+        if not on
+    ]
     remedy = f", allow {' or '.join(ways)}" if ways else ""
-    shortage = f"the least that was found needs {least:.6g} more" if isfinite(least) else "rules came to a standstill"
+    shortage = (
+        f"the least that was found needs {least:.6g} more"
+        if isfinite(least)
+        else "rules came to a standstill"
+    )
     if cut:
         shortage = f"the time was over before everything was tried (so far {shortage})"
         remedy = f", more seconds{remedy}"
     return ScheduleError(
-        f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more devices, smaller "
-        f"microbatches{remedy}, or a higher limit"
+        f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more "
+        f"devices, smaller microbatches{remedy}, or a higher limit"
     )

@@ -1,9 +1,10 @@
 """Times that no schedule can beat, whatever the order: work, chains of microbatches, memory.
 
-Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others follow from what
-waits for what. All hold for stages that differ and for any placement. A bound is for the time of a device from its
-first start to its last end, then for the makespan by adding what must happen before that start. They are sums, for problems of
-any size; `windows` looks at all actions of smaller ones, and proves more.
+Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others
+follow from what waits for what. All hold for stages that differ and for any placement. A bound is
+for the time of a device from its first start to its last end, then for the makespan by adding what
+must happen before that start. They are sums, for problems of any size; `windows` looks at all
+actions of smaller ones, and proves more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ class LowerBound(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """The largest of all bounds; of equal ones the first, so work goes before memory, and what is simple before the rest."""
-    there_and_back = LowerBound(_way(problem), "the way of a microbatch through all stages and back")
+    """The largest of all bounds; of equal ones the first, so work goes before memory, and what is
+    simple before the rest."""
+    there_and_back = LowerBound(
+        _way(problem), "the way of a microbatch through all stages and back"
+    )
     problem = problem.computing
     heads = _heads(problem)
     bounds: list[LowerBound] = []
@@ -42,8 +46,14 @@ def lower_bound(problem: Problem) -> LowerBound:
         ]
         if not problem.remat and not problem.offload:
             spans += [
-                LowerBound(_warm_up(problem, device), f"the memory of device {device}, until its first gradient comes"),
-                LowerBound(_area(problem, device), f"the memory of device {device}, while gradients are on their way"),
+                LowerBound(
+                    _warm_up(problem, device),
+                    f"the memory of device {device}, until its first gradient comes",
+                ),
+                LowerBound(
+                    _area(problem, device),
+                    f"the memory of device {device}, while gradients are on their way",
+                ),
             ]
         head = heads[problem.local[device][0]] if problem.objective == "makespan" else 0.0
         bounds += [LowerBound(value + head, binds) for value, binds in spans]
@@ -79,35 +89,53 @@ def _backward(problem: Problem) -> list[float]:
 
 
 def _chains(problem: Problem, device: int) -> tuple[float, str]:
-    """All microbatches pass through each later device between this one's first forward and its last backward.
+    """All microbatches pass through each later device between this one's first forward and its last
+    backward.
 
     The first comes there after the stages in between, and the last goes back through them.
     """
     heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
     first = problem.local[device][0]
-    closing = min(problem.inward[first] + problem.weight[first], problem.whole_backward[first]) - backward[first]
+    closing = (
+        min(problem.inward[first] + problem.weight[first], problem.whole_backward[first])
+        - backward[first]
+    )
     best, binds = 0.0, ""
     for other in range(problem.num_devices):
         beyond = [stage for stage in problem.local[other] if stage >= first]
         if not beyond:
             continue
-        through = problem.num_microbatches * sum(problem.forward[stage] + backward[stage] for stage in beyond)
-        chain = heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
+        through = problem.num_microbatches * sum(
+            problem.forward[stage] + backward[stage] for stage in beyond
+        )
+        chain = (
+            heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
+        )
         if chain > best:
-            best, binds = chain, f"the work of device {other}, and the way there and back from device {device}"
+            best, binds = (
+                chain,
+                f"the work of device {other}, and the way there and back from device {device}",
+            )
     return best, binds
 
 
 def _warm_up(problem: Problem, device: int) -> float:
-    """Before its first gradient comes, a device can do no more than the forwards whose residuals fit."""
+    """Before its first gradient comes, a device can do no more than the forwards whose residuals
+    fit."""
     limit, stages = problem.limits[device], problem.local[device]
     first, last = stages[0], stages[-1]
     room = limit
     forward_time = 0.0
     # The most forward time for the memory: first the stages with the most time for each unit of it.
-    for stage in sorted(stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)):
+    for stage in sorted(
+        stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)
+    ):
         size = problem.residual[stage]
-        fitting = problem.num_microbatches if size == 0 else min(problem.num_microbatches, room / size * (1 + ROUNDING))
+        fitting = (
+            problem.num_microbatches
+            if size == 0
+            else min(problem.num_microbatches, room / size * (1 + ROUNDING))
+        )
         if len(stages) == 1:
             fitting = int(fitting)
         forward_time += fitting * problem.forward[stage]
@@ -120,19 +148,24 @@ def _area(problem: Problem, device: int) -> float:
     limit = problem.limits[device]
     if limit in (0.0, float("inf")):
         return 0.0
-    total = sum(_lying(problem, stage, _round_trip(problem, stage, stage)) for stage in problem.local[device])
+    total = sum(
+        _lying(problem, stage, _round_trip(problem, stage, stage))
+        for stage in problem.local[device]
+    )
     return problem.num_microbatches * total / limit
 
 
 def _lying(problem: Problem, stage: int, trip: float) -> float:
-    """The least memory that a residual of a stage occupies, times for how long, if its round trip takes so long."""
+    """The least memory that a residual of a stage occupies, times for how long, if its round trip
+    takes so long."""
     residual, rest = problem.residual[stage], problem.rest[stage]
     split = residual * (trip + problem.inward[stage]) + rest * problem.weight[stage]
     return min(split, residual * (trip + problem.whole_backward[stage]))
 
 
 def _round_trip(problem: Problem, first: int, last: int) -> float:
-    """From the start of a microbatch's F in one stage to the start of its backward in another, later or the same."""
+    """From the start of a microbatch's F in one stage to the start of its backward in another,
+    later or the same."""
     heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
     end = problem.num_stages - 1
     turn = heads[end] + problem.forward[end] - heads[first]

@@ -32,7 +32,8 @@ class _Try(NamedTuple):
 def climb(
     problem: Problem, budget: Budget, rng: Random, *, good: float, like: Schedule | None = None
 ) -> Iterator[Listed]:
-    """Ever better orders, until the budget is spent or one is as good as ``good``; begins near ``like``, a schedule."""
+    """Ever better orders, until the budget is spent or one is as good as ``good``; begins near
+    ``like``, a schedule."""
     ages = iter(range(10**12))
 
     def attempt(rules: list[DeviceRule]) -> _Try | None:
@@ -67,17 +68,23 @@ def climb(
 
 def near(problem: Problem, schedule: Schedule) -> Iterator[list[DeviceRule]]:
     """Rules that allow as many microbatches under way as a schedule has."""
-    windows = [_windows(problem.local[device], order) for device, order in enumerate(schedule.orders)]
+    windows = [
+        _windows(problem.local[device], order) for device, order in enumerate(schedule.orders)
+    ]
     count = problem.num_microbatches
     wholes = (True, False) if any(problem.cheaper) else (False,)
     for worth, first, whole in product((0.0, 0.5, 1.0), range(len(ranks(1))), wholes):
         orders = [ranks(len(stages)) for stages in problem.local]
         rows = zip(orders, windows, strict=True)
-        yield [DeviceRule(order[first % len(order)], window, 0, worth, count, whole=whole) for order, window in rows]
+        yield [
+            DeviceRule(order[first % len(order)], window, 0, worth, count, whole=whole)
+            for order, window in rows
+        ]
 
 
 def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
-    """For each stage of a device the most microbatches between its F and their next action on the device."""
+    """For each stage of a device the most microbatches between its F and their next action on the
+    device."""
     ahead, widest = dict.fromkeys(stages, 0), dict.fromkeys(stages, 1)
     previous = {later: stage for stage, later in pairwise(stages)}
     for kind, stage, *_ in order:
@@ -92,7 +99,8 @@ def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
 
 
 def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
-    """Rules to begin with: how steeply the microbatches under way fall from device to device, and what goes first."""
+    """Rules to begin with: how steeply the microbatches under way fall from device to device, and
+    what goes first."""
     devices, count, local = problem.num_devices, problem.num_microbatches, problem.local
     rooms = [_room(problem, device) for device in range(devices)]
     several = max(map(len, local)) > 1
@@ -106,9 +114,14 @@ def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
         rules: list[DeviceRule] = []
         for device, stages in enumerate(local):
             window = max(1, min(count, rooms[device], round((devices - device) * slope - offset)))
-            windows = (*[max(1, window + device * (slope > 1))] * (len(stages) - 1), count if several else window)
+            windows = (
+                *[max(1, window + device * (slope > 1))] * (len(stages) - 1),
+                count if several else window,
+            )
             orders = ranks(len(stages))
-            rules.append(DeviceRule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole))
+            rules.append(
+                DeviceRule(orders[first % len(orders)], windows, reserve, worth, count, keep, whole)
+            )
         yield rules
 
 
@@ -150,7 +163,10 @@ def _changed(problem: Problem, rules: list[DeviceRule], rng: Random) -> list[Dev
     devices, count = len(rules), problem.num_microbatches
     for _ in range(rng.choice((1, 1, 2, 3))):
         first = rng.randrange(devices)
-        reached = range(first, first + 1 if rng.random() < 0.6 else min(devices, first + rng.randint(1, devices)))
+        reached = range(
+            first,
+            first + 1 if rng.random() < 0.6 else min(devices, first + rng.randint(1, devices)),
+        )
         field, step = rng.random(), rng.choice((-2, -1, 1, 2))
         worth, owed = rng.choice(_WORTH), rng.choice((count, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12))
         draw, reserve, order_draw = rng.random(), rng.choice(_RESERVES), rng.random()

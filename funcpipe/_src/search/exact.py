@@ -1,9 +1,11 @@
-"""The shortest schedule, proven: a constraint program over the starts of all actions, for small problems.
+"""The shortest schedule, proven: a constraint program over the starts of all actions, for small
+problems.
 
-Each action is an interval, a backward one or, split, two; a device runs one at a time, values arrive before they are read, and
-what lies on a device never exceeds its limit: a residual from the start of its F (of its R, where it is computed again) to
-the end of its backward, or of its I, what that leaves to the end of W; one that moves to the host until its O ends, and again
-from when its L starts. Solved by OR-Tools' CP-SAT, the extra ``solve``.
+Each action is an interval, a backward one or, split, two; a device runs one at a time, values
+arrive before they are read, and what lies on a device never exceeds its limit: a residual from the
+start of its F (of its R, where it is computed again) to the end of its backward, or of its I, what
+that leaves to the end of W; one that moves to the host until its O ends, and again from when its L
+starts. Solved by OR-Tools' CP-SAT, the extra ``solve``.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ _FINE = 10**6
 MOST = 4_000
 """The most actions of a problem; with more the solver does not come to an end."""
 _CAUSES = 60
-"""The most computing actions of a device whose every start is given a cause; with more there are too many choices."""
+"""The most computing actions of a device whose every start is given a cause; with more there are
+too many choices."""
 _TURNS = ((True, 0.2), (False, 0.35), (False, 0.6), (False, 1.0))
-"""Where it is not known that the shortest schedule keeps microbatches in order: do they in a turn, and when it ends, as a share
-of the seconds. Each turn begins anew with what was found: a proof takes seconds, or hours, as luck has it."""
+"""Where it is not known that the shortest schedule keeps microbatches in order: do they in a turn,
+and when it ends, as a share of the seconds. Each turn begins anew with what was found: a proof
+takes seconds, or hours, as luck has it."""
 
 _Starts: TypeAlias = Mapping[Action, int]
 """When actions start, in ticks; only of those that run."""
@@ -54,17 +58,22 @@ class Solved(NamedTuple):
     late: bool
 
 
-def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int) -> Iterator[Solved]:
-    """Search until the shortest is proven, or the time is over; nothing where the problem is too large for it.
+def solve(
+    problem: Problem, hint: Timeline | None, *, seconds: float, seed: int
+) -> Iterator[Solved]:
+    """Search until the shortest is proven, or the time is over; nothing where the problem is too
+    large for it.
 
-    Microbatches are alike, so they keep their order without loss if each is held from its F to its backward. Where they
-    need not be, the orders that keep it are tried first, and what that finds begins the proof over all orders.
+    Microbatches are alike, so they keep their order without loss if each is held from its F to its
+    backward. Where they need not be, the orders that keep it are tried first, and what that finds
+    begins the proof over all orders.
 
     Args:
         problem: what to solve.
         hint: a schedule to begin with.
         seconds: the time.
-        seed: of the solver; it runs on one thread, so the same seed gives the same answer unless the time ends it.
+        seed: of the solver; it runs on one thread, so the same seed gives the same answer unless
+            the time ends it.
 
     Raises:
         ScheduleError: OR-Tools is not installed.
@@ -74,7 +83,9 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     try:
         cp_model: Any = import_module("ortools.sat.python.cp_model")
     except ImportError:
-        raise ScheduleError("exact=True solves with OR-Tools: pip install 'torch-funcpipe[solve]'") from None
+        raise ScheduleError(
+            "exact=True solves with OR-Tools: pip install 'torch-funcpipe[solve]'"
+        ) from None
     began = perf_counter()
     unit, exact = unit_of(problem)
     begun = _begun(problem, hint, unit)
@@ -82,7 +93,11 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
     for turn, (ordered, share) in enumerate(_TURNS if moves else ((True, 1.0),)):
         ends = began + share * seconds
         late = perf_counter() >= ends  # to make a model takes time, too
-        model = None if late else ConstraintProgram(problem, cp_model, begun, unit, exact=exact, ordered=ordered)
+        model = (
+            None
+            if late
+            else ConstraintProgram(problem, cp_model, begun, unit, exact=exact, ordered=ordered)
+        )
         left = ends - perf_counter()
         if model is None or left <= 0:
             yield Solved(None, 0.0, late=True)
@@ -90,7 +105,9 @@ def solve(problem: Problem, hint: Timeline | None, *, seconds: float, seed: int)
         solver: Any = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = left
         solver.parameters.num_workers = 1
-        solver.parameters.interleave_search = moves  # else one strategy may stay with its first schedule
+        solver.parameters.interleave_search = (
+            moves  # else one strategy may stay with its first schedule
+        )
         solver.parameters.random_seed = seed + turn
         # It would leave Ctrl-C to end the process without a word, from then on.
         solver.parameters.catch_sigint_signal = False
@@ -110,38 +127,67 @@ class ConstraintProgram:
 
     Attributes:
         times: of each kind and stage, in ticks.
-        complete: is every schedule of the problem one of the model, so that its bound is the problem's.
+        complete: is every schedule of the problem one of the model, so that its bound is the
+            problem's.
     """
 
     def __init__(
-        self, problem: Problem, cp_model: Any, begun: _Starts, unit: Fraction, *, exact: bool, ordered: bool
+        self,
+        problem: Problem,
+        cp_model: Any,
+        begun: _Starts,
+        unit: Fraction,
+        *,
+        exact: bool,
+        ordered: bool,
     ) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
         crossing = (
-            problem.cost.bandwidth or problem.cost.skips or any(per_stage(problem.cost.output, problem.num_stages))
+            problem.cost.bandwidth
+            or problem.cost.skips
+            or any(per_stage(problem.cost.output, problem.num_stages))
         )
-        # What crosses, and lies on devices as an output or a skip, is left out: that lets more schedules in, none out.
+        # What crosses, and lies on devices as an output or a skip, is left out: that lets more
+        # schedules in, none out.
         self.complete = exact and not (ordered and (problem.remat or problem.offload))
-        kinds = (Kind.F, Kind.I, Kind.W, *[Kind.R] * problem.remat, *[Kind.O, Kind.L] * problem.offload)
+        kinds = (
+            Kind.F,
+            Kind.I,
+            Kind.W,
+            *[Kind.R] * problem.remat,
+            *[Kind.O, Kind.L] * problem.offload,
+        )
         stages, count = range(problem.num_stages), problem.num_microbatches
         self.times = {
             kind: [round(Fraction(problem.cost.of(kind, stage)) / unit) for stage in stages]
             for kind in (*kinds, Kind.B)
         }
         self.hops = [[round(Fraction(hop) / unit) for hop in row] for row in problem.waits]
-        self.horizon = max(1, (sum(map(sum, self.times.values())) + sum(map(sum, self.hops))) * count)
-        # A shorter span may have a longer makespan; a schedule whose times were rounded may take longer here.
+        self.horizon = max(
+            1, (sum(map(sum, self.times.values())) + sum(map(sum, self.hops))) * count
+        )
+        # A shorter span may have a longer makespan; a schedule whose times were rounded may take
+        # longer here.
         if begun and problem.objective == "makespan":
-            ends = max(start + self.times[action.kind][action.stage] for action, start in begun.items())
+            ends = max(
+                start + self.times[action.kind][action.stage] for action, start in begun.items()
+            )
             self.horizon = min(self.horizon, ends if exact and not crossing else 2 * ends + 1)
         self.places = [(stage, microbatch) for stage in stages for microbatch in range(count)]
         self.starts = {
-            Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "") for kind in kinds for place in self.places
+            Action(kind, *place): self.cp.NewIntVar(0, self.horizon, "")
+            for kind in kinds
+            for place in self.places
         }
         self.again = {place: self.cp.NewBoolVar("") for place in self.places if problem.remat}
         self.away = {place: self.cp.NewBoolVar("") for place in self.places if problem.offload}
-        self.whole = {place: self.cp.NewBoolVar("") for place in self.places if problem.cheaper[place[0]]}
-        self.ends = {action: start + self.times[action.kind][action.stage] for action, start in self.starts.items()}
+        self.whole = {
+            place: self.cp.NewBoolVar("") for place in self.places if problem.cheaper[place[0]]
+        }
+        self.ends = {
+            action: start + self.times[action.kind][action.stage]
+            for action, start in self.starts.items()
+        }
         for place in self.whole:
             self._may_be_one(*place)
         self._one_at_a_time()
@@ -164,7 +210,8 @@ class ConstraintProgram:
         return choices.get(place)
 
     def _may_be_one(self, stage: int, microbatch: int) -> None:
-        """Where the backward is whole it is I that takes its time; there is no W, which counts as ending with it."""
+        """Where the backward is whole it is I that takes its time; there is no W, which counts as
+        ending with it."""
         whole = self.whole[stage, microbatch]
         inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
         end = self.starts[inward] + self.times[Kind.B][stage]
@@ -175,7 +222,8 @@ class ConstraintProgram:
         self.cp.Add(self.starts[weight] == self.starts[inward]).OnlyEnforceIf(whole)
 
     def _one_at_a_time(self) -> None:
-        """What computes on a device does so one after the other, and so does what moves to its host, or from it."""
+        """What computes on a device does so one after the other, and so does what moves to its
+        host, or from it."""
         busy: dict[tuple[int, Kind | None], list[Any]] = defaultdict(list)
         for action, start in self.starts.items():
             kind, stage, microbatch, _ = action
@@ -188,7 +236,11 @@ class ConstraintProgram:
             else:
                 row.append(self.cp.NewOptionalFixedSizeIntervalVar(start, length, chosen, ""))
             if whole is not None:
-                row.append(self.cp.NewOptionalFixedSizeIntervalVar(start, self.times[Kind.B][stage], whole, ""))
+                row.append(
+                    self.cp.NewOptionalFixedSizeIntervalVar(
+                        start, self.times[Kind.B][stage], whole, ""
+                    )
+                )
         for row in busy.values():
             self.cp.AddNoOverlap(row)
 
@@ -196,7 +248,8 @@ class ConstraintProgram:
         """What must end before something else of this stage and microbatch starts."""
         forward_hops, backward_hops = self.hops
         forward, inward, weight, again, off, back = (
-            Action(kind, stage, microbatch) for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
+            Action(kind, stage, microbatch)
+            for kind in (Kind.F, Kind.I, Kind.W, Kind.R, Kind.O, Kind.L)
         )
         self._after(inward, forward)
         self._after(weight, inward)
@@ -213,17 +266,22 @@ class ConstraintProgram:
 
     def _after(self, later: Action, earlier: Action, hop: int = 0) -> None:
         constraint = self.cp.Add(self.starts[later] >= self.ends[earlier] + hop)
-        chosen = [literal for action in (later, earlier) if (literal := self._chosen(action)) is not None]
+        chosen = [
+            literal for action in (later, earlier) if (literal := self._chosen(action)) is not None
+        ]
         if chosen:
             constraint.OnlyEnforceIf(chosen)
 
     def _in_order(self, ordered: bool) -> None:
-        """Microbatches keep their order; if not everywhere, then in the first forward, which gives them their numbers."""
+        """Microbatches keep their order; if not everywhere, then in the first forward, which gives
+        them their numbers."""
         kinds = (Kind.F, Kind.I, Kind.W) if ordered else (Kind.F,)
         for stage, microbatch in self.places:
             if microbatch and (ordered or stage == 0):
                 for kind in kinds:
-                    self._after(Action(kind, stage, microbatch), Action(kind, stage, microbatch - 1))
+                    self._after(
+                        Action(kind, stage, microbatch), Action(kind, stage, microbatch - 1)
+                    )
 
     def _memory(self) -> None:
         problem = self.problem
@@ -234,7 +292,8 @@ class ConstraintProgram:
             device = problem.device_of[stage]
             if problem.limits[device] == inf:
                 continue
-            # Rounded so that whatever fits the problem fits here; what only fits here is refused when it is timed.
+            # Rounded so that whatever fits the problem fits here; what only fits here is refused
+            # when it is timed.
             rest = min(problem.rest[stage], problem.residual[stage])
             shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
             more = floor((problem.rest[stage] - rest) * scale)
@@ -244,13 +303,19 @@ class ConstraintProgram:
                 if share:
                     held[device].append((self._held(begin, last), share))
             if more:
-                held[device].append((self._held(self.ends[inward], weight, self._chosen(weight)), more))
+                held[device].append(
+                    (self._held(self.ends[inward], weight, self._chosen(weight)), more)
+                )
             if (chosen := self.away.get((stage, microbatch))) is not None:
                 begin = self.starts[Action(Kind.F, stage, microbatch)]
-                held[device].append((self._held(begin, Action(Kind.O, stage, microbatch), chosen), sum(shares)))
+                held[device].append(
+                    (self._held(begin, Action(Kind.O, stage, microbatch), chosen), sum(shares))
+                )
         for device, rows in held.items():
             intervals, shares = zip(*rows, strict=True)
-            self.cp.AddCumulative(intervals, shares, ceil(problem.limits[device] * (1 + ROUNDING) * scale))
+            self.cp.AddCumulative(
+                intervals, shares, ceil(problem.limits[device] * (1 + ROUNDING) * scale)
+            )
 
     def _made(self, stage: int, microbatch: int) -> Any:
         """When the residual that a backward reads is there: from its F, or from its R or L."""
@@ -260,7 +325,9 @@ class ConstraintProgram:
             if chosen is not None:
                 before, begin = begin, self.cp.NewIntVar(0, self.horizon, "")
                 self.cp.Add(begin == before).OnlyEnforceIf(chosen.Not())
-                self.cp.Add(begin == self.starts[Action(kind, stage, microbatch)]).OnlyEnforceIf(chosen)
+                self.cp.Add(begin == self.starts[Action(kind, stage, microbatch)]).OnlyEnforceIf(
+                    chosen
+                )
         return begin
 
     def _held(self, begin: Any, last: Action, chosen: Any = None) -> Any:
@@ -271,11 +338,13 @@ class ConstraintProgram:
         return self.cp.NewOptionalIntervalVar(begin, size, end, chosen, "")
 
     def _causes(self) -> None:
-        """Nothing starts later than the clock starts it: each start is the end of something that it waits for.
+        """Nothing starts later than the clock starts it: each start is the end of something that it
+        waits for.
 
-        Without moves, whatever starts too late may as well start earlier. A residual that moved earlier, for nobody asks
-        the link to wait, would come back too early. What computes waits for what its device computed before, for its
-        value, for its residual; a move for what its device computed before, for the move before it, or the other half of it.
+        Without moves, whatever starts too late may as well start earlier. A residual that moved
+        earlier, for nobody asks the link to wait, would come back too early. What computes waits
+        for what its device computed before, for its value, for its residual; a move for what its
+        device computed before, for the move before it, or the other half of it.
         """
         last = self.problem.num_stages - 1
         forward_hops, backward_hops = self.hops
@@ -291,9 +360,19 @@ class ConstraintProgram:
                 and (other.kind not in MOVES or other.kind is kind)
             ]
             if kind is Kind.F and stage:
-                causes.append((self.ends[Action(Kind.F, stage - 1, microbatch)] + forward_hops[stage - 1], None))
+                causes.append(
+                    (
+                        self.ends[Action(Kind.F, stage - 1, microbatch)] + forward_hops[stage - 1],
+                        None,
+                    )
+                )
             if kind is Kind.I and stage < last:
-                causes.append((self.ends[Action(Kind.I, stage + 1, microbatch)] + backward_hops[stage + 1], None))
+                causes.append(
+                    (
+                        self.ends[Action(Kind.I, stage + 1, microbatch)] + backward_hops[stage + 1],
+                        None,
+                    )
+                )
             if kind in (Kind.I, Kind.L):
                 half = Action(Kind.L if kind is Kind.I else Kind.O, stage, microbatch)
                 causes.append((self.ends[half], self._chosen(half)))
@@ -326,7 +405,9 @@ class ConstraintProgram:
         for action, start in self.starts.items():
             if action in begun:
                 self.cp.AddHint(start, begun[action])
-            elif (whole := Action(Kind.B, action.stage, action.microbatch)) in begun and action.kind in (
+            elif (
+                whole := Action(Kind.B, action.stage, action.microbatch)
+            ) in begun and action.kind in (
                 Kind.I,
                 Kind.W,
             ):
@@ -358,17 +439,22 @@ def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Acti
         start = Fraction(span.start)
         if kind is Kind.B and not problem.cheaper[stage]:
             starts[Action(Kind.I, stage, microbatch)] = round(start / unit)
-            starts[Action(Kind.W, stage, microbatch)] = round((start + Fraction(problem.inward[stage])) / unit)
+            starts[Action(Kind.W, stage, microbatch)] = round(
+                (start + Fraction(problem.inward[stage])) / unit
+            )
         else:
             starts[span.action] = round(start / unit)
     return starts
 
 
-def _orders(problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]) -> tuple[tuple[Action, ...], ...]:
+def _orders(
+    problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]
+) -> tuple[tuple[Action, ...], ...]:
     """The orders of a solution.
 
-    What computes stands as it starts; a move before what its device computes while it starts, or starts next. Of actions that
-    start together those of no length go first, a microbatch's in their order.
+    What computes stands as it starts; a move before what its device computes while it starts, or
+    starts next. Of actions that start together those of no length go first, a microbatch's in their
+    order.
     """
     rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.B, Kind.I, Kind.W)
     orders: list[tuple[Action, ...]] = []
@@ -386,7 +472,14 @@ def _orders(problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]) 
             if kind in MOVES:
                 place = next((begin for begin, end in computes if begin < start < end), start)
             after = 0 if place == start and not times[kind][stage] else 1 if kind in MOVES else 2
-            return place, after, start, rank.index(kind), stage if kind is Kind.F else -stage, microbatch
+            return (
+                place,
+                after,
+                start,
+                rank.index(kind),
+                stage if kind is Kind.F else -stage,
+                microbatch,
+            )
 
         orders.append(tuple(sorted(mine, key=key)))
     return tuple(orders)
@@ -394,9 +487,15 @@ def _orders(problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]) 
 
 def unit_of(problem: Problem) -> tuple[Fraction, bool]:
     """The time of one tick, and whether every time is a whole number of ticks."""
-    moving = [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)] if problem.offload else []
+    moving = (
+        [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)]
+        if problem.offload
+        else []
+    )
     again = problem.again if problem.remat else ()
-    whole = [time for time, saves in zip(problem.whole_backward, problem.cheaper, strict=True) if saves]
+    whole = [
+        time for time, saves in zip(problem.whole_backward, problem.cheaper, strict=True) if saves
+    ]
     rows = (problem.forward, problem.inward, problem.weight, whole, again, *problem.waits, moving)
     times = [Fraction(time) for row in rows for time in row]
     rough = [time.limit_denominator(10**4) for time in times]

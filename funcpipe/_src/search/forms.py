@@ -1,6 +1,8 @@
-"""The forms of a problem: as it is, and with stages next to each other on a device as one and devices in order.
+"""The forms of a problem: as it is, and with stages next to each other on a device as one and
+devices in order.
 
-What is known of lines, loops and Vs then helps with any placement: stages on devices 2, 0, 0, 1 are a line of three.
+What is known of lines, loops and Vs then helps with any placement: stages on devices 2, 0, 0, 1 are
+a line of three.
 """
 
 from __future__ import annotations
@@ -47,11 +49,16 @@ def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
 
 
 def _lifted(schedule: Schedule, stages: Sequence[range], devices: Sequence[int]) -> Schedule:
-    """The actions of each stage as those of the stages that it is made of; the orders by the devices that they had."""
+    """The actions of each stage as those of the stages that it is made of; the orders by the
+    devices that they had."""
     orders: list[tuple[Action, ...]] = [()] * len(devices)
     for device, order in zip(devices, schedule.orders, strict=True):
         orders[device] = tuple(
-            [action._replace(stage=stage) for action in order for stage in _in_order(action, stages[action.stage])]
+            [
+                action._replace(stage=stage)
+                for action in order
+                for stage in _in_order(action, stages[action.stage])
+            ]
         )
     return Schedule(tuple(orders), schedule.name)
 

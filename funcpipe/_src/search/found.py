@@ -18,14 +18,14 @@ class Found:
         schedule: an ordinary schedule, to run, draw or write to a file.
         timeline: its simulation under the costs of the search.
         objective: what was made short, "makespan" or "span".
-        lower_bound: no schedule for these costs and limits takes less, with the stages placed in one of the ways that
-            were tried.
-        binds: what keeps a schedule from being shorter than the bound: the work or the memory of a device, or the way
-            between devices; "a proof by the solver" where that raised it.
+        lower_bound: no schedule for these costs and limits takes less, with the stages placed in
+            one of the ways that were tried.
+        binds: what keeps a schedule from being shorter than the bound: the work or the memory of a
+            device, or the way between devices; "a proof by the solver" where that raised it.
         source: the origin of the schedule: a family, "rules", "moves" or "exact".
         evaluations: how many schedules were timed.
-        ended: what ended the search: "evaluations", "seconds" (then the same call may find another schedule), or
-            "bound": nothing is left to find.
+        ended: what ended the search: "evaluations", "seconds" (then the same call may find another
+            schedule), or "bound": nothing is left to find.
     """
 
     schedule: Schedule
@@ -68,11 +68,15 @@ class Found:
         return gap_of(self.value, self.lower_bound)
 
     def __str__(self) -> str:
-        proof = "nothing shorter exists" if not self.gap else f"at most {self.gap:.2%} above the shortest"
+        proof = (
+            "nothing shorter exists"
+            if not self.gap
+            else f"at most {self.gap:.2%} above the shortest"
+        )
         head = f"{self.schedule.name}: {self.objective} {self.value:.6g}"
         return (
-            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; peak {max(self.peak):.6g}; "
-            f"{self.evaluations} schedules timed, ended by {self.ended}"
+            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; peak "
+            f"{max(self.peak):.6g}; {self.evaluations} schedules timed, ended by {self.ended}"
         )
 
     @guarded

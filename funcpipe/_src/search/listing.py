@@ -1,7 +1,9 @@
-"""List scheduling by rules: every device takes the first action that its rules allow, and waits where they say so.
+"""List scheduling by rules: every device takes the first action that its rules allow, and waits
+where they say so.
 
-Devices are simulated event by event. What a rule decides is small (how many microbatches may be under way, how large a
-wait must be for a W to fill it, which action goes first), so a search over rules is a search over good schedules.
+Devices are simulated event by event. What a rule decides is small (how many microbatches may be
+under way, how large a wait must be for a W to fill it, which action goes first), so a search over
+rules is a search over good schedules.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ class DeviceRule:
 
     Attributes:
         ranks: what goes first, as (code, number of the stage on the device); F and I of each stage.
-        window: for each of its stages, how many microbatches may have run F there and not yet F in the device's next
-            stage (for the last: I).
-        reserve: how many residuals of the device's next stage must fit besides one that a forward takes.
+        window: for each of its stages, how many microbatches may have run F there and not yet F in
+            the device's next stage (for the last: I).
+        reserve: how many residuals of the device's next stage must fit besides one that a forward
+            takes.
         worth: a W fills a wait of this many times its length.
         owed: how many W may wait; one more goes first.
-        keep: how many residuals to hold; forwards beyond keep none, and are computed again (if the problem allows it).
+        keep: how many residuals to hold; forwards beyond keep none, and are computed again (if the
+            problem allows it).
         whole: B instead of I and W on stages where that takes less time.
     """
 
@@ -51,7 +55,8 @@ class Listed(NamedTuple):
 
 
 _Decision: TypeAlias = tuple[int, int, bool, float]
-"""A device's next action: (code, stage, whether a forward drops its residual, 0); (-1, .., .., until when it waits)."""
+"""A device's next action: (code, stage, whether a forward drops its residual, 0); (-1, .., ..,
+until when it waits)."""
 
 
 def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:
@@ -68,14 +73,17 @@ class _Ruled(Simulation):
     """A simulation in which rules decide, event by event.
 
     Attributes:
-        ranks: for each device its rule's ranks as (code, stage, window, the device's next stage or -1).
+        ranks: for each device its rule's ranks as (code, stage, window, the device's next stage or
+            -1).
         idle: does a device wait for what another one does.
     """
 
     def __init__(self, problem: Problem, rules: Sequence[DeviceRule]) -> None:
         super().__init__(problem)
         self.rules, self.ranks = rules, list(map(_ranks, problem.local, rules))
-        self.grows = [rest - residual for rest, residual in zip(problem.rest, problem.residual, strict=True)]
+        self.grows = [
+            rest - residual for rest, residual in zip(problem.rest, problem.residual, strict=True)
+        ]
         self.idle = [False] * problem.num_devices
 
     def run(self) -> bool:
@@ -100,13 +108,19 @@ class _Ruled(Simulation):
         return not remaining
 
     def choose(self, number: int, now: float) -> _Decision:
-        """The first action in a device's ranks that can start; W where it fills a wait that is worth it."""
+        """The first action in a device's ranks that can start; W where it fills a wait that is
+        worth it."""
         problem, device, rule = self.problem, self.devices[number], self.rules[number]
         waiting = len(device.owed)
         if waiting > rule.owed:
             return W, -1, False, 0.0
         soonest, blocked = NEVER, False
-        forwards, backwards, count, turns = self.forwards, self.backwards, problem.num_microbatches, problem.turns
+        forwards, backwards, count, turns = (
+            self.forwards,
+            self.backwards,
+            problem.num_microbatches,
+            problem.turns,
+        )
         whole, room = problem.residual, device.limit - device.held
         for code, stage, window, next_stage in self.ranks[number]:
             if code == F:
@@ -119,11 +133,14 @@ class _Ruled(Simulation):
                     needed += rule.reserve * whole[next_stage]
                 arrival = self.inputs[stage][done]
                 if problem.remat and (
-                    device.kept >= rule.keep or (arrival <= now and needed + whole[stage] * bool(device.dropped) > room)
+                    device.kept >= rule.keep
+                    or (arrival <= now and needed + whole[stage] * bool(device.dropped) > room)
                 ):
                     if arrival <= now:
                         return F, stage, True, 0.0
-                elif needed + whole[stage] * bool(device.dropped) > room:  # the next R needs room too
+                elif (
+                    needed + whole[stage] * bool(device.dropped) > room
+                ):  # the next R needs room too
                     blocked = blocked or arrival <= now
                     continue
             else:
@@ -136,7 +153,9 @@ class _Ruled(Simulation):
                 ):  # what I leaves may be more than what it takes
                     blocked = blocked or arrival <= now
                     continue
-                if device.dropped and (stage, done) in device.dropped:  # R first, to end when the gradient comes
+                if (
+                    device.dropped and (stage, done) in device.dropped
+                ):  # R first, to end when the gradient comes
                     if whole[stage] > room:
                         blocked = blocked or arrival <= now
                         continue
@@ -154,4 +173,7 @@ class _Ruled(Simulation):
 
 def _ranks(stages: Sequence[int], rule: DeviceRule) -> list[tuple[int, int, int, int]]:
     following = dict(pairwise(stages))
-    return [(code, stages[chunk], rule.window[chunk], following.get(stages[chunk], -1)) for code, chunk in rule.ranks]
+    return [
+        (code, stages[chunk], rule.window[chunk], following.get(stages[chunk], -1))
+        for code, chunk in rule.ranks
+    ]

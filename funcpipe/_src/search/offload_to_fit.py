@@ -1,4 +1,5 @@
-"""Bring a schedule within its memory by moving residuals to the host while they wait: the longest waits first."""
+"""Bring a schedule within its memory by moving residuals to the host while they wait: the longest
+waits first."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from funcpipe._src.search.problem import ROUNDING, Budget, Problem
 Timed = Callable[[Schedule], Timeline]
 
 
-def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Budget) -> Schedule | None:
-    """Offload residuals until every device stays within its limit; None where that does not succeed.
+def offload_to_fit(
+    problem: Problem, schedule: Schedule, time: Timed, budget: Budget
+) -> Schedule | None:
+    """Offload residuals until every device stays within its limit; None where that does not
+    succeed.
 
-    Each round looks at the highest level of every device that holds too much, and sends away the residual that lies
-    there and is not needed for the longest time. It leaves straight after its forward and is back when its backward
-    starts.
+    Each round looks at the highest level of every device that holds too much, and sends away the
+    residual that lies there and is not needed for the longest time. It leaves straight after its
+    forward and is back when its backward starts.
 
     Args:
         problem: limits and costs.
@@ -29,10 +33,18 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
     bare = schedule
     while not budget.late:
         timeline = time(schedule)
-        over = [device for device, peak in enumerate(timeline.peak) if peak > problem.limits[device] * (1 + ROUNDING)]
+        over = [
+            device
+            for device, peak in enumerate(timeline.peak)
+            if peak > problem.limits[device] * (1 + ROUNDING)
+        ]
         if not over:
             return schedule
-        chosen = {place for device in over if (place := _longest(problem, timeline, device, away)) is not None}
+        chosen = {
+            place
+            for device in over
+            if (place := _longest(problem, timeline, device, away)) is not None
+        }
         if len(chosen) < len(over):
             return None
         away |= chosen
@@ -41,7 +53,8 @@ def offload_to_fit(problem: Problem, schedule: Schedule, time: Timed, budget: Bu
 
 
 def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action]) -> Action | None:
-    """The forward whose residual waits for longest of those on a device when its memory is highest."""
+    """The forward whose residual waits for longest of those on a device when its memory is
+    highest."""
     steps = timeline.memory[device]
     peak = max(level for _, level in steps)
     moment = next(time for time, level in steps if level >= peak)
@@ -58,7 +71,8 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
             begins.pop(place, None)  # it is computed again, or away: there is nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
             move = problem.cost.of(Kind.O, stage) / problem.num_slices
-            # The residual is away from the end of O to the start of L; the moment must lie between them.
+            # The residual is away from the end of O to the start of L; the moment must lie between
+            # them.
             if (
                 begins[place] + move <= moment < span.start - move + ROUNDING
                 and span.start - begins[place] - 2 * move > wait
@@ -68,23 +82,31 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
 
 
 def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
-    """A schedule with O after each F of ``away``, and L as late as it can be to end before the backward."""
+    """A schedule with O after each F of ``away``, and L as late as it can be to end before the
+    backward."""
     starts = {span.action: span.start for span in timeline.spans}
     orders: list[tuple[Action, ...]] = []
     for order in bare.orders:
         loads: dict[int, list[Action]] = {}
-        forwards = {action: position for position, action in enumerate(order) if action.kind is Kind.F}
+        forwards = {
+            action: position for position, action in enumerate(order) if action.kind is Kind.F
+        }
         link = float("inf")  # loads queue: each must be done before the next one begins
         for position in reversed(range(len(order))):
             action = order[position]
             place = action._replace(kind=Kind.F)
             if place not in away or action.kind not in (Kind.B, Kind.I):
                 continue
-            begin = link = min(link, starts[action]) - problem.cost.of(Kind.L, action.stage) / problem.num_slices
+            begin = link = (
+                min(link, starts[action])
+                - problem.cost.of(Kind.L, action.stage) / problem.num_slices
+            )
             target = position
             while target - 1 > forwards[place] and starts[order[target]] > begin:
                 target -= 1
             loads.setdefault(target, []).insert(0, action._replace(kind=Kind.L))
-        leaves = {forwards[place]: [place._replace(kind=Kind.O)] for place in away if place in forwards}
+        leaves = {
+            forwards[place]: [place._replace(kind=Kind.O)] for place in away if place in forwards
+        }
         orders.append(inserted(order, loads, leaves))
     return bare.reordered(orders, f"{bare.name}+offload")

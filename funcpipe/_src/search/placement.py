@@ -14,8 +14,9 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
     """The device of each stage.
 
     Args:
-        shape: "line": neighbouring stages on each device, as many on each as can be; "loop": stage s on device
-            ``s mod D``; "v": down the devices and back up; or the device of each stage itself.
+        shape: "line": neighbouring stages on each device, as many on each as can be; "loop": stage
+            s on device ``s mod D``; "v": down the devices and back up; or the device of each stage
+            itself.
         num_stages, num_devices: the counts.
 
     Raises:
@@ -24,10 +25,14 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
     if not isinstance(shape, str):
         device_of = tuple(shape)
         numbers = all(type(device) is int for device in device_of)
-        if not numbers or len(device_of) != num_stages or sorted(set(device_of)) != list(range(num_devices)):
+        if (
+            not numbers
+            or len(device_of) != num_stages
+            or sorted(set(device_of)) != list(range(num_devices))
+        ):
             raise ScheduleError(
-                f"placement= names the device of each of {num_stages} stages, every one of 0 to {num_devices - 1}; "
-                f"got {device_of!r}"
+                f"placement= names the device of each of {num_stages} stages, every one of 0 to "
+                f"{num_devices - 1}; got {device_of!r}"
             )
         return device_of
     if shape == "v" and num_stages == 2 * num_devices:
@@ -35,15 +40,23 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
     if shape == "loop" and num_stages % num_devices == 0:
         return tuple(stage % num_devices for stage in range(num_stages))
     if shape == "line" and num_stages >= num_devices:
-        return tuple(device for device, block in enumerate(blocks(num_stages, num_devices)) for _ in block)
+        return tuple(
+            device for device, block in enumerate(blocks(num_stages, num_devices)) for _ in block
+        )
     needs = {
         "v": "twice as many stages as devices",
         "loop": "a multiple of the devices",
         "line": "a stage for each device",
     }
     if shape not in needs:
-        raise ScheduleError(f"placement is {', '.join(map(repr, SHAPES))}, or the device of each stage; got {shape!r}")
-    raise ScheduleError(f"placement {shape!r} takes {needs[shape]}; got {num_stages} stages on {num_devices} devices")
+        raise ScheduleError(
+            f"placement is {', '.join(map(repr, SHAPES))}, or the device of each stage; got "
+            f"{shape!r}"
+        )
+    raise ScheduleError(
+        f"placement {shape!r} takes {needs[shape]}; got {num_stages} stages on {num_devices} "
+        "devices"
+    )
 
 
 def shapes_for(num_stages: int, num_devices: int) -> list[str]:

@@ -1,7 +1,8 @@
-"""Make a schedule shorter by moving, joining or parting single actions; it stays legal and within memory.
+"""Make a schedule shorter by moving, joining or parting single actions; it stays legal and within
+memory.
 
-If a move exceeds memory, the residual that waits for longest is computed again or sent to the host, as the problem
-allows. A drawn R, or an O with its L, is often removed, if memory allows.
+If a move exceeds memory, the residual that waits for longest is computed again or sent to the host,
+as the problem allows. A drawn R, or an O with its L, is often removed, if memory allows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from funcpipe._src.schedules.memory import residual_table, running_sum
 from funcpipe._src.search.problem import ROUNDING, Budget, CodedAction, Problem, Score
 
 _CLASS = {F: {0}, R: {1}, B: {2, 3}, I: {2}, W: {3}, O: {4}, L: {5}}
-"""Actions of one class and stage keep their order: microbatches ascend, backwards of slices descend."""
+"""Actions of one class and stage keep their order: microbatches ascend, backwards of slices
+descend."""
 
 _REACH = 6
 """The most positions by which an action moves."""
@@ -25,13 +27,14 @@ _RELIEFS = 3
 """The most residuals that go at once."""
 
 _TURNS = 0.5
-"""Where something can be hidden, how often two are joined or parted, else an action moves; and of those that move, how many
-are joined with their new neighbours, and those that they leave, too."""
+"""Where something can be hidden, how often two are joined or parted, else an action moves; and of
+those that move, how many are joined with their new neighbours, and those that they leave, too."""
 
 _OVERLAPPING = ({F, B}, {F, I})
 
 _HALVES = 0.3
-"""Where a backward takes less as a whole, how often it is parted, or its halves are joined, else an action moves."""
+"""Where a backward takes less as a whole, how often it is parted, or its halves are joined, else an
+action moves."""
 
 
 class Bench:
@@ -47,18 +50,31 @@ class Bench:
         self.takes = [[size / slices for size in table[kind][0]] for kind in CODED]
         self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
 
-    def score(self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()) -> Score | None:
-        """The score of orders; None where they deadlock, or hold too much while residuals are on their way.
+    def score(
+        self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()
+    ) -> Score | None:
+        """The score of orders; None where they deadlock, or hold too much while residuals are on
+        their way.
 
         ``joined``: where each has pairs that overlap.
         """
         problem = self.problem
-        pairs = [{at: self.both(lane[at], lane[at + 1]) for at in places} for lane, places in zip(lanes, joined)]
-        ticks = clock(lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges, pairs)
+        pairs = [
+            {at: self.both(lane[at], lane[at + 1]) for at in places}
+            for lane, places in zip(lanes, joined)
+        ]
+        ticks = clock(
+            lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges, pairs
+        )
         if ticks.stuck:
             return None
-        ends = [self._ends(*row) for row in zip(lanes, ticks.starts, pairs or [{}] * len(lanes), strict=True)]
-        if problem.offload and not all(map(self._fits_in_time, range(len(lanes)), lanes, ticks.starts, ends)):
+        ends = [
+            self._ends(*row)
+            for row in zip(lanes, ticks.starts, pairs or [{}] * len(lanes), strict=True)
+        ]
+        if problem.offload and not all(
+            map(self._fits_in_time, range(len(lanes)), lanes, ticks.starts, ends)
+        ):
             return None
         return problem.score((row[0] for row in ticks.starts), [row[-1] for row in ends])
 
@@ -66,20 +82,30 @@ class Bench:
         self, lane: Sequence[CodedAction], starts: Sequence[float], pairs: Mapping[int, float]
     ) -> Sequence[float]:
         """When each action of a device ends; two that overlap end together."""
-        ends = [start + self.durations[code][stage] for (code, stage, _), start in zip(lane, starts, strict=True)]
+        ends = [
+            start + self.durations[code][stage]
+            for (code, stage, _), start in zip(lane, starts, strict=True)
+        ]
         for at, length in pairs.items():
             ends[at] = ends[at + 1] = starts[at] + length
         return ends
 
     def _fits_in_time(
-        self, device: int, lane: Sequence[CodedAction], starts: Sequence[float], ends: Sequence[float]
+        self,
+        device: int,
+        lane: Sequence[CodedAction],
+        starts: Sequence[float],
+        ends: Sequence[float],
     ) -> bool:
-        """Does a device stay within its limit; what leaves for the host lies there until it is gone."""
+        """Does a device stay within its limit; what leaves for the host lies there until it is
+        gone."""
         if not any(code == O for code, _, _ in lane):
             return True  # then schedules that hold too much are for others to relieve
         again = {(stage, m) for code, stage, m in lane if code == R}
         changes: list[tuple[float, float, float]] = []
-        for place, ((code, stage, m), start, end) in enumerate(zip(lane, starts, ends, strict=True)):
+        for place, ((code, stage, m), start, end) in enumerate(
+            zip(lane, starts, ends, strict=True)
+        ):
             if code != F or (stage, m) not in again:
                 changes.append((start, 2 * place, self.takes[code][stage]))
             changes.append((end, 2 * place + 1, -self.frees[code][stage]))
@@ -89,14 +115,17 @@ class Bench:
     def both(self, one: CodedAction, other: CodedAction) -> float:
         """The time of two that overlap."""
         share = 1 / self.problem.num_slices
-        return self.problem.cost.both((CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share))
+        return self.problem.cost.both(
+            (CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share)
+        )
 
     def fits(self, device: int, lane: OrderedLane) -> bool:
         """Do the residuals of a device stay within its memory limit."""
         return self.overflow(device, lane) < 0
 
     def overflow(self, device: int, lane: OrderedLane) -> int:
-        """The position of the first action for which there is no room on a device; -1: there is for all."""
+        """The position of the first action for which there is no room on a device; -1: there is for
+        all."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane.actions if code == R}
         joined = lane.joined
@@ -115,7 +144,8 @@ class Bench:
         return -1
 
     def relieved(self, device: int, lane: OrderedLane, rng: Random) -> OrderedLane | None:
-        """A lane, and where it holds too much with some residuals less; None where that did not succeed."""
+        """A lane, and where it holds too much with some residuals less; None where that did not
+        succeed."""
         for left in reversed(range(_RELIEFS + 1)):
             position = self.overflow(device, lane)
             if position < 0:
@@ -126,13 +156,18 @@ class Bench:
             lane = relieved
         return None
 
-    def _without_longest(self, whole: OrderedLane, position: int, rng: Random) -> OrderedLane | None:
-        """Return a lane where the waiting residual with the last backward is computed again, or sent to the host."""
+    def _without_longest(
+        self, whole: OrderedLane, position: int, rng: Random
+    ) -> OrderedLane | None:
+        """Return a lane where the waiting residual with the last backward is computed again, or
+        sent to the host."""
         problem, lane = self.problem, whole.actions
         if not (problem.remat or problem.offload):
             return None
         gone = {(stage, m) for code, stage, m in lane if code in (O, R)}
-        held = {(stage, m): at for at, (code, stage, m) in enumerate(lane[: position + 1]) if code == F}
+        held = {
+            (stage, m): at for at, (code, stage, m) in enumerate(lane[: position + 1]) if code == F
+        }
         for at in reversed(range(position + 1, len(lane))):
             code, stage, m = lane[at]
             begun = held.get((stage, m), position + 1)
@@ -156,11 +191,17 @@ class OrderedLane(NamedTuple):
     @property
     def joined(self) -> list[int]:
         """Where its pairs are."""
-        return [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs] if self.pairs else []
+        return (
+            [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs]
+            if self.pairs
+            else []
+        )
 
     def of(self, actions: list[CodedAction]) -> OrderedLane:
         """With other actions; pairs that are no neighbours any more are none."""
-        return OrderedLane(actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs)
+        return OrderedLane(
+            actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs
+        )
 
     def moved(self, position: int, target: int) -> OrderedLane:
         """With an action elsewhere."""
@@ -177,10 +218,13 @@ class OrderedLane(NamedTuple):
             return None
         if two in self.pairs:
             return OrderedLane(self.actions, self.pairs - {two})
-        return OrderedLane(self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two})
+        return OrderedLane(
+            self.actions, frozenset(pair for pair in self.pairs if {*pair}.isdisjoint(two)) | {two}
+        )
 
     def halved(self, position: int, rng: Random) -> OrderedLane | None:
-        """With a whole backward in halves, or halves as a whole; None where that would change the order of others."""
+        """With a whole backward in halves, or halves as a whole; None where that would change the
+        order of others."""
         code, stage, microbatch = self.actions[position]
         actions = [*self.actions]
         if code == B:
@@ -196,7 +240,13 @@ class OrderedLane(NamedTuple):
         if not places:
             return None
         actions[rng.choice(places)] = (B, stage, microbatch)
-        return self.of([action for action in actions if action not in ((I, stage, microbatch), (W, stage, microbatch))])
+        return self.of(
+            [
+                action
+                for action in actions
+                if action not in ((I, stage, microbatch), (W, stage, microbatch))
+            ]
+        )
 
     def closed(self, *places: int) -> OrderedLane:
         """With pairs at these places, where two that are in none can overlap."""
@@ -209,7 +259,8 @@ class OrderedLane(NamedTuple):
 
 
 def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
-    """The first and last position that an action can move to without crossing those that it must not cross."""
+    """The first and last position that an action can move to without crossing those that it must
+    not cross."""
     code, stage, microbatch = lane[position]
     kinds = _CLASS[code]
 
@@ -228,7 +279,8 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
 def polish(
     bench: Bench, lanes: Sequence[OrderedLane], rng: Random, budget: Budget, *, good: float
 ) -> Iterator[list[OrderedLane]]:
-    """Change one thing after the other, as long as that makes nothing longer; yields what is shorter than all before.
+    """Change one thing after the other, as long as that makes nothing longer; yields what is
+    shorter than all before.
 
     Args:
         bench: times the orders.
@@ -273,7 +325,11 @@ def _changed(bench: Bench, device: int, lane: OrderedLane, rng: Random) -> Order
         changed = lane.halved(position, rng)
         return None if changed is None else bench.relieved(device, changed, rng)
     if code in (R, O, L) and rng.random() < (0.5 if code == R else 0.1):
-        kept = [action for action in lane.actions if action[1:] != (stage, microbatch) or action[0] not in (R, O, L)]
+        kept = [
+            action
+            for action in lane.actions
+            if action[1:] != (stage, microbatch) or action[0] not in (R, O, L)
+        ]
         changed = lane.of(kept)
         return changed if bench.fits(device, changed) else None
     low, high = bounds_of(lane.actions, position)

@@ -1,4 +1,5 @@
-"""The problem that a search solves: costs and limits by stage and device; and what the search may spend."""
+"""The problem that a search solves: costs and limits by stage and device; and what the search may
+spend."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ CodedLanes: TypeAlias = list[list[CodedAction]]
 
 
 class Score(NamedTuple):
-    """The score of orders, smaller is better: the objective, then the sum of it over the devices."""
+    """The score of orders, smaller is better: the objective, then the sum of it over the
+    devices."""
 
     value: float
     total: float
@@ -43,9 +45,11 @@ class Problem:
     Attributes:
         cost: times and memory.
         device_of: the device of each stage.
-        num_microbatches: how many; of microbatches in slices how many slices there are of all, each a piece by itself.
+        num_microbatches: how many; of microbatches in slices how many slices there are of all, each
+            a piece by itself.
         limits: the most memory of each device; infinite for none.
-        objective: what is to be short: one isolated batch, or the longest device from its first start to its last end.
+        objective: what is to be short: one isolated batch, or the longest device from its first
+            start to its last end.
         remat: may residuals be computed again.
         offload: may residuals go to the host.
         num_slices: how many slices a microbatch has. They take equally long, and hold the same.
@@ -77,18 +81,23 @@ class Problem:
 
     @cached_property
     def computing(self) -> Problem:
-        """The problem without the time for which actions wait for links; no schedule of this one beats its shortest.
+        """The problem without the time for which actions wait for links; no schedule of this one
+        beats its shortest.
 
-        Let the two of each pair run one after the other in the time of both: their computing fits in there
-        (`Cost.both`), nothing starts earlier, ends later or holds more. So the pairs of a schedule can be taken apart.
+        Let the two of each pair run one after the other in the time of both: their computing fits
+        in there (`Cost.both`), nothing starts earlier, ends later or holds more. So the pairs of a
+        schedule can be taken apart.
         """
         return replace(self, cost=self.cost.computing()) if self.cost.hides else self
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """The pieces in the order in which backwards visit them: microbatches up, slices of one down."""
+        """The pieces in the order in which backwards visit them: microbatches up, slices of one
+        down."""
         last = self.num_slices - 1
-        return tuple(piece + last - 2 * (piece % self.num_slices) for piece in range(self.num_microbatches))
+        return tuple(
+            piece + last - 2 * (piece % self.num_slices) for piece in range(self.num_microbatches)
+        )
 
     @cached_property
     def local(self) -> tuple[tuple[int, ...], ...]:
@@ -121,7 +130,9 @@ class Problem:
     @cached_property
     def cheaper(self) -> tuple[bool, ...]:
         """Does B take less time than I and W, or less memory, by stage."""
-        rows = zip(self.whole_backward, self.inward, self.weight, self.residual, self.rest, strict=True)
+        rows = zip(
+            self.whole_backward, self.inward, self.weight, self.residual, self.rest, strict=True
+        )
         return tuple(
             whole < (inward + weight) * (1 - ROUNDING) or rest > residual
             for whole, inward, weight, residual, rest in rows
@@ -135,16 +146,21 @@ class Problem:
     @cached_property
     def residual(self) -> tuple[float, ...]:
         """Memory that F takes, by stage."""
-        return tuple(size / self.num_slices for size in per_stage(self.cost.residual, self.num_stages))
+        return tuple(
+            size / self.num_slices for size in per_stage(self.cost.residual, self.num_stages)
+        )
 
     @cached_property
     def rest(self) -> tuple[float, ...]:
         """Memory that I leaves for W, by stage."""
-        return tuple(size / self.num_slices for size in per_stage(self.cost.weight_residual, self.num_stages))
+        return tuple(
+            size / self.num_slices for size in per_stage(self.cost.weight_residual, self.num_stages)
+        )
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Time from the end of a stage's F to the start of the next's, from that of its backward to the one before's.
+        """Time from the end of a stage's F to the start of the next's, from that of its backward to
+        the one before's.
 
         As if its link were free: what waits for others on it shows in the simulation.
         """
@@ -164,7 +180,10 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """The least time that each device needs for its actions."""
-        return tuple(self.num_microbatches * sum(self.least[stage] for stage in stages) for stages in self.local)
+        return tuple(
+            self.num_microbatches * sum(self.least[stage] for stage in stages)
+            for stages in self.local
+        )
 
     @cached_property
     def is_v(self) -> bool:
@@ -184,15 +203,22 @@ class Problem:
 
     def fits(self, peaks: Sequence[float]) -> bool:
         """Does every device stay within its memory, if it holds so much."""
-        return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limits, strict=True))
+        return all(
+            peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limits, strict=True)
+        )
 
     def _times(self, kind: Kind) -> tuple[float, ...]:
-        return tuple(self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages))
+        return tuple(
+            self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages)
+        )
 
 
 def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1) -> Schedule:
     """Convert lanes to a schedule."""
-    rows = [[action_of(CODED[code], stage, piece, num_slices) for code, stage, piece in lane] for lane in lanes]
+    rows = [
+        [action_of(CODED[code], stage, piece, num_slices) for code, stage, piece in lane]
+        for lane in lanes
+    ]
     return Schedule(tuple(map(tuple, rows)), name)
 
 
@@ -203,20 +229,27 @@ def gap_of(value: float, bound: float) -> float:
 
 
 def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:
-    """The memory limit of each device: one number, one for each, or None for none. Raises ScheduleError."""
+    """The memory limit of each device: one number, one for each, or None for none. Raises
+    ScheduleError."""
     if memory_limit is None:
         return (float("inf"),) * num_devices
     many = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
-    limits: tuple[Any, ...] = tuple(cast("Sequence[Any]", memory_limit)) if many else (memory_limit,) * num_devices
-    if len(limits) != num_devices or not all(isinstance(limit, (int, float)) and limit > 0 for limit in limits):
+    limits: tuple[Any, ...] = (
+        tuple(cast("Sequence[Any]", memory_limit)) if many else (memory_limit,) * num_devices
+    )
+    if len(limits) != num_devices or not all(
+        isinstance(limit, (int, float)) and limit > 0 for limit in limits
+    ):
         raise ScheduleError(
-            f"memory_limit is a positive number, or one for each of {num_devices} devices; got {memory_limit!r}"
+            f"memory_limit is a positive number, or one for each of {num_devices} devices; got "
+            f"{memory_limit!r}"
         )
     return tuple(map(float, limits))
 
 
 class Budget:
-    """What a search may spend: evaluations, which make it repeatable, and seconds, which only cut it short.
+    """What a search may spend: evaluations, which make it repeatable, and seconds, which only cut
+    it short.
 
     Attributes:
         most: evaluations of this part.
@@ -232,9 +265,13 @@ class Budget:
         self._whole: Budget | None = None
 
     def part(self, share: float, *, of_seconds: float | None = None) -> Budget:
-        """A budget with a share of what is left, perhaps another of the seconds; what it spends is spent here too."""
+        """A budget with a share of what is left, perhaps another of the seconds; what it spends is
+        spent here too."""
         left = self._ends - perf_counter()
-        part = Budget(int(share * (self.most - self.evaluations)), (share if of_seconds is None else of_seconds) * left)
+        part = Budget(
+            int(share * (self.most - self.evaluations)),
+            (share if of_seconds is None else of_seconds) * left,
+        )
         part._whole = self
         return part
 

@@ -41,44 +41,60 @@ def problems_of(
     }
     counts = counted(arguments, faults, optional="num_stages")
     if placement is not None and not isinstance(placement, (str, Sequence)):
-        faults.append(f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}")
+        faults.append(
+            f"placement is 'line', 'loop', 'v', or the device of each stage; got {placement!r}"
+        )
     if objective not in ("makespan", "span"):
         faults.append(f"objective is 'makespan' or 'span'; got {objective!r}")
     flags: dict[str, Any] = {"remat": remat, "offload": offload, "exact": exact}
-    faults += [f"{name} is True or False; got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)]
+    faults += [
+        f"{name} is True or False; got {flag!r}"
+        for name, flag in flags.items()
+        if not isinstance(flag, bool)
+    ]
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         faults.append(f"seconds is a positive number; got {seconds!r}")
     slices = counts.get("num_slices", 1)
     if slices > 1 and exact:
-        faults.append("exact=True proves schedules of whole microbatches; leave it or num_slices= out")
+        faults.append(
+            "exact=True proves schedules of whole microbatches; leave it or num_slices= out"
+        )
     if cost.hides and exact:
         faults.append(
-            "exact=True proves schedules in which nothing overlaps; leave it out, or forward_link and backward_link"
+            "exact=True proves schedules in which nothing overlaps; leave it out, or forward_link "
+            "and backward_link"
         )
     raise_all("no such search:", faults, ScheduleError)
     times = [time for time, _ in cost.slice_shares(slices)]
     if max(times) - min(times) > _UNEVEN / slices:
         raise ScheduleError(
-            f"search takes slices that take equally long, and these take {', '.join(f'{time:.3f}' for time in times)} of "
-            "their microbatch; give Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...)), of a length "
-            "so large that rounding to whole numbers does not matter (its unit is free)"
+            "search takes slices that take equally long, and these take "
+            f"{', '.join(f'{time:.3f}' for time in times)} of their microbatch; give "
+            "Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...)), of a "
+            "length so large that rounding to whole numbers does not matter (its unit is free)"
         )
     devices = counts["num_devices"]
     stages = counts.get("num_stages") or _stages_of(cost, placement, devices)
     cost.check_stages(stages)
     if stages < devices:
-        raise ScheduleError(f"num_devices is at most the number of stages; got {devices} devices for {stages} stages")
+        raise ScheduleError(
+            f"num_devices is at most the number of stages; got {devices} devices for {stages} "
+            "stages"
+        )
     limits = limits_of(memory_limit, devices)
     shapes = shapes_for(stages, devices) if placement is None else [placement]
     pieces = counts["num_microbatches"] * slices
     return [
-        Problem(cost, placed(shape, stages, devices), pieces, limits, objective, remat, offload, slices)
+        Problem(
+            cost, placed(shape, stages, devices), pieces, limits, objective, remat, offload, slices
+        )
         for shape in shapes
     ]
 
 
 def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
-    """How many stages the placement or the sequences of a cost speak of; else one a device, two on a V."""
+    """How many stages the placement or the sequences of a cost speak of; else one a device, two on
+    a V."""
     if placement is not None and not isinstance(placement, str):
         return len(placement)
     return cost.num_stages or (2 * devices if placement == "v" else devices)

@@ -1,4 +1,5 @@
-"""What must come before what, counted by rows: a row has the actions of one kind and stage, the k-th is the k-th to start.
+"""What must come before what, counted by rows: a row has the actions of one kind and stage, the
+k-th is the k-th to start.
 
 Nothing here is about a certain microbatch, so it holds in whatever order they are, and for slices.
 """
@@ -15,7 +16,8 @@ from funcpipe._src.schedules.clock import F, I, R, W
 from funcpipe._src.search.problem import ROUNDING, Problem
 
 RowKey: TypeAlias = tuple[int, int]
-"""The code of a kind, and a stage. With remat (R, stage) makes the residuals: F where it is kept, else R."""
+"""The code of a kind, and a stage. With remat (R, stage) makes the residuals: F where it is kept,
+else R."""
 RowCounts: TypeAlias = dict[RowKey, int]
 """How many of each row."""
 Ways: TypeAlias = Sequence[RowCounts]
@@ -30,9 +32,11 @@ class Rows:
         count: how many actions each row has.
         device_of: of each stage.
         lengths: the time of one action of each, rows after those that they follow.
-        follows: by row, (another row, a delay): the k-th starts so long after the k-th of the other has ended, or later.
+        follows: by row, (another row, a delay): the k-th starts so long after the k-th of the other
+            has ended, or later.
         after: by row and number, what its device has done before it starts.
-        before: by row and number, what its device does after it ends, as far as ``after`` does not say so.
+        before: by row and number, what its device does after it ends, as far as ``after`` does not
+            say so.
     """
 
     count: int
@@ -46,10 +50,13 @@ class Rows:
     def reversed(self) -> Rows:
         """The same with time turned round: the last action of a row is its first.
 
-        Where n of another row come before the k-th of this one, this one's from the k-th on come after each of those.
+        Where n of another row come before the k-th of this one, this one's from the k-th on come
+        after each of those.
         """
         follows: dict[RowKey, list[tuple[RowKey, float]]] = {row: [] for row in self.lengths}
-        later: dict[RowKey, list[RowCounts]] = {row: [{} for _ in range(self.count)] for row in self.lengths}
+        later: dict[RowKey, list[RowCounts]] = {
+            row: [{} for _ in range(self.count)] for row in self.lengths
+        }
         for row, others in self.follows.items():
             for other, delay in others:
                 follows[other].append((row, delay))
@@ -78,14 +85,23 @@ class Rows:
         return R if any(code == R for code, _ in self.lengths) else F
 
     def once(self, counts: RowCounts) -> RowCounts:
-        """RowCounts without F beside as many or more that make their residuals: where those are kept it is the same actions.
+        """RowCounts without F beside as many or more that make their residuals: where those are
+        kept it is the same actions.
 
         Without the latter where there are more F.
         """
         if self.makes == F:
             return counts
-        fewer = {(R if counts.get((R, stage), 0) < n else F, stage) for (code, stage), n in counts.items() if code == F}
-        return {row: n for row, n in counts.items() if row not in fewer or (R + F - row[0], row[1]) not in counts}
+        fewer = {
+            (R if counts.get((R, stage), 0) < n else F, stage)
+            for (code, stage), n in counts.items()
+            if code == F
+        }
+        return {
+            row: n
+            for row, n in counts.items()
+            if row not in fewer or (R + F - row[0], row[1]) not in counts
+        }
 
 
 def most(counts: RowCounts, others: RowCounts) -> RowCounts:
@@ -94,7 +110,8 @@ def most(counts: RowCounts, others: RowCounts) -> RowCounts:
 
 
 class _RowStage(NamedTuple):
-    """A stage, and the stages of its device that come earlier and later; what makes their residuals."""
+    """A stage, and the stages of its device that come earlier and later; what makes their
+    residuals."""
 
     stage: int
     earlier: Sequence[int]
@@ -105,8 +122,9 @@ class _RowStage(NamedTuple):
 def rows_of(problem: Problem, first: int = 0) -> Rows:
     """The rows of the stages from one on.
 
-    Before the k-th I of a stage starts, k + 1 microbatches have come so far: their F on this stage and the earlier ones,
-    their F and I on the later ones. So it is with F and W. A B counts as an I as short as it and the rest of it as W.
+    Before the k-th I of a stage starts, k + 1 microbatches have come so far: their F on this stage
+    and the earlier ones, their F and I on the later ones. So it is with F and W. A B counts as an I
+    as short as it and the rest of it as W.
     """
     stages, count = range(first, problem.num_stages), problem.num_microbatches
     inward = list(map(min, problem.inward, problem.whole_backward))
@@ -115,7 +133,9 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
     makes = R if problem.remat else F
     lengths = {(F, stage): problem.forward[stage] for stage in stages}
     if problem.remat:
-        lengths |= {(R, stage): min(problem.forward[stage], problem.again[stage]) for stage in stages}
+        lengths |= {
+            (R, stage): min(problem.forward[stage], problem.again[stage]) for stage in stages
+        }
     lengths |= {(I, stage): inward[stage] for stage in reversed(stages)}
     lengths |= {(W, stage): weight[stage] for stage in stages}
     follows: dict[RowKey, list[tuple[RowKey, float]]] = {row: [] for row in lengths}
@@ -126,11 +146,16 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
             follows[F, stage].append(((F, stage - 1), problem.waits[0][stage - 1]))
             follows[I, stage - 1].append(((I, stage), problem.waits[1][stage]))
         if problem.remat:
-            follows[R, stage].append(((F, stage), -problem.forward[stage]))  # it starts with F at the earliest
+            follows[R, stage].append(
+                ((F, stage), -problem.forward[stage])
+            )  # it starts with F at the earliest
         follows[I, stage].append(((makes, stage), 0.0))
         follows[W, stage].append(((I, stage), 0.0))
         local = [other for other in problem.local[problem.device_of[stage]] if other >= first]
-        earlier, later = [other for other in local if other < stage], [other for other in local if other > stage]
+        earlier, later = (
+            [other for other in local if other < stage],
+            [other for other in local if other > stage],
+        )
         home = _RowStage(stage, earlier, later, makes)
         for number in range(count):
             come = {(F, other): number + 1 for other in earlier}
@@ -148,13 +173,18 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
 
 
 def _sizes(problem: Problem, home: _RowStage) -> tuple[float, float, float]:
-    """The limit of a device; what a microbatch holds at least between F and I of a stage, and between its I and W.
+    """The limit of a device; what a microbatch holds at least between F and I of a stage, and
+    between its I and W.
 
     Between F and I the earlier stages of the device hold it too, unless they may have dropped it.
     """
     residual = problem.residual
-    whole = residual[home.stage] + (0.0 if problem.remat else sum(residual[other] for other in home.earlier))
-    limit = inf if problem.offload else problem.limits[problem.device_of[home.stage]] * (1 + ROUNDING)
+    whole = residual[home.stage] + (
+        0.0 if problem.remat else sum(residual[other] for other in home.earlier)
+    )
+    limit = (
+        inf if problem.offload else problem.limits[problem.device_of[home.stage]] * (1 + ROUNDING)
+    )
     return limit, whole, min(problem.rest[home.stage], residual[home.stage])
 
 
@@ -164,16 +194,18 @@ def _fitting(room: float, size: float, most: int) -> int:
 
 
 def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
-    """What has ended when residual number k of a stage comes, for it to fit: a way for each number i of its I that may have.
+    """What has ended when residual number k of a stage comes, for it to fit: a way for each number
+    i of its I that may have.
 
-    Then k + 1 - i microbatches are whole, on this stage and on the earlier ones of its device. What else lies there must
-    fit beside them: what I left for W, here or elsewhere; whole ones of later stages; those of which I has run here and
-    not yet on an earlier stage.
+    Then k + 1 - i microbatches are whole, on this stage and on the earlier ones of its device. What
+    else lies there must fit beside them: what I left for W, here or elsewhere; whole ones of later
+    stages; those of which I has run here and not yet on an earlier stage.
 
-    Later stages are not shut out. Take residual number j of the last of them: when it comes, at most j microbatches have gone
-    back, so of n that have come here n - j are whole, and they fit beside one residual of each later stage. Let c be the
-    most that do. So number k comes here only after number k - c there (``ahead`` - 1), and what later stages have made
-    by then lies there unless their I has run.
+    Later stages are not shut out. Take residual number j of the last of them: when it comes, at
+    most j microbatches have gone back, so of n that have come here n - j are whole, and they fit
+    beside one residual of each later stage. Let c be the most that do. So number k comes here only
+    after number k - c there (``ahead`` - 1), and what later stages have made by then lies there
+    unless their I has run.
     """
     stage, earlier, later, makes = home
     limit, whole, _ = _sizes(problem, home)
@@ -191,7 +223,10 @@ def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
             continue
         way: RowCounts = {(I, stage): backwards}
         for other in (stage, *others):
-            residual, rest = problem.residual[other], min(problem.rest[other], problem.residual[other])
+            residual, rest = (
+                problem.residual[other],
+                min(problem.rest[other], problem.residual[other]),
+            )
             made = backwards if other <= stage else max(backwards, ahead)
             way[W, other] = made - _fitting(room, rest, made)
             if other > stage:
@@ -204,7 +239,8 @@ def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
 
 
 def _left_at(problem: Problem, home: _RowStage, number: int, code: int) -> Ways:
-    """What is still to come when I or W number k of a stage ends: the more of one kind the less of another.
+    """What is still to come when I or W number k of a stage ends: the more of one kind the less of
+    another.
 
     What its device has begun until then did fit: so many F at most with so many I and W.
     """

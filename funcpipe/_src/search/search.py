@@ -19,7 +19,8 @@ from funcpipe._src.search.problems import problems_of
 _BEGINS = 0.4
 """Of the seconds, how many go into published schedules at most."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
-"""What rules, and then moves, take of their time where the solver follows, by the number of actions: of few it proves most."""
+"""What rules, and then moves, take of their time where the solver follows, by the number of
+actions: of few it proves most."""
 _STEPS = 6
 """How often the distance between the bound and what was found is halved."""
 
@@ -44,8 +45,8 @@ def search(
 ) -> Found:
     """Find a short schedule for given costs that stays within a memory limit.
 
-    First every published family is timed under the true costs, then list schedules whose rules are improved step by
-    step, at last single actions are moved.
+    First every published family is timed under the true costs, then list schedules whose rules are
+    improved step by step, at last single actions are moved.
 
     >>> found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
     >>> found.makespan, found.lower_bound, found.gap
@@ -56,30 +57,37 @@ def search(
         num_devices: how many devices, D.
         num_microbatches: how many microbatches, M.
         num_stages: how many stages, where the cost does not say; D by default.
-        num_slices: how many slices each microbatch is cut into, along its sequence. The search takes them to take equally
-            long, so ``cost.slices`` is () without attention, or of `balanced_slices`.
+        num_slices: how many slices each microbatch is cut into, along its sequence. The search
+            takes them to take equally long, so ``cost.slices`` is () without attention, or of
+            `balanced_slices`.
         memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
-        placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod D``), "v" (down the
-            devices and back up), or the device of each stage; None: all that the counts allow.
+        placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod
+            D``), "v" (down the devices and back up), or the device of each stage; None: all that
+            the counts allow.
         remat: may residuals be computed again (R), where that saves waiting for memory.
         offload: may residuals be moved to the host and back (O, L), where a device holds too much.
-        objective: "makespan": one isolated batch; "span": the longest device from its first start to its last end, the
-            cost of one of many batches that follow each other.
-        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it, for what is left of
-            the time; where everything is small (up to about 4 devices and 8 microbatches) that takes up to half a
-            minute. With ``remat`` and ``offload`` too; of whole microbatches only.
-        evaluations: about how many schedules are timed; the same number and seed give the same schedule.
+        objective: "makespan": one isolated batch; "span": the longest device from its first start
+            to its last end, the cost of one of many batches that follow each other.
+        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it,
+            for what is left of the time; where everything is small (up to about 4 devices and 8
+            microbatches) that takes up to half a minute. With ``remat`` and ``offload`` too; of
+            whole microbatches only.
+        evaluations: about how many schedules are timed; the same number and seed give the same
+            schedule.
         seconds: cut the search short after so long.
         seed: of the random changes.
-        progress: True shows on stderr what is tried and the best so far; or a function that is told a `CallProgress`.
+        progress: True shows on stderr what is tried and the best so far; or a function that is told
+            a `CallProgress`.
 
     Raises:
         PlanError: progress is no function, True or False.
-        ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the limit was found.
+        ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the
+            limit was found.
     """
     if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
-            f"search takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., backward=...); got {cost!r}"
+            "search takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., "
+            f"backward=...); got {cost!r}"
         )
     problems = problems_of(
         cost,
@@ -117,11 +125,19 @@ def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) 
         variants = [form for variant in best.variants(problem) for form in forms(variant)]
         for turn, (variant, lift) in enumerate(variants):
             left = (len(problems) - number) * len(variants) - turn
-            rules = 0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5  # rules know no pairs
+            rules = (
+                0.9 if too_many(problem) else 0.3 if problem.cost.hides else 0.5
+            )  # rules know no pairs
             part = budget.part(rules * beside / left)
-            like = best.schedule if best.problem is problem and variant.device_of == problem.device_of else None
+            like = (
+                best.schedule
+                if best.problem is problem and variant.device_of == problem.device_of
+                else None
+            )
             for listed in climb(variant, part, Random(seed), good=best.bound, like=like):
-                best.offer(problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules")
+                best.offer(
+                    problem, lift(as_schedule(listed.lanes, "search", problem.num_slices)), "rules"
+                )
                 if best.done:
                     break
     best.polish(Random(seed), share=beside)

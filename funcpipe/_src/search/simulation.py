@@ -1,4 +1,5 @@
-"""Devices that are given one action after the other: when each can begin, what it takes and frees, for whom it is.
+"""Devices that are given one action after the other: when each can begin, what it takes and frees,
+for whom it is.
 
 What goes next is decided elsewhere, by rules (`listing`).
 Where the order of every device is known, `schedules.clock` is the simulation.
@@ -23,7 +24,8 @@ class Device:
         kept: how many residuals it holds that a forward left.
         begun, free: when its first action began, and when its last one ends.
         owed: the stages whose W are still to come, the oldest first.
-        dropped, again: (stage, microbatch) of the residuals that a forward dropped, and of those that R made again.
+        dropped, again: (stage, microbatch) of the residuals that a forward dropped, and of those
+            that R made again.
         lane: its actions.
     """
 
@@ -41,11 +43,14 @@ class Device:
 class Simulation:
     """All devices, with what each stage has run and when what it reads next arrives.
 
-    Microbatches of a stage go in order, so an action is a code and a stage; slices too, forwards up and backwards down.
+    Microbatches of a stage go in order, so an action is a code and a stage; slices too, forwards up
+    and backwards down.
 
     Attributes:
-        inputs, gradients: by stage and microbatch, when they arrive; infinite where that is not known yet.
-        forwards, backwards, weights: how many F, how many I or B, and how many W each stage has run.
+        inputs, gradients: by stage and microbatch, when they arrive; infinite where that is not
+            known yet.
+        forwards, backwards, weights: how many F, how many I or B, and how many W each stage has
+            run.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -62,7 +67,8 @@ class Simulation:
         return [device.lane for device in self.devices]
 
     def begin(self, number: int, code: int, stage: int, now: float, *, drop: bool = False) -> int:
-        """Run the next action of a kind and stage on a device; returns the device for which its value is.
+        """Run the next action of a kind and stage on a device; returns the device for which its
+        value is.
 
         Args:
             number: of the device.

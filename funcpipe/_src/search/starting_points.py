@@ -66,12 +66,15 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     room = min(problem.limits) / max(*problem.residual, 1e-300)
     if problem.is_v and isfinite(room) and devices <= _SMALL:
         with suppress(ScheduleError):  # less than V-Min
-            schedule = v_shape.v_adaptive(stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages)))
+            schedule = v_shape.v_adaptive(
+                stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages))
+            )
             yield schedule.name, schedule
 
 
 def _one_at_a_time(problem: Problem) -> Schedule:
-    """Every microbatch through all stages and back before the next one: slow, and nothing needs less memory."""
+    """Every microbatch through all stages and back before the next one: slow, and nothing needs
+    less memory."""
     orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
     slices = problem.num_slices
     for first in range(0, problem.num_microbatches, slices):
@@ -81,12 +84,15 @@ def _one_at_a_time(problem: Problem) -> Schedule:
                 orders[device].append(action_of(Kind.F, stage, piece, slices))
         for piece in reversed(pieces):
             for stage, device in reversed(list(enumerate(problem.device_of))):
-                orders[device] += [action_of(kind, stage, piece, slices) for kind in (Kind.I, Kind.W)]
+                orders[device] += [
+                    action_of(kind, stage, piece, slices) for kind in (Kind.I, Kind.W)
+                ]
     return Schedule(tuple(map(tuple, orders)), "one-at-a-time")
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """A schedule with I and the W after it as one B where that takes less time or memory; None where there is none."""
+    """A schedule with I and the W after it as one B where that takes less time or memory; None
+    where there is none."""
     cheaper = {stage for stage, saves in enumerate(problem.cheaper) if saves}
     if not cheaper:
         return None
@@ -96,7 +102,12 @@ def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
         row: list[Action] = []
         for action in order:
             kind, stage = action.kind, action.stage
-            if kind is Kind.W and stage in cheaper and row and row[-1] == action._replace(kind=Kind.I):
+            if (
+                kind is Kind.W
+                and stage in cheaper
+                and row
+                and row[-1] == action._replace(kind=Kind.I)
+            ):
                 row[-1] = action._replace(kind=Kind.B)
                 changed = True
             else:

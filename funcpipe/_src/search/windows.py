@@ -1,13 +1,16 @@
-"""A bound from windows: how early each action can start, and for how long the batch goes on after it at least.
+"""A bound from windows: how early each action can start, and for how long the batch goes on after
+it at least.
 
-Actions of one kind and stage are a row; the k-th of a row is the k-th that starts, whichever microbatch it is of. Before it
-starts, so and so many of other rows have ended (`rows_of` says why). A device runs one at a time, each no earlier than it can
-start, so with those that it runs itself it is busy until `done` at the earliest: then this one starts, or later. What
-that says about one action goes into the next, until nothing changes; after each step all of it is true. With time turned
-round the same says for how long the batch goes on after the end of each.
+Actions of one kind and stage are a row; the k-th of a row is the k-th that starts, whichever
+microbatch it is of. Before it starts, so and so many of other rows have ended (`rows_of` says why).
+A device runs one at a time, each no earlier than it can start, so with those that it runs itself it
+is busy until `done` at the earliest: then this one starts, or later. What that says about one
+action goes into the next, until nothing changes; after each step all of it is true. With time
+turned round the same says for how long the batch goes on after the end of each.
 
-At last each device: of all its actions after which the batch goes on for ``t`` or longer, one is the last, and it ends when
-the device is done with all of them, at the earliest. So the batch takes that long and ``t``.
+At last each device: of all its actions after which the batch goes on for ``t`` or longer, one is
+the last, and it ends when the device is done with all of them, at the earliest. So the batch takes
+that long and ``t``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ _PASSES = 8
 _ROUNDS = 4
 """How often orders that follow from a time give further ones, at most."""
 _MOST = 400_000
-"""The most actions, times those of a device, for which windows are worked out; with more that takes more than a second."""
+"""The most actions, times those of a device, for which windows are worked out; with more that takes
+more than a second."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Windows:
 
     @classmethod
     def of(cls, rows: Rows, ends: Sequence[float]) -> Windows:
-        """Work them out; ``ends``: by device, for how long the batch goes on after its last action."""
+        """Work them out; ``ends``: by device, for how long the batch goes on after its last
+        action."""
         heads = earliest(rows, dict.fromkeys(rows.lengths, 0.0))
         tails = earliest(rows.reversed, {row: ends[rows.device_of[row[1]]] for row in rows.lengths})
         return cls(rows, heads, {row: column[::-1] for row, column in tails.items()})
@@ -54,7 +59,10 @@ class Windows:
     def bound(self, device: int) -> float:
         """How long the batch takes at least, as far as one device says."""
         best = 0.0
-        for twice in {F, self.rows.makes}:  # with remat what makes a residual may be its F: one of them counts
+        for twice in {
+            F,
+            self.rows.makes,
+        }:  # with remat what makes a residual may be its F: one of them counts
             windows = [
                 (tail, head, self.rows.lengths[row])
                 for row in self.rows.of_device[device]
@@ -71,7 +79,8 @@ class Windows:
     def within(self, value: float) -> Rows | None:
         """The rows of schedules that take no longer than this; None where that says nothing new.
 
-        Where an action could come after another of its device only in a longer one, it comes before.
+        Where an action could come after another of its device only in a longer one, it comes
+        before.
         """
         rows, new = self.rows, False
         after: dict[RowKey, list[Ways]] = {}
@@ -83,7 +92,10 @@ class Windows:
                     if other == row or (other[1] == row[1] and {other[0], row[0]} == {F, R}):
                         continue
                     latest = value * (1 + ROUNDING) - begin - length - rows.lengths[other]
-                    n = next((n for n in range(rows.count, 0, -1) if self.tails[other][n - 1] > latest), 0)
+                    n = next(
+                        (n for n in range(rows.count, 0, -1) if self.tails[other][n - 1] > latest),
+                        0,
+                    )
                     if n:
                         earlier[other] = n
                 ways.append([rows.once(most(way, earlier)) for way in known])
@@ -93,7 +105,8 @@ class Windows:
 
 
 def windows_bound(problem: Problem) -> tuple[float, int]:
-    """A time that no schedule beats, and the device that it comes from; 0 where the problem is too large for it."""
+    """A time that no schedule beats, and the device that it comes from; 0 where the problem is too
+    large for it."""
     best = 0.0, 0
     for rows, devices, ends in _views(problem):
         windows = Windows.of(rows, ends)
@@ -101,21 +114,31 @@ def windows_bound(problem: Problem) -> tuple[float, int]:
     return best
 
 
-def sharpened(problem: Problem, bound: float, value: float, late: Callable[[], bool], *, steps: int) -> float:
-    """A bound between one and what was found, by halving: does any schedule take no longer than this.
+def sharpened(
+    problem: Problem, bound: float, value: float, late: Callable[[], bool], *, steps: int
+) -> float:
+    """A bound between one and what was found, by halving: does any schedule take no longer than
+    this.
 
     Args:
         problem: what to bound.
         bound: a bound.
         value: what was found.
         late: is the time over.
-        steps: how often the distance is halved; the first asks whether anything shorter than what was found exists.
+        steps: how often the distance is halved; the first asks whether anything shorter than what
+            was found exists.
     """
-    low, high, middle = bound, value, value * (1 - 2 * ROUNDING)  # first whether nothing shorter was left to find
+    low, high, middle = (
+        bound,
+        value,
+        value * (1 - 2 * ROUNDING),
+    )  # first whether nothing shorter was left to find
     for _ in range(steps):
         if late() or low >= value * (1 - 4 * ROUNDING):
             break
-        if not any(_refutes(rows, devices, ends, middle) for rows, devices, ends in _views(problem)):
+        if not any(
+            _refutes(rows, devices, ends, middle) for rows, devices, ends in _views(problem)
+        ):
             high = middle
         else:
             low = value if middle >= value * (1 - 2 * ROUNDING) else middle
@@ -137,10 +160,11 @@ def _refutes(rows: Rows, devices: Sequence[int], ends: Sequence[float], value: f
 
 
 def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[float]]]:
-    """The rows to look at, whose devices' bounds hold, and for how long the batch goes on after each device's last action.
+    """The rows to look at, whose devices' bounds hold, and for how long the batch goes on after
+    each device's last action.
 
-    The makespan has all of them. Of the span of a device the stages before its first one are left out, for they may be
-    long done, and so is what other devices do for themselves.
+    The makespan has all of them. Of the span of a device the stages before its first one are left
+    out, for they may be long done, and so is what other devices do for themselves.
     """
     everywhere = range(problem.num_devices)
     makespan = problem.objective == "makespan"
@@ -151,11 +175,16 @@ def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[flo
         return
     for device, stages in enumerate(problem.local):
         if stages:
-            yield rows_of(problem, stages[0]), [device], [0.0 if other == device else -inf for other in everywhere]
+            yield (
+                rows_of(problem, stages[0]),
+                [device],
+                [0.0 if other == device else -inf for other in everywhere],
+            )
 
 
 def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[float]]:
-    """The earliest start of each action, by row and number, where none of a row starts before it ``begins``."""
+    """The earliest start of each action, by row and number, where none of a row starts before it
+    ``begins``."""
     starts = {row: [begin] * rows.count for row, begin in begins.items()}
     for _ in range(_PASSES):
         changed = False
@@ -168,7 +197,11 @@ def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[fl
                     start = max(start, starts[other][number] + rows.lengths[other] + delay)
                 soonest = inf
                 for counts in rows.after[row][number]:
-                    parts = [(begin, rows.lengths[other]) for other, n in counts.items() for begin in starts[other][:n]]
+                    parts = [
+                        (begin, rows.lengths[other])
+                        for other, n in counts.items()
+                        for begin in starts[other][:n]
+                    ]
                     soonest = min(soonest, done(parts))
                     if soonest <= start:
                         break

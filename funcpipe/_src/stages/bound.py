@@ -1,7 +1,8 @@
-"""The interface between executors and stages: forward, backward, and the two halves of the backward.
+"""The interface between executors and stages: forward, backward, and the two halves of the
+backward.
 
-`Bound` is one stage with its parameters for one run, `Program` makes it. Eager stages are the first program; compiled
-ones implement the same.
+`Bound` is one stage with its parameters for one run, `Program` makes it. Eager stages are the first
+program; compiled ones implement the same.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Residual(Protocol):
         ...
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move it to the host or back, but for memory at fixed addresses. Returns the event after which it is there."""
+        """Move it to the host or back, but for memory at fixed addresses. Returns the event after
+        which it is there."""
         ...
 
 
@@ -114,9 +116,15 @@ class Bound(Protocol):
         ...
 
     def backward(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
+        self,
+        residual: Any,
+        y: Gradients | None,
+        stash: dict[str, list[Gradients]],
+        *,
+        split: bool = False,
     ) -> tuple[Cotangents, Any]:
-        """Run B, or with ``split`` I: adds weight gradients into their sums. Returns also the residual for W, or None."""
+        """Run B, or with ``split`` I: adds weight gradients into their sums. Returns also the
+        residual for W, or None."""
         ...
 
     def backward_weight(self, residual: Any) -> None:
@@ -124,7 +132,8 @@ class Bound(Protocol):
         ...
 
     def rebase(self, state: Tree | None) -> None:
-        """Begin the next batch with the parameters as they are now, and with its state; None: it is as it was."""
+        """Begin the next batch with the parameters as they are now, and with its state; None: it is
+        as it was."""
         ...
 
     def release(self) -> None:
@@ -133,27 +142,30 @@ class Bound(Protocol):
 
 
 ROWS_UNCLEAR = (
-    "the leaves of the ready-made microbatches (fp.Microbatches) differ in how many rows they have, and it is not known "
-    "which of them count; say how much a microbatch counts, make_plan(weight=target -> number), or return (sum, weight) "
-    "from the loss"
+    "the leaves of the ready-made microbatches (fp.Microbatches) differ in how many rows they "
+    "have, and it is not known which of them count; say how much a microbatch counts, "
+    "make_plan(weight=target -> number), or return (sum, weight) from the loss"
 )
 """What to do where ready-made microbatches have no rows that count."""
 
 
 class Shares(NamedTuple):
-    """How much each microbatch counts in the batch's loss; with replicas, those of all of them, one after the other.
+    """How much each microbatch counts in the batch's loss; with replicas, those of all of them, one
+    after the other.
 
     Attributes:
         weights: of each microbatch: its rows, or the weight of its loss where that is known.
-        total: the weights' sum, by which sums are divided; None where the batch's loss is the sum of sums.
+        total: the weights' sum, by which sums are divided; None where the batch's loss is the sum
+            of sums.
         explicit: whether the plan's ``weight`` or the loss's own count gave them, not the rows.
         loss_scale: gradients are multiplied by it.
-        parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``, else by rows.
+        parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``,
+            else by rows.
         summed: whether the loss returns sums.
         first: the place of this replica's first microbatch.
         guessed: whether means count by rows although the loss's divisor is unknown.
-        rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows, so that no leaf's
-            rows can count.
+        rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
+            so that no leaf's rows can count.
     """
 
     weights: tuple[float, ...]
@@ -171,7 +183,8 @@ class Shares(NamedTuple):
         return self.weights[self.first + microbatch]
 
     def part(self, microbatch: int) -> float:
-        """Return the share of a microbatch of this replica in auxiliary losses. Raises BatchError if unknown."""
+        """Return the share of a microbatch of this replica in auxiliary losses. Raises BatchError
+        if unknown."""
         if self.rows_unclear:
             raise BatchError(f"an auxiliary loss counts by rows; {ROWS_UNCLEAR}")
         return self.parts[self.first + microbatch]
@@ -179,9 +192,9 @@ class Shares(NamedTuple):
     def factor(self, loss: Loss, microbatch: int) -> float:
         """The factor of the microbatch's loss in the batch's.
 
-        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come with weights that were
-        not known before, the factor is 1 and everything is divided once, at the end. Raises BatchError for a mean if
-        ``rows_unclear``.
+        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come
+        with weights that were not known before, the factor is 1 and everything is divided once, at
+        the end. Raises BatchError for a mean if ``rows_unclear``.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0

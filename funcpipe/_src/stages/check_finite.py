@@ -48,11 +48,20 @@ class FiniteBound:
             faults += _leaves([("the auxiliary loss", out.report.side[0])])
         if faults:
             skips = [fault for skip in args.skips for fault in _border(skip, "skip")]
-            self._refuse(faults, _border(args.x, "input") + skips, "call the stage alone to find the operation")
+            self._refuse(
+                faults,
+                _border(args.x, "input") + skips,
+                "call the stage alone to find the operation",
+            )
         return out
 
     def backward(
-        self, residual: Any, y: Gradients | None, stash: dict[str, list[Gradients]], *, split: bool = False
+        self,
+        residual: Any,
+        y: Gradients | None,
+        stash: dict[str, list[Gradients]],
+        *,
+        split: bool = False,
     ) -> tuple[Cotangents, Any]:
         """Backward of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
         cotangents, weight_residual = self.inner.backward(residual, y, stash, split=split)
@@ -66,22 +75,35 @@ class FiniteBound:
         self._check_gradients(Cotangents([], []), y)
 
     def _check_gradients(self, cotangents: Cotangents, y: Gradients | None) -> None:
-        faults = _leaves((f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(cotangents.x))
+        faults = _leaves(
+            (f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(cotangents.x)
+        )
         for number, skip in enumerate(cotangents.skips):
-            faults += _leaves((f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip))
+            faults += _leaves(
+                (f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip)
+            )
         faults += _leaves(
-            (f"the gradient of {name}", g) for name, g in zip(self.names, self.params.present_grads(), strict=True)
+            (f"the gradient of {name}", g)
+            for name, g in zip(self.names, self.params.present_grads(), strict=True)
         )
         if faults:
-            incoming = _leaves((f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ()))
-            self._refuse(faults, incoming, "torch.autograd.set_detect_anomaly(True) around the run finds the operation")
+            incoming = _leaves(
+                (f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ())
+            )
+            self._refuse(
+                faults,
+                incoming,
+                "torch.autograd.set_detect_anomaly(True) around the run finds the operation",
+            )
 
     def _refuse(self, faults: list[str], incoming: Sequence[str], remedy: str) -> None:
         """Raise NotFiniteError with the faults and where they came from."""
         sources = [*incoming, *_leaves(zip(self.names, self.leaves, strict=True))]
         came = [f"it came in with {source}" for source in sources]
         came = came or [f"everything that came in was finite; {remedy}"]
-        raise NotFiniteError(bullets("this stage made numbers that are not finite:", [*faults, *came]))
+        raise NotFiniteError(
+            bullets("this stage made numbers that are not finite:", [*faults, *came])
+        )
 
 
 def _border(border: Border, name: str) -> list[str]:
@@ -105,5 +127,6 @@ def _count(leaf: Any) -> str:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    """The leaf without its graph, as float32 if it is of an 8-bit type: in these torch looks for no NaN."""
+    """The leaf without its graph, as float32 if it is of an 8-bit type: in these torch looks for no
+    NaN."""
     return leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach()

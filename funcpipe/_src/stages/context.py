@@ -1,4 +1,5 @@
-"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default device."""
+"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default
+device."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
 _KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
-"""Inside of a run: returns the action that this thread is in. A stage that calls `run` is refused."""
+"""Inside of a run: returns the action that this thread is in. A stage that calls `run` is
+refused."""
 
 
 def checked_plan(name: str, plan: Any) -> Plan:
@@ -33,7 +35,8 @@ def checked_plan(name: str, plan: Any) -> Plan:
     if isinstance(plan, Plan):
         return plan
     raise PlanError(
-        f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, schedule, loss=...)"
+        f"{name} takes a plan; got a {type(plan).__name__}; make one: fp.make_plan(stages, "
+        "schedule, loss=...)"
     )
 
 
@@ -41,9 +44,9 @@ def refuse_transforms(name: str) -> None:
     """Refuse transforms of torch.func: runs use autograd themselves. Raises FuncpipeError."""
     if under_transform():
         raise FuncpipeError(
-            f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, jvp, ...); "
-            "transform fp.apply(stages, params, inputs), the composed pure function; for gradients of outputs there "
-            "is fp.vjp, and fp.Pipe inside a module"
+            f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, "
+            "jvp, ...); transform fp.apply(stages, params, inputs), the composed pure function; "
+            "for gradients of outputs there is fp.vjp, and fp.Pipe inside a module"
         )
 
 
@@ -87,7 +90,9 @@ class ThreadSettings(NamedTuple):
 
 def settings_now() -> ThreadSettings:
     """The settings of this thread."""
-    device = torch.get_default_device() if modes_on("function") else None  # a default device is such a mode
+    device = (
+        torch.get_default_device() if modes_on("function") else None
+    )  # a default device is such a mode
     return ThreadSettings(torch.is_inference_mode_enabled(), device, autocast_now())
 
 
@@ -108,9 +113,14 @@ class CallerContext:
         with ExitStack() as stack:
             if inference is not now.inference:
                 stack.enter_context(torch.inference_mode(inference))
-            for kind, (on, dtype) in autocast.items():  # also switch off autocast that the caller did not have
+            for kind, (
+                on,
+                dtype,
+            ) in autocast.items():  # also switch off autocast that the caller did not have
                 if on or now.autocast[kind][0]:
-                    stack.enter_context(torch.autocast(kind, dtype if on else None, on, cache_enabled=False))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype if on else None, on, cache_enabled=False)
+                    )
             if device != now.device:
                 stack.enter_context(device or torch.device("cpu"))
             yield
@@ -140,7 +150,8 @@ class _Computing:
 
 @contextmanager
 def no_autocast_cache() -> Generator[None]:
-    """Without autocast's cache: a cast kept from a forward without autograd would cut the next forward's graph."""
+    """Without autocast's cache: a cast kept from a forward without autograd would cut the next
+    forward's graph."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -152,17 +163,20 @@ def no_autocast_cache() -> Generator[None]:
 _setting = threading.Lock()
 _live: list[int] = []
 _outside = 0
-"""The number that a thread reads which never set one, when last asked; 0: never asked. Asking takes a new thread, so
-it is done when no run goes on and the caller's number is not this one; one set since by another thread is missed."""
+"""The number that a thread reads which never set one, when last asked; 0: never asked. Asking takes
+a new thread, so it is done when no run goes on and the caller's number is not this one; one set
+since by another thread is missed."""
 
 
 class intra_op_threads:
-    """Sets the number of intra-op threads of this thread, and puts the caller's number back afterwards.
+    """Sets the number of intra-op threads of this thread, and puts the caller's number back
+    afterwards.
 
-    A number set on one thread is what every thread reads that never set any, from its first computation on. So while
-    runs of several user threads overlap, one that reads the number of another run takes what a new thread read before
-    them; and what new threads read is put back after the last run where a caller's number is another (his own, or that
-    of a run during which he began to compute).
+    A number set on one thread is what every thread reads that never set any, from its first
+    computation on. So while runs of several user threads overlap, one that reads the number of
+    another run takes what a new thread read before them; and what new threads read is put back
+    after the last run where a caller's number is another (his own, or that of a run during which he
+    began to compute).
 
     No generator: what passes through may be an error that is a StopIteration.
     """
@@ -190,7 +204,8 @@ class intra_op_threads:
 
 
 def _elsewhere(ask: Callable[[], T], otherwise: T) -> T:
-    """The result of ``ask`` on a new thread; ``otherwise`` where no thread can be started any more."""
+    """The result of ``ask`` on a new thread; ``otherwise`` where no thread can be started any
+    more."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     try:
@@ -203,23 +218,32 @@ def _elsewhere(ask: Callable[[], T], otherwise: T) -> T:
 
 def cores() -> list[int]:
     """The processors that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
-    """Give this thread the share of some lanes in the cores: the kernel likes to put two on one. Ends with the thread.
+    """Give this thread the share of some lanes in the cores: the kernel likes to put two on one.
+    Ends with the thread.
 
     Threads that it starts have that share, too.
     """
     count = len(available)
     if count >= num_lanes > 1 and hasattr(os, "sched_setaffinity"):
-        shares = [available[lane * count // num_lanes : (lane + 1) * count // num_lanes] for lane in lanes]
+        shares = [
+            available[lane * count // num_lanes : (lane + 1) * count // num_lanes] for lane in lanes
+        ]
         os.sched_setaffinity(0, [core for share in shares for core in share])
 
 
 def autocast_now() -> Casts:
     """The autocast settings of this thread."""
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS}
+    return {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS
+    }
 
 
 def set_autocast(casts: Casts) -> None:
@@ -235,7 +259,8 @@ def autocasting() -> list[str]:
 
 
 def no_autocast() -> AbstractContextManager[Any]:
-    """Backwards run in the types that their forwards chose; what a stage did with autocast off must stay exact."""
+    """Backwards run in the types that their forwards chose; what a stage did with autocast off must
+    stay exact."""
     stack = ExitStack()
     for kind in autocasting():
         stack.enter_context(torch.autocast(kind, enabled=False))

@@ -19,9 +19,9 @@ from funcpipe._src.stages.drawing import MeanOverTargets
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
 _REMEDY = (
-    "so its microbatches do not count by their rows, and it is not known what it is divided by. Say it: "
-    "make_plan(weight=target -> number), a loss that returns (sum, weight), or one with a method weigh(inputs, target); "
-    "torch's own losses, such as nn.CrossEntropyLoss(), are known"
+    "so its microbatches do not count by their rows, and it is not known what it is divided by. "
+    "Say it: make_plan(weight=target -> number), a loss that returns (sum, weight), or one with a "
+    "method weigh(inputs, target); torch's own losses, such as nn.CrossEntropyLoss(), are known"
 )
 
 
@@ -34,8 +34,14 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
         if mean.weighed:
             raise BatchError(f"the loss is a mean in which classes have weights, {_REMEDY}")
         classes = mean.target.detach()
-        if not classes.is_floating_point() and not classes.is_meta and bool((classes == mean.ignored).any()):
-            raise BatchError(f"the loss is a mean that leaves out targets of {mean.ignored}, {_REMEDY}")
+        if (
+            not classes.is_floating_point()
+            and not classes.is_meta
+            and bool((classes == mean.ignored).any())
+        ):
+            raise BatchError(
+                f"the loss is a mean that leaves out targets of {mean.ignored}, {_REMEDY}"
+            )
 
 
 _watched: dict[int, weakref.ref[Any]] = {}
@@ -68,17 +74,21 @@ class WatchDivisors(WatchingMode):
             if computed and args[0].dim() == 0 == args[1].dim():
                 self.found = self.found or "is divided by a number that the loss computes"
         given = list(tensors_in(args))
-        constant = func is _ATEN.lift_fresh.default or all(any(t is c for c in self._constants) for t in given)
+        constant = func is _ATEN.lift_fresh.default or all(
+            any(t is c for c in self._constants) for t in given
+        )
         (self._constants if constant else self._computed).extend(tensors_in(out))
         return out
 
     @classmethod
     def of(cls, loss: Callable[..., Any]) -> WatchDivisors | None:
-        """Return a watch for the next call of a loss; None if an earlier call of the loss passed."""
+        """Return a watch for the next call of a loss; None if an earlier call of the loss
+        passed."""
         return None if _watched.get(id(loss), lambda: None)() is loss else cls()
 
     def check(self, fn: Callable[..., Any], loss: Loss) -> None:
-        """Raise BatchError if the loss returned a mean and divides or selects so. Otherwise watch it no longer."""
+        """Raise BatchError if the loss returned a mean and divides or selects so. Otherwise watch
+        it no longer."""
         if self.found and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
         with suppress(TypeError):  # objects without weak references are watched in every call
@@ -87,4 +97,6 @@ class WatchDivisors(WatchingMode):
 
 
 def _has_mask(indices: Any) -> bool:
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices
+    )

@@ -1,10 +1,11 @@
-"""Catches operations that draw random numbers, on the threads that ask for it, at no cost for any other operation.
+"""Catches operations that draw random numbers, on the threads that ask for it, at no cost for any
+other operation.
 
-Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which torch keeps for
-tests, the operations that may draw have a kernel written here: it hands the operation to whoever catches on this
-thread. All others pass the key without noticing it, and a thread that catches nothing never has it. So a draw is seen
-wherever it comes from: the stage itself, a module deep inside, a branch of ``torch.cond``, a function that
-``torch.compile`` made.
+Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which
+torch keeps for tests, the operations that may draw have a kernel written here: it hands the
+operation to whoever catches on this thread. All others pass the key without noticing it, and a
+thread that catches nothing never has it. So a draw is seen wherever it comes from: the stage
+itself, a module deep inside, a branch of ``torch.cond``, a function that ``torch.compile`` made.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ from funcpipe._src.core.torch_names import (
 _SEEDED = torch.Tag.nondeterministic_seeded
 _KEY = "TESTING_ONLY_GenericMode"
 _DRAW_NOTHING = {"aten::_fused_sdp_choice", "aten::_scaled_dot_product_flash_attention_for_cpu"}
-"""Operations that torch says may draw, and that do not: one chooses a kernel, the other refuses dropout."""
+"""Operations that torch says may draw, and that do not: one chooses a kernel, the other refuses
+dropout."""
 
 _CHANCES = ("dropout_p", "dropout", "p")
 _SWITCHES = ("train", "training")
 
 
 class CatchDraws:
-    """Pass every operation of this thread that may draw, inside the context, to `caught` of the innermost catcher.
+    """Pass every operation of this thread that may draw, inside the context, to `caught` of the
+    innermost catcher.
 
-    The outermost catcher asks torch for the draws of this thread, which costs more than entering inner ones. So code
-    that enters catchers often enters an outer one first, of this class: it lets draws pass, except in backwards.
+    The outermost catcher asks torch for the draws of this thread, which costs more than entering
+    inner ones. So code that enters catchers often enters an outer one first, of this class: it lets
+    draws pass, except in backwards.
     """
 
     __slots__ = ("_asking", "_outer")
@@ -54,13 +58,15 @@ class CatchDraws:
     """Where cross entropies that are computed inside are noted."""
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operation's result. Operations in here are not caught again. Raises DrawError in a backward."""
+        """Return the operation's result. Operations in here are not caught again. Raises DrawError
+        in a backward."""
         if self._outer is not None:
             return self._outer.caught(func, args, kwargs)
         if backward_number() >= 0:
             raise DrawError(
-                f"the stage draws random numbers ({func}) in its backward, where no draw has a key: a custom "
-                "autograd.Function or a hook draws there; draw in the forward, and keep what was drawn (ctx.save_for_backward)"
+                f"the stage draws random numbers ({func}) in its backward, where no draw has a "
+                "key: a custom autograd.Function or a hook draws there; draw in the forward, and "
+                "keep what was drawn (ctx.save_for_backward)"
             )
         return func(*args, **kwargs)
 
@@ -80,7 +86,8 @@ class CatchDraws:
 
 
 class _Thread(threading.local):
-    """The catcher of this thread, whether it is `beside_others`, and the list for means over targets."""
+    """The catcher of this thread, whether it is `beside_others`, and the list for means over
+    targets."""
 
     catcher: CatchDraws | None = None
     beside = False
@@ -103,7 +110,8 @@ def _register() -> _Kernels:
 
 @contextmanager
 def beside_others(*, several: bool) -> Generator[None]:
-    """Inside, with ``several``, this thread is one of those that draw at the same time, by the same generators of devices."""
+    """Inside, with ``several``, this thread is one of those that draw at the same time, by the same
+    generators of devices."""
     before, _thread.beside = _thread.beside, several
     try:
         yield
@@ -112,10 +120,11 @@ def beside_others(*, several: bool) -> Generator[None]:
 
 
 def _leave_generators_alone() -> None:
-    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of `beside_others`, and set none.
+    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of
+    `beside_others`, and set none.
 
-    What its regions draw there is keyed. A device's generator is the process's: set back by a region that one lane
-    computes again, it would be another one's in the middle of a draw.
+    What its regions draw there is keyed. A device's generator is the process's: set back by a
+    region that one lane computes again, it would be another one's in the middle of a draw.
     """
     states = torch.utils.checkpoint.get_device_states
 
@@ -127,7 +136,8 @@ def _leave_generators_alone() -> None:
 
 
 class _Kernels:
-    """The kernels of the drawing operations, under a key of their own; inside of ``with`` this thread has the key.
+    """The kernels of the drawing operations, under a key of their own; inside of ``with`` this
+    thread has the key.
 
     They ``work`` where this torch takes them.
     """
@@ -138,16 +148,22 @@ class _Kernels:
             self._key = dispatch_key(_KEY)
             include_key(self._key, False)
             higher_order_operators.values()
-            self._libraries = (torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL"))
+            self._libraries = (
+                torch.library.Library("_", "IMPL"),
+                torch.library.Library("aten", "IMPL"),
+            )
             self._libraries[0].fallback(torch.library.fallthrough_kernel, _KEY)
             for operation in filter(may_draw, operations_with(_SEEDED)):
                 self._libraries[1].impl(operation.name(), self._kernel(operation), _KEY)
-            self._libraries[1].impl("nll_loss_nd", self._noting_means(torch.ops.aten.nll_loss_nd.default), _KEY)
+            self._libraries[1].impl(
+                "nll_loss_nd", self._noting_means(torch.ops.aten.nll_loss_nd.default), _KEY
+            )
         except (AttributeError, RuntimeError) as error:
             self.work = False
             warnings.warn(
-                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); random numbers are keyed "
-                "by a dispatch mode instead, which costs some microseconds at every operation of a run",
+                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); "
+                "random numbers are keyed by a dispatch mode instead, which costs some "
+                "microseconds at every operation of a run",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -155,7 +171,9 @@ class _Kernels:
     def __enter__(self) -> None:
         """Put the key into this thread's set."""
         known = higher_order_operators
-        if len(known) > self._passing:  # each operation over functions must be told which keys pass it
+        if (
+            len(known) > self._passing
+        ):  # each operation over functions must be told which keys pass it
             for operation in list(known.values())[self._passing :]:
                 operation.fallthrough(self._key)
             self._passing = len(known)
@@ -171,8 +189,13 @@ class _Kernels:
             include_key(key, False)
             try:
                 catcher = _thread.catcher
-                # What torch.compile traces is caught when it runs. A thread of autograd's has the key but no catcher.
-                if catcher is None or draws_nothing(operation, args, kwargs) or torch.compiler.is_compiling():
+                # What torch.compile traces is caught when it runs. A thread of autograd's has the
+                # key but no catcher.
+                if (
+                    catcher is None
+                    or draws_nothing(operation, args, kwargs)
+                    or torch.compiler.is_compiling()
+                ):
                     return operation(*args, **kwargs)
                 return catcher.caught(operation, args, kwargs)
             finally:
@@ -181,10 +204,17 @@ class _Kernels:
         return kernel
 
     def _noting_means(self, operation: Any) -> Callable[..., Any]:
-        """Return the kernel through which all cross entropies pass. It notes the targets that their means leave out."""
+        """Return the kernel through which all cross entropies pass. It notes the targets that their
+        means leave out."""
         key = self._key
 
-        def kernel(scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+        def kernel(
+            scores: Any,
+            target: Any,
+            weight: Any = None,
+            reduction: int = 1,
+            ignore_index: int = -100,
+        ) -> Any:
             include_key(key, False)
             try:
                 catcher = _thread.catcher
@@ -200,7 +230,8 @@ class _Kernels:
 
 
 class MeanOverTargets(NamedTuple):
-    """A mean of torch's cross entropy: its targets, whether classes have weights, and the ignored class."""
+    """A mean of torch's cross entropy: its targets, whether classes have weights, and the ignored
+    class."""
 
     target: Tensor
     weighed: bool
@@ -208,7 +239,8 @@ class MeanOverTargets(NamedTuple):
 
 
 class _Everything(TorchDispatchMode):
-    """Catches draws as a dispatch mode, which sees every operation, where torch takes no kernels of ours."""
+    """Catches draws as a dispatch mode, which sees every operation, where torch takes no kernels of
+    ours."""
 
     supports_higher_order_operators = True
 
@@ -222,11 +254,14 @@ class _Everything(TorchDispatchMode):
 
 def may_draw(func: Any) -> bool:
     """Whether this is an operation that draws random numbers, at least with some arguments."""
-    return isinstance(func, OpOverload) and _SEEDED in func.tags and func.name() not in _DRAW_NOTHING
+    return (
+        isinstance(func, OpOverload) and _SEEDED in func.tags and func.name() not in _DRAW_NOTHING
+    )
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may draw does not with these arguments: in evaluation, or with dropout of 0."""
+    """Whether an operation that may draw does not with these arguments: in evaluation, or with
+    dropout of 0."""
     switches, chances = _arguments(func)
     values = [_value(argument, args, kwargs) for argument in switches]
     if any(value is False for value in values):
@@ -237,13 +272,18 @@ def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 @lru_cache(maxsize=512)
 def _arguments(func: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
-    """The arguments that switch an operation's draws on, and the probabilities of these: (place, name, default)."""
+    """The arguments that switch an operation's draws on, and the probabilities of these: (place,
+    name, default)."""
     rows = [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
         for place, argument in enumerate(schema(func).arguments)
     ]
-    chance_names = _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]  # in bernoulli p is something else
-    return [row for row in rows if row[1] in _SWITCHES], [row for row in rows if row[1] in chance_names]
+    chance_names = (
+        _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]
+    )  # in bernoulli p is something else
+    return [row for row in rows if row[1] in _SWITCHES], [
+        row for row in rows if row[1] in chance_names
+    ]
 
 
 def _value(argument: tuple[int, str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

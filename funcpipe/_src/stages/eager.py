@@ -1,7 +1,8 @@
-"""One stage for one run by plain autograd: forward on detached leaves, backward into sums of its own.
+"""One stage for one run by plain autograd: forward on detached leaves, backward into sums of its
+own.
 
-Aliases of the parameters have a ``.grad`` of their own: the first gradient, to which others are added in place where that
-is safe; nothing of the caller's is touched.
+Aliases of the parameters have a ``.grad`` of their own: the first gradient, to which others are
+added in place where that is safe; nothing of the caller's is touched.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from funcpipe._src.core.border import (
     refuse_shared_writes,
 )
 from funcpipe._src.core.errors import PlanError, raise_all
-from funcpipe._src.core.gradient_graph import has_foreign_leaf, has_reentrant_checkpoint, leaves_behind, walk_back
+from funcpipe._src.core.gradient_graph import (
+    has_foreign_leaf,
+    has_reentrant_checkpoint,
+    leaves_behind,
+    walk_back,
+)
 from funcpipe._src.core.torch_names import lazy_clone
 from funcpipe._src.core.tree import (
     Tree,
@@ -37,7 +43,14 @@ from funcpipe._src.core.tree import (
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
 from funcpipe._src.data.stage import CARRY, Out, Stage, carried, side_loss
-from funcpipe._src.stages.bound import Cotangents, ForwardReport, Gradients, Shares, StageArgs, StageOut
+from funcpipe._src.stages.bound import (
+    Cotangents,
+    ForwardReport,
+    Gradients,
+    Shares,
+    StageArgs,
+    StageOut,
+)
 from funcpipe._src.stages.context import autocasting, no_autocast
 from funcpipe._src.stages.divisors import WatchDivisors, refuse_left_out
 from funcpipe._src.stages.drawing import CatchDraws
@@ -75,19 +88,33 @@ class EagerBound:
         shares: Shares | None = None,
         guard: bool = False,
     ) -> None:
-        self.stage, self.index, self.train, self.backwards, self.keys = stage, index, train, backwards, keys
+        self.stage, self.index, self.train, self.backwards, self.keys = (
+            stage,
+            index,
+            train,
+            backwards,
+            keys,
+        )
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
-        self.is_first_run = train not in stage.seen.kept  # whether this is the stage's first run in the mode
-        # The second graph contains the leaves of the first one, and tensors that the stage kept from microbatch 0.
+        self.is_first_run = (
+            train not in stage.seen.kept
+        )  # whether this is the stage's first run in the mode
+        # The second graph contains the leaves of the first one, and tensors that the stage kept
+        # from microbatch 0.
         self.graphs_to_check = 2 if self.is_first_run else 1
-        self.graphs_to_skip = int(not self.is_first_run and shares is not None and len(shares.parts) > 1)
+        self.graphs_to_skip = int(
+            not self.is_first_run and shares is not None and len(shares.parts) > 1
+        )
         self.reentrant = train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
-        # All microbatches and slices leave the same weights to W: otherwise sums would be added in another order.
+        # All microbatches and slices leave the same weights to W: otherwise sums would be added in
+        # another order.
         self.whole = stage.carry  # I is the whole backward
         self.autocast = bool(autocasting())  # of the caller; it travels to the lane
-        self.declares = bool(stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry)
+        self.declares = bool(
+            stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry
+        )
         self.params = StageParams(params, trainable, guard=guard or self.is_first_run)
         self.recomputations = Recomputations(index)
         self._last_loss_gradient: tuple[float, Tensor] = 0.0, torch.empty(0)
@@ -105,7 +132,9 @@ class EagerBound:
     def _bind(self) -> None:
         """Give the stage the aliases, and the state."""
         self.fn = self.stage.bind(self.params.tree, self.state)
-        self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # of whichever microbatch runs
+        self.drawing = KeyedDraws(
+            self.keys, self.index, self.fn.places, 0
+        )  # of whichever microbatch runs
         if self.guessed:
             self.drawing.means = []
 
@@ -114,15 +143,18 @@ class EagerBound:
         """Return the part of a forward that runs, if it is not the stage's function."""
         return self._phase
 
-    # -- forward ---------------------------------------------------------------------------------------------------
+    # -- forward
+    # -------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run the stage; with ``keep`` the residual is what its backward needs.
 
-        In a plan with backwards autograd records even what is not kept: without it torch picks other kernels, which
-        round differently, and the computation that is repeated would not be the one that was made.
+        In a plan with backwards autograd records even what is not kept: without it torch picks
+        other kernels, which round differently, and the computation that is repeated would not be
+        the one that was made.
         """
-        # Entering a grad mode costs more than asking for it, and it is the right one most of the time.
+        # Entering a grad mode costs more than asking for it, and it is the right one most of the
+        # time.
         if torch.is_grad_enabled() is not self.backwards:
             with torch.set_grad_enabled(self.backwards):
                 return EagerBound.forward(self, args, keep=keep)
@@ -148,7 +180,8 @@ class EagerBound:
         return out
 
     def _check_graph(self, residual: EagerResidual) -> None:
-        """Check that each leaf of a graph is a parameter or an input. A run gives other leaves no gradient.
+        """Check that each leaf of a graph is a parameter or an input. A run gives other leaves no
+        gradient.
 
         The first run of a stage checks the first two graphs, and later runs check the second one.
         """
@@ -178,20 +211,28 @@ class EagerBound:
             self.reentrant = True
 
     def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
-        """Refuse foreign leaves of the stage and of the loss. Leaves that only the loss reaches belong to the loss.
+        """Refuse foreign leaves of the stage and of the loss. Leaves that only the loss reaches
+        belong to the loss.
 
         Raises:
             PlanError: names the leaves.
         """
-        of_stage = {id(leaf): leaf for leaf in leaves_behind(residual.roots(loss=False)) if id(leaf) not in known}
+        of_stage = {
+            id(leaf): leaf
+            for leaf in leaves_behind(residual.roots(loss=False))
+            if id(leaf) not in known
+        }
         if of_stage:
             refuse_foreign(self.stage, self.fn, [*of_stage.values()])
-        of_loss = [leaf for leaf in leaves_behind(residual.roots()) if id(leaf) not in {*known, *of_stage}]
+        of_loss = [
+            leaf for leaf in leaves_behind(residual.roots()) if id(leaf) not in {*known, *of_stage}
+        ]
         if of_loss:
             refuse_in_loss(of_loss, self.params.leaves)
 
     def _refuse_means(self, out: StageOut) -> None:
-        """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises BatchError."""
+        """Refuse a loss that counts by rows if it is a mean that leaves out targets. Raises
+        BatchError."""
         means, self.drawing.means = self.drawing.means, []
         if out.report.loss is not None and out.report.loss.weight is None:
             refuse_left_out(means or ())
@@ -206,12 +247,22 @@ class EagerBound:
         except Exception as error:
             names = [*(f"skips[{name!r}]" for name in self.stage.pop), "carry"]
             skips = {name: skip.tree() for name, skip in zip(names, args.skips, strict=False)}
-            explain(error, {"x": args.x.tree(), **skips, "params": unflatten(self.params.spec, self.params.leaves)})
+            explain(
+                error,
+                {
+                    "x": args.x.tree(),
+                    **skips,
+                    "params": unflatten(self.params.spec, self.params.leaves),
+                },
+            )
             raise
         if shared:
             refuse_shared_writes(args.x, shared)
         if returned is None:
-            raise PlanError("the stage returned None: is a `return` missing? A stage that hands nothing on returns ()")
+            raise PlanError(
+                "the stage returned None: is a `return` missing? A stage that hands nothing on "
+                "returns ()"
+            )
         side = None
         stats: Tree = _EMPTY
         stash: dict[str, Border] = {}
@@ -231,7 +282,9 @@ class EagerBound:
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is None and len(y.leaves) > 1:
             mark_memory_handed_on_twice(y)
-        total, loss = (None, None) if self.loss is None else self._loss(self.loss, args.target, y, graph)
+        total, loss = (
+            (None, None) if self.loss is None else self._loss(self.loss, args.target, y, graph)
+        )
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
             kept = stats if stats is _EMPTY else kept_statistics(stats)
@@ -251,7 +304,10 @@ class EagerBound:
             skips[name], leaves = open_border(border, grad=self.backwards)
             skip_leaves.append((len(border.leaves), leaves))
         carry = skips.pop(CARRY, None)
-        feeds = {name: open_border(b, grad=False)[0] for name, b in zip(stage.feeds, args.feeds, strict=True)}
+        feeds = {
+            name: open_border(b, grad=False)[0]
+            for name, b in zip(stage.feeds, args.feeds, strict=True)
+        }
         state_leaves = self.params.state_leaves
         looks = bool(state_leaves) and not getattr(self.fn, "guards_state", False)
         before = versions(state_leaves) if looks else []
@@ -260,7 +316,9 @@ class EagerBound:
             self._refuse_state_writes(before)
         return returned
 
-    def _loss(self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]) -> tuple[Tensor, Loss]:
+    def _loss(
+        self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]
+    ) -> tuple[Tensor, Loss]:
         """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
         assert target is not None
         self._phase = "loss"
@@ -268,7 +326,9 @@ class EagerBound:
         if y.spec is LEAF and isinstance(graph[0], Tensor):
             tree = cow_clone_unchecked(graph[0])
         else:
-            leaves = [cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph]
+            leaves = [
+                cow_clone_unchecked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in graph
+            ]
             tree = unflatten(y.spec, leaves)
         try:
             if self.watched is None:
@@ -288,23 +348,36 @@ class EagerBound:
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
         missing = [name for name in self.stage.stash if name not in stash]
-        faults = [f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing]
+        faults = [
+            f"declares stash {name!r} but did not return it in Out(stash=...)" for name in missing
+        ]
         extra = [name for name in stash if name not in allowed]
-        faults += [f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra]
+        faults += [
+            f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra
+        ]
         raise_all("what the stage returned is not what it declares: it", faults)
 
     def _refuse_state_writes(self, before: list[int]) -> None:
         now = flatten(self.state)[0]
-        if len(now) == len(before) and all(map(is_, now, self.params.state_leaves)) and before == versions(now):
+        if (
+            len(now) == len(before)
+            and all(map(is_, now, self.params.state_leaves))
+            and before == versions(now)
+        ):
             return
-        rows = zip(locations(self.state, "state"), now, self.params.state_leaves, before, strict=False)
-        where = [name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]] or ["state"]
+        rows = zip(
+            locations(self.state, "state"), now, self.params.state_leaves, before, strict=False
+        )
+        where = [
+            name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]
+        ] or ["state"]
         raise PlanError(
-            f"the stage writes into its state {where}; a stage is pure: return statistics in Out(stats=...) and fold "
-            "them in commit="
+            f"the stage writes into its state {where}; a stage is pure: return statistics in "
+            "Out(stats=...) and fold them in commit="
         )
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    # -- backward
+    # -------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -316,23 +389,42 @@ class EagerBound:
     ) -> tuple[Cotangents, EagerWeights | None]:
         """Plain autograd from the outputs into the leaves and the sums.
 
-        With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws are to be repeated on the
-        way.
+        With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws
+        are to be repeated on the way.
         """
         roots, gradients = residual.outset(y, stash)
         if residual.loss is not None:
-            add_root(residual.total, self.loss_gradient(residual.loss, residual.microbatch), roots, gradients)
+            add_root(
+                residual.total,
+                self.loss_gradient(residual.loss, residual.microbatch),
+                roots,
+                gradients,
+            )
         if residual.side is not None:
-            add_root(residual.side[0], self.side_gradient(residual.side, residual.microbatch), roots, gradients)
+            add_root(
+                residual.side[0],
+                self.side_gradient(residual.side, residual.microbatch),
+                roots,
+                gradients,
+            )
         inputs, parameters = residual.inputs(), self.params.inputs
-        if split and parameters and not (self.whole or self.reentrant or (residual.replay and inputs)):
-            waiting = self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters) if roots else []
+        if (
+            split
+            and parameters
+            and not (self.whole or self.reentrant or (residual.replay and inputs))
+        ):
+            waiting = (
+                self._walk(residual, walk_to_inputs, roots, gradients, inputs, parameters)
+                if roots
+                else []
+            )
             weights = EagerWeights(waiting, residual.replay) if waiting else None
             return residual.cotangents(), weights
         leaves = [*parameters, *inputs]
         if roots and leaves:
-            # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every leaf that requires a
-            # gradient is one of ours, unless the stage holds parameters of its own; naming ours leaves those alone.
+            # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every
+            # leaf that requires a gradient is one of ours, unless the stage holds parameters of its
+            # own; naming ours leaves those alone.
             self._walk(residual, walk_back, roots, gradients, () if self.reentrant else leaves)
         return residual.cotangents(), None
 
@@ -341,12 +433,15 @@ class EagerBound:
         if residual is not None:
             self._walk(residual, residual.walk)
 
-    def _walk(self, residual: EagerResidual | EagerWeights, walk: Callable[..., T], *args: Any) -> T:
+    def _walk(
+        self, residual: EagerResidual | EagerWeights, walk: Callable[..., T], *args: Any
+    ) -> T:
         """Walk back, and add what comes to the sums."""
         sums = self.params.sums
         if sums.lacking:
             sums.prepare()
-        # A compiled stage that falls back has no outer catcher that would refuse draws in its backward.
+        # A compiled stage that falls back has no outer catcher that would refuse draws in its
+        # backward.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         try:
             if catcher or self.autocast:
@@ -355,17 +450,20 @@ class EagerBound:
             else:
                 found = walk(*args)
         except RuntimeError:
-            self.params.refuse_rebinding()  # a computed value in params has a graph that an earlier backward has freed
+            # a computed value in params has a graph that an earlier backward has freed
+            self.params.refuse_rebinding()
             raise
         if sums.lacking or sums.sparse:
             sums.adopt()
         return found
 
     def loss_gradient(self, loss: Loss, microbatch: int) -> Tensor | None:
-        """Return the gradient of the loss, from which a backward begins; None: the microbatch has weight 0.
+        """Return the gradient of the loss, from which a backward begins; None: the microbatch has
+        weight 0.
 
-        A backward from weight 0 would turn a loss of nan into gradients of nan. Each backward gets a lazy copy of one
-        tensor: a backward or a hook that writes into its gradient, also by ``.data``, does not change the next one.
+        A backward from weight 0 would turn a loss of nan into gradients of nan. Each backward gets
+        a lazy copy of one tensor: a backward or a hook that writes into its gradient, also by
+        ``.data``, does not change the next one.
         """
         if self.shares is None:
             return None
@@ -375,20 +473,26 @@ class EagerBound:
         if not total.is_cpu:  # other devices have no lazy copies
             return torch.full_like(total, factor)
         before, gradient = self._last_loss_gradient
-        if before != factor or gradient.dtype is not total.dtype or not gradient.is_same_size(total):
+        if (
+            before != factor
+            or gradient.dtype is not total.dtype
+            or not gradient.is_same_size(total)
+        ):
             gradient = torch.full_like(total, factor)
             self._last_loss_gradient = factor, gradient
         return lazy_clone(gradient)
 
     def side_gradient(self, side: tuple[Any, Any], microbatch: int) -> Tensor | None:
-        """Return the gradient of a stage's auxiliary loss (sum, weight); None: the microbatch has weight 0."""
+        """Return the gradient of a stage's auxiliary loss (sum, weight); None: the microbatch has
+        weight 0."""
         total, weight = side
         if self.shares is None or not isinstance(total, Tensor) or not float(weight):
             return None
         factor = self.shares.part(microbatch) / float(weight)
         return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- the end
+    # -------------------------------------------------------------------------------
 
     def rebase(self, state: Tree | None) -> None:
         """Begin the next batch: the parameters were stepped; the aliases have their memory."""

@@ -18,14 +18,16 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
-    """Add a note with the function's arguments to an error. Errors that user code raises stay unchanged."""
+    """Add a note with the function's arguments to an error. Errors that user code raises stay
+    unchanged."""
     if not _is_raised_by_user(error):
         parts = "; ".join(f"{name}: {described(tree)}" for name, tree in arguments.items())
         error.__dict__.setdefault("__notes__", []).append("got " + parts)
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Return whether a ``raise`` outside torch made the error. Others come from an operation of torch or Python."""
+    """Return whether a ``raise`` outside torch made the error. Others come from an operation of
+    torch or Python."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

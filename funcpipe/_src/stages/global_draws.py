@@ -1,8 +1,10 @@
-"""Find recomputations that draw other numbers than their forward from Python's or numpy's global generator.
+"""Find recomputations that draw other numbers than their forward from Python's or numpy's global
+generator.
 
-Torch's draws are keyed, so a recomputation draws the same numbers. The two global generators only advance. A forward
-that will be computed again reads their positions before and after, which takes a fraction of a microsecond. If one
-moved, the stage or another thread (a data loader) drew. Then the outputs of recomputation and forward are compared.
+Torch's draws are keyed, so a recomputation draws the same numbers. The two global generators only
+advance. A forward that will be computed again reads their positions before and after, which takes a
+fraction of a microsecond. If one moved, the stage or another thread (a data loader) drew. Then the
+outputs of recomputation and forward are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _WORDS = 624
 
 
 class Recomputations:
-    """The forwards of a stage during which a global generator moved, by microbatch, until their recomputation."""
+    """The forwards of a stage during which a global generator moved, by microbatch, until their
+    recomputation."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -41,7 +44,9 @@ class Recomputations:
     def note(self, microbatch: int, before: tuple[Any, ...], out: StageOut) -> None:
         """Record the outputs of a forward that will be computed again, if a generator moved."""
         if self.positions() != before:
-            self.moved[microbatch] = [leaf.clone() for leaf in _leaves(out)]  # the next stage may write into its input
+            self.moved[microbatch] = [
+                leaf.clone() for leaf in _leaves(out)
+            ]  # the next stage may write into its input
 
     def compare(self, microbatch: int, out: StageOut) -> None:
         """Compare a recomputation with its forward. Raises DrawError where the numbers differ."""
@@ -49,9 +54,10 @@ class Recomputations:
         if before is None or all(map(_are_same, before, _leaves(out))):
             return
         raise DrawError(
-            f"stage {self.stage} computes microbatch {microbatch} again for its backward and gets other numbers than its "
-            "forward, which drew from the global generator of numpy or of Python's random; draw with torch (torch.rand, "
-            "F.dropout), keyed by run(..., seed=), or keep what forwards make: a schedule without fp.schedules.remat, "
+            f"stage {self.stage} computes microbatch {microbatch} again for its backward and gets "
+            "other numbers than its forward, which drew from the global generator of numpy or of "
+            "Python's random; draw with torch (torch.rand, F.dropout), keyed by run(..., seed=), "
+            "or keep what forwards make: a schedule without fp.schedules.remat, "
             "fp.Pipe(checkpoint='never')"
         )
 
@@ -70,14 +76,19 @@ def _are_same(first: Tensor, second: Tensor) -> bool:
     On accelerators some kernels round differently in each call.
     """
     if first.device.type == "cpu" or not first.is_floating_point():
-        first, second = (each.reshape(-1).view(torch.uint8) for each in (first, second))  # so NaN equals itself
+        first, second = (
+            each.reshape(-1).view(torch.uint8) for each in (first, second)
+        )  # so NaN equals itself
         return torch.equal(first, second)
     first, second = first.float(), second.float()
-    return torch.allclose(second, first, rtol=0.01, atol=0.01 * float(first.abs().mean()), equal_nan=True)
+    return torch.allclose(
+        second, first, rtol=0.01, atol=0.01 * float(first.abs().mean()), equal_nan=True
+    )
 
 
 def _reader() -> Callable[[], tuple[Any, ...]]:
-    """Return a function that reads the positions of both generators; numpy's only if numpy.random is imported."""
+    """Return a function that reads the positions of both generators; numpy's only if numpy.random
+    is imported."""
     python = _python_reader()
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is None:
@@ -88,7 +99,8 @@ def _reader() -> Callable[[], tuple[Any, ...]]:
 
 @cache
 def _python_reader() -> Callable[[], Any]:
-    """Return a reader of the position and the first word of ``random``'s generator, behind its object's head."""
+    """Return a reader of the position and the first word of ``random``'s generator, behind its
+    object's head."""
     generator: Any = random.random.__self__  # pyright: ignore[reportFunctionMemberAccess]
     start = id(generator) + object.__basicsize__
     if generator.__class__ is random.Random and sys.implementation.name == "cpython":

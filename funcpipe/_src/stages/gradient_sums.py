@@ -1,7 +1,8 @@
 """The sums of the gradients of a stage's parameters, over the microbatches of a run.
 
-Autograd adds to the ``.grad`` of the aliases that the stage computes with. The first gradient becomes the sum where nothing
-else has its memory; that saves a zero, an addition and a pass over memory for each parameter.
+Autograd adds to the ``.grad`` of the aliases that the stage computes with. The first gradient
+becomes the sum where nothing else has its memory; that saves a zero, an addition and a pass over
+memory for each parameter.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class GradientSums:
         """Those of them that may be negative zeros still."""
 
     def unexpected_gradients(self) -> list[int]:
-        """Return the numbers of aliases that have a gradient before the first backward: the stage called backward."""
+        """Return the numbers of aliases that have a gradient before the first backward: the stage
+        called backward."""
         return [number for number in self.lacking if self._aliases[number].grad is not None]
 
     def prepare(self) -> None:
-        """Prepare for a backward: begin the sums of tensors that are not plain with zeros of the same kind.
+        """Prepare for a backward: begin the sums of tensors that are not plain with zeros of the
+        same kind.
 
         Raises:
             PlanError: the stage called backward itself.
@@ -67,7 +70,9 @@ class GradientSums:
                 self._begin(number, gradient.clone().coalesce())  # its values may be a view
             elif gradient is not None:
                 alone = may_grow(gradient)
-                self._begin(number, gradient if alone else _begun_with(self._aliases[number], gradient))
+                self._begin(
+                    number, gradient if alone else _begun_with(self._aliases[number], gradient)
+                )
 
     def all(self) -> list[Tensor | None]:
         """Every sum; zeros where no gradient has come."""
@@ -96,7 +101,8 @@ class GradientSums:
         self._aliases = ()
 
     def _join_rows(self) -> None:
-        """Add up repeated rows of sparse sums. A sum that got something dense is a new dense tensor."""
+        """Add up repeated rows of sparse sums. A sum that got something dense is a new dense
+        tensor."""
         for number in [*self.sparse]:
             total = self._aliases[number].grad
             assert total is not None
@@ -132,7 +138,8 @@ def _negative_zeros(alias: Tensor) -> Tensor:
 
 
 def may_grow(gradient: Tensor) -> bool:
-    """May others be added into a gradient that autograd has left: nothing else has its memory, and it needs all of that.
+    """May others be added into a gradient that autograd has left: nothing else has its memory, and
+    it needs all of that.
 
     It may be a view of a value that was handed on, or of another parameter's gradient.
     """

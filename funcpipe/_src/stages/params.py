@@ -1,4 +1,5 @@
-"""The parameters of a stage in one run: aliases of the caller's tensors, gradient sums, and guards against writes."""
+"""The parameters of a stage in one run: aliases of the caller's tensors, gradient sums, and guards
+against writes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from funcpipe._src.stages.gradient_sums import GradientSums
 class StageParams:
     """The parameters and the state that a stage is bound to, with the sums of the gradients.
 
-    A stage may write into its parameters, also by ``.data``, which torch does not count. With ``guard`` such writes go into
-    copies, which take memory only then.
+    A stage may write into its parameters, also by ``.data``, which torch does not count. With
+    ``guard`` such writes go into copies, which take memory only then.
 
     Attributes:
         leaves, spec: the caller's tree.
@@ -39,7 +40,9 @@ class StageParams:
         self.trainable = trainable
         self._memory = [guarded(leaf) for leaf in self.leaves] if guard else self.leaves
         self._versions = versions(self.leaves)
-        self.aliases = [alias_of(leaf, want) for leaf, want in zip(self._memory, trainable, strict=True)]
+        self.aliases = [
+            alias_of(leaf, want) for leaf, want in zip(self._memory, trainable, strict=True)
+        ]
         self.tree = unflatten(self.spec, self.aliases)
         self.inputs = [alias for alias, want in zip(self.aliases, trainable, strict=True) if want]
         self.input_ids = frozenset(map(id, self.inputs))
@@ -53,14 +56,17 @@ class StageParams:
         """Bind copies of a state. A copy takes memory only when it is written."""
         self._state_given, self.state_leaves = leaves, share(leaves)
         pairs = zip(self.state_leaves, leaves, strict=True)
-        self._state_at = [address(kept) if _shares_memory(kept, given) else None for kept, given in pairs]
+        self._state_at = [
+            address(kept) if _shares_memory(kept, given) else None for kept, given in pairs
+        ]
 
     def when_forgotten(self, forget: Callable[[], None]) -> None:
         """Register a function that drops values computed from the parameters alone."""
         self._dependents.append(forget)
 
     def forget(self) -> None:
-        """Drop values computed from the parameters alone. Call it before parameters change or lose their memory."""
+        """Drop values computed from the parameters alone. Call it before parameters change or lose
+        their memory."""
         for forget in self._dependents:
             forget()
 
@@ -91,7 +97,8 @@ class StageParams:
         return [number for number, alias in enumerate(self.aliases) if id(alias) in untouched]
 
     def written(self) -> list[int]:
-        """Return the leaves (by number) that the stage wrote into or replaced; all leaves if it changed the keys."""
+        """Return the leaves (by number) that the stage wrote into or replaced; all leaves if it
+        changed the keys."""
         now, spec = flatten(self.tree)
         if spec != self.spec:
             return [*range(len(self.leaves))]
@@ -106,8 +113,8 @@ class StageParams:
     def written_state(self) -> list[int]:
         """Return the state leaves (by number) that the stage wrote into, also by ``.data``.
 
-        A write moves a copy that shared memory with the caller's tensor. Other copies are not checked: the caller may have
-        changed its tensor meanwhile, as `Pipe` does.
+        A write moves a copy that shared memory with the caller's tensor. Other copies are not
+        checked: the caller may have changed its tensor meanwhile, as `Pipe` does.
         """
         rows = zip(self.state_leaves, self._state_given, self._state_at, strict=True)
         return [
@@ -117,7 +124,8 @@ class StageParams:
         ]
 
     def refuse_rebinding(self) -> None:
-        """Refuse a stage that put other values into its params, which the next microbatch would compute with.
+        """Refuse a stage that put other values into its params, which the next microbatch would
+        compute with.
 
         Raises:
             PlanError: it names them.
@@ -125,11 +133,14 @@ class StageParams:
         now, spec = flatten(self.tree)
         if spec == self.spec and all(map(is_, now, self.aliases)):
             return
-        pairs = zip(locations(unflatten(self.spec, self.aliases), "params"), now, self.aliases, strict=False)
+        pairs = zip(
+            locations(unflatten(self.spec, self.aliases), "params"), now, self.aliases, strict=False
+        )
         where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
         raise PlanError(
-            f"the stage puts other values into its params ({where or 'its keys changed'}), and the next microbatch would "
-            "compute with them; a stage is pure: w = params['w'] * 2 makes a value of its own, params['w'] = ... does not"
+            f"the stage puts other values into its params ({where or 'its keys changed'}), and "
+            "the next microbatch would compute with them; a stage is pure: w = params['w'] * 2 "
+            "makes a value of its own, params['w'] = ... does not"
         )
 
     def release(self) -> None:
@@ -142,7 +153,8 @@ class StageParams:
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:
-    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient of its own."""
+    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient of
+    its own."""
     if not isinstance(leaf, Tensor):
         return leaf
     alias = leaf.detach()
@@ -152,7 +164,8 @@ def alias_of(leaf: Any, trainable: bool) -> Any:
 
 
 def guarded(leaf: Any) -> Any:
-    """A copy-on-write copy of a plain tensor on the CPU, where that costs nothing; any other leaf itself."""
+    """A copy-on-write copy of a plain tensor on the CPU, where that costs nothing; any other leaf
+    itself."""
     plain = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
     # What has no memory yet, parameters that are gathered later, cannot be copied on a write.
     there = plain and (leaf.untyped_storage().nbytes() or not leaf.numel())
@@ -165,7 +178,8 @@ def _shares_memory(kept: Any, given: Any) -> bool:
 
 
 def differ(kept: Any, original: Any) -> bool:
-    """Whether a guarded tensor was written to: it was moved (some kernels move it too) and has other numbers."""
+    """Whether a guarded tensor was written to: it was moved (some kernels move it too) and has
+    other numbers."""
     if kept is original or address(kept) == address(original):
         return False
     return not bool(((kept == original) | ((kept != kept) & (original != original))).all())
@@ -173,4 +187,7 @@ def differ(kept: Any, original: Any) -> bool:
 
 def versions(leaves: Sequence[Any]) -> list[int]:
     """How often each leaf was written to; under inference mode torch does not count."""
-    return [version(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+    return [
+        version(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+        for leaf in leaves
+    ]

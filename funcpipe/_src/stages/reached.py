@@ -1,4 +1,5 @@
-"""Finds what a stage can reach besides its arguments: tensors and numbers, by the names that its code uses."""
+"""Finds what a stage can reach besides its arguments: tensors and numbers, by the names that its
+code uses."""
 
 from __future__ import annotations
 
@@ -86,10 +87,15 @@ class Reached:
     def _module(self, name: str, module: nn.Module) -> None:
         for path, layer in module.named_modules(prefix=name):
             parameters = layer.named_parameters(recurse=False, remove_duplicate=False)
-            for key, value in (*parameters, *layer.named_buffers(recurse=False, remove_duplicate=False)):
+            for key, value in (
+                *parameters,
+                *layer.named_buffers(recurse=False, remove_duplicate=False),
+            ):
                 self._look(f"{path}.{key}".lstrip("."), value)
             for key, value in vars(layer).items():
-                if isinstance(value, (Tensor, bool, int, float, list, dict)) and not key.startswith("_"):
+                if isinstance(value, (Tensor, bool, int, float, list, dict)) and not key.startswith(
+                    "_"
+                ):
                     self._look(f"{path}.{key}".lstrip("."), value)
             self._look("", type(layer).forward)
 

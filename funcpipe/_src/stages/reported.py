@@ -1,4 +1,5 @@
-"""What a forward reports for the end of a batch: statistics, losses, weights, each cut off from its graph."""
+"""What a forward reports for the end of a batch: statistics, losses, weights, each cut off from its
+graph."""
 
 from __future__ import annotations
 
@@ -15,21 +16,29 @@ def is_empty(tree: Tree) -> bool:
 
 
 def kept_statistics(stats: Tree) -> Tree:
-    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their graphs."""
+    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their
+    graphs."""
     if is_empty(stats) or _is_apart(stats):
         return stats
     leaves, spec = flatten(stats)
-    raise_all("a stage returned statistics that cannot be kept:", refuse_hidden(stats, "stats", leaves, spec))
+    raise_all(
+        "a stage returned statistics that cannot be kept:",
+        refuse_hidden(stats, "stats", leaves, spec),
+    )
     return unflatten(spec, [cut_off(leaf) for leaf in leaves])
 
 
 def _is_apart(stats: Tree) -> bool:
-    """Are these what deferred layers left, by their paths: no graph is behind any, and the containers are new."""
-    return type(stats) is dict and all(getattr(type(each), "IS_APART", False) for each in stats.values())  # pyright: ignore
+    """Are these what deferred layers left, by their paths: no graph is behind any, and the
+    containers are new."""
+    return type(stats) is dict and all(
+        getattr(type(each), "IS_APART", False) for each in stats.values()
+    )  # pyright: ignore
 
 
 def detached_side(side: Any) -> tuple[Any, Any] | None:
-    """A stage's auxiliary loss (sum, weight), if it has one. Raises StageError where it is something else."""
+    """A stage's auxiliary loss (sum, weight), if it has one. Raises StageError where it is
+    something else."""
     if side is None:
         return None
     if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]

@@ -1,4 +1,5 @@
-"""The residual of an eager forward: an autograd graph, whose saved tensors can wait in host memory."""
+"""The residual of an eager forward: an autograd graph, whose saved tensors can wait in host
+memory."""
 
 from __future__ import annotations
 
@@ -45,10 +46,15 @@ class EagerResidual:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs and outputs; what autograd saved in between is not counted. Of a moved one what moved."""
+        """Bytes of the inputs and outputs; what autograd saved in between is not counted. Of a
+        moved one what moved."""
         if self._moved is not None:
             return self._moved
-        named = [*self.y, *(leaf for leaves in self.stash.values() for leaf in leaves), *self.x.values()]
+        named = [
+            *self.y,
+            *(leaf for leaves in self.stash.values() for leaf in leaves),
+            *self.x.values(),
+        ]
         named += [leaf for _, leaves in self.skips for leaf in leaves.values()]
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
@@ -60,7 +66,8 @@ class EagerResidual:
         return leaves
 
     def roots(self, *, loss: bool = True) -> list[Tensor]:
-        """Return the results that require gradients: the loss, the outputs, stashed values and the auxiliary loss."""
+        """Return the results that require gradients: the loss, the outputs, stashed values and the
+        auxiliary loss."""
         ends: list[Any] = [self.total, *self.y] if loss and self.total is not None else [*self.y]
         for leaves in self.stash.values():
             ends += leaves
@@ -71,14 +78,17 @@ class EagerResidual:
     def outset(
         self, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
-        """Return the tensors from which a backward begins, and their gradients: outputs and stashed values."""
+        """Return the tensors from which a backward begins, and their gradients: outputs and stashed
+        values."""
         roots: list[Tensor | GradientEdge] = []
         gradients: list[Tensor] = []
         if y is not None:
             for end, gradient in zip(self.y, y, strict=True):
                 add_root(end, gradient, roots, gradients)
         for name, parts in stash.items():
-            for end, gradient in zip(self.stash[name], add_gradients(None, *parts) or (), strict=True):
+            for end, gradient in zip(
+                self.stash[name], add_gradients(None, *parts) or (), strict=True
+            ):
                 add_root(end, gradient, roots, gradients)
         return roots, gradients
 
@@ -90,9 +100,9 @@ class EagerResidual:
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
         """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.
 
-        Of the outputs only their places in the graph are kept, of the leaves at the inputs only their shapes: a
-        backward needs no more, and where it needs their numbers autograd saved them. The losses stay: they are single
-        numbers.
+        Of the outputs only their places in the graph are kept, of the leaves at the inputs only
+        their shapes: a backward needs no more, and where it needs their numbers autograd saved
+        them. The losses stay: they are single numbers.
 
         Returns:
             The event after which it is there; None: it is.
@@ -119,7 +129,12 @@ class EagerResidual:
             piece.flat = copy
         for leaves in (self.x, *(leaves for _, leaves in self.skips)):
             for leaf in leaves.values():
-                if is_plain(leaf) and leaf.numel() and to.takes(leaf) and address(leaf) not in fixed:
+                if (
+                    is_plain(leaf)
+                    and leaf.numel()
+                    and to.takes(leaf)
+                    and address(leaf) not in fixed
+                ):
                     leaf.data = to.place.backend.hollow(leaf)
         self._moved = 0
         return self._event
@@ -131,13 +146,19 @@ class EagerResidual:
             piece.flat = copy
             piece.restore()
         self._moved = sum(copy.nbytes for copy in copies)
-        self._pieces, self._event = (), None  # autograd alone holds what came back, and frees it as its backward goes
+        self._pieces, self._event = (
+            (),
+            None,
+        )  # autograd alone holds what came back, and frees it as its backward goes
         return event
 
 
 def _edges(leaves: Sequence[Any]) -> list[Any]:
     """The graph edges of the leaves; None for those that require no gradient."""
-    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in leaves
+    ]
 
 
 def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
@@ -149,8 +170,13 @@ def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
     return gradients
 
 
-def add_root(end: Any, gradient: Tensor | None, roots: list[Tensor | GradientEdge], gradients: list[Tensor]) -> None:
-    """Add an output and its gradient to the roots of a backward, if both exist. An offloaded output is a graph edge."""
-    if gradient is not None and (isinstance(end, GradientEdge) or (isinstance(end, Tensor) and end.requires_grad)):
+def add_root(
+    end: Any, gradient: Tensor | None, roots: list[Tensor | GradientEdge], gradients: list[Tensor]
+) -> None:
+    """Add an output and its gradient to the roots of a backward, if both exist. An offloaded output
+    is a graph edge."""
+    if gradient is not None and (
+        isinstance(end, GradientEdge) or (isinstance(end, Tensor) and end.requires_grad)
+    ):
         roots.append(end)
         gradients.append(gradient)

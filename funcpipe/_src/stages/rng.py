@@ -1,8 +1,8 @@
 """Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch alone.
 
-CPU operations share one generator per process and ``F.dropout`` takes none, so every random operation of a forward is
-caught (`drawing`) and given a generator seeded by its key. Where the draw happens is read from the Python stack: the
-innermost layer of the stage whose method is running.
+CPU operations share one generator per process and ``F.dropout`` takes none, so every random
+operation of a forward is caught (`drawing`) and given a generator seeded by its key. Where the draw
+happens is read from the Python stack: the innermost layer of the stage whose method is running.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fold_in(seed: int, data: int | str) -> int:
         return _mix(operator.index(seed), data if isinstance(data, str) else operator.index(data))
     except TypeError:
         raise PlanError(
-            f"fold_in takes a seed and an int or a name: fold_in(seed, step); got {seed!r} and {data!r}"
+            f"fold_in takes a seed and an int or a name: fold_in(seed, step); got {seed!r} and "
+            f"{data!r}"
         ) from None
 
 
@@ -60,7 +61,8 @@ def _mix(*parts: int | str) -> int:
 class Keys:
     """The keys of one run: the seed, and the stage that draws at each path.
 
-    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's first.
+    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's
+    first.
     """
 
     def __init__(self, seed: int | None, stages: Sequence[Stage], first: int = 0) -> None:
@@ -69,43 +71,52 @@ class Keys:
         self.owners: dict[str, tuple[int, int]] = {}
 
     def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
-        """The path of a drawing layer; unique in the model, so the place of the cuts does not matter.
+        """The path of a drawing layer; unique in the model, so the place of the cuts does not
+        matter.
 
-        Only where two stages have layers of the same path (they come from separate modules) the stage's name is put
-        before it. A function stage draws by its name. The part of a composition is the one that runs, or as given.
+        Only where two stages have layers of the same path (they come from separate modules) the
+        stage's name is put before it. A function stage draws by its name. The part of a composition
+        is the one that runs, or as given.
         """
         part = self._part(stage, part)
-        return f"{part.name}.{layer}" if layer and id(part) in self._clashing else layer or part.name
+        return (
+            f"{part.name}.{layer}" if layer and id(part) in self._clashing else layer or part.name
+        )
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
         """The seed of the generator of a draw."""
         return _mix(self.seed or 0, path, nth, self.first + microbatch)
 
     def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
-        """Refuse a draw without a seed, without a path of its own, or at a path that another stage draws at.
+        """Refuse a draw without a seed, without a path of its own, or at a path that another stage
+        draws at.
 
         Raises:
             DrawError: for such a draw; ``what`` is the operation.
         """
         if self.seed is None:
             raise DrawError(
-                f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., seed=step); a new seed "
-                "for each step, e.g. fp.fold_in(seed, step)"
+                f"stage {stage} draws random numbers ({what}), but no seed was given: run(..., "
+                "seed=step); a new seed for each step, e.g. fp.fold_in(seed, step)"
             )
         part = self._part(stage, part)
         path = self.path(stage, layer, part)
         if layer and not part.name and id(part) in self._clashing:
             raise DrawError(
-                f"stage {stage} draws random numbers in its layer {layer!r} and has no name, while another stage has "
-                "layers at the same paths; give the stages names (name=), so that they draw different numbers"
+                f"stage {stage} draws random numbers in its layer {layer!r} and has no name, "
+                "while another stage has layers at the same paths; give the stages names "
+                "(name=), so that they draw different numbers"
             )
         if not path:
-            raise DrawError(f"stage {stage} draws random numbers but has no name to key them by; give it one: name=...")
+            raise DrawError(
+                f"stage {stage} draws random numbers but has no name to key them by; give it one: "
+                "name=..."
+            )
         owner = self.owners.setdefault(path, (stage, id(part)))
         if owner != (stage, id(part)):
             raise DrawError(
-                f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would draw the same; give "
-                "each stage its own name (name=)"
+                f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would "
+                "draw the same; give each stage its own name (name=)"
             )
 
     def _part(self, stage: int, part: Stage | None) -> Stage:
@@ -125,8 +136,8 @@ class KeyedDraws(CatchDraws):
 
     Attributes:
         counts: draws so far by path.
-        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region, with how many draws
-            each made.
+        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region,
+            with how many draws each made.
     """
 
     __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
@@ -151,8 +162,14 @@ class KeyedDraws(CatchDraws):
 
     def replay(self) -> KeyedDraws | None:
         """What draws the same again in a backward; None: no checkpoint region drew."""
-        replays = {path: self.counts[path] for path, region in self.regions.items() if region is not None}
-        return KeyedDraws(self.keys, self.stage, self.places, self.microbatch, replays) if replays else None
+        replays = {
+            path: self.counts[path] for path, region in self.regions.items() if region is not None
+        }
+        return (
+            KeyedDraws(self.keys, self.stage, self.places, self.microbatch, replays)
+            if replays
+            else None
+        )
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that may draw, with its key."""
@@ -160,17 +177,20 @@ class KeyedDraws(CatchDraws):
         twin = twin_of(func, device.type)
         if kwargs.get("generator") is not None:
             raise DrawError(
-                f"stage {self.stage} draws with a generator of its own in {func}; a stage is pure, so leave the "
-                "generator out: run(..., seed=) keys every draw"
+                f"stage {self.stage} draws with a generator of its own in {func}; a stage is "
+                "pure, so leave the generator out: run(..., seed=) keys every draw"
             )
         if twin is not None:
             generator = torch.Generator(device)
-            return self._draw(generator, func, lambda: twin(*args, **kwargs | {"generator": generator}))
+            return self._draw(
+                generator, func, lambda: twin(*args, **kwargs | {"generator": generator})
+            )
         with borrowed(device) as generator:
             return self._draw(generator, func, lambda: func(*args, **kwargs))
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
-        """Run an operation with a generator seeded by its key. Attention without dropout could draw, but does not."""
+        """Run an operation with a generator seeded by its key. Attention without dropout could
+        draw, but does not."""
         layer, region, depth = locate(self.places)
         path = self._path(layer)
         nth = self.counts.get(path, 0)
@@ -180,19 +200,23 @@ class KeyedDraws(CatchDraws):
         start = generator.get_state()
         try:
             return call()
-        finally:  # a region that is computed again leaves by an error as soon as it has what it wants
+        finally:  # a recomputed region leaves by an error as soon as it has its values
             if not torch.equal(generator.get_state(), start):
                 self._check(func, layer, path, region, depth)
                 self.counts[path] = self.counts.get(path, 0) + 1
 
     def _path(self, layer: str) -> str:
-        """The path of a draw. A recomputation is outside of the part of a composition that asked for it: of all that may be
-        repeated it is the one that it can be."""
+        """The path of a draw. A recomputation is outside of the part of a composition that asked
+        for it: of all that may be repeated it is the one that it can be."""
         path = self.keys.path(self.stage, layer)
         if self.replays is None or path in self.replays:
             return path
         names = {part.name for part in self.keys.stages[self.stage].simple()}
-        like = [known for known in self.replays if (known.endswith(f".{layer}") if layer else known in names)]
+        like = [
+            known
+            for known in self.replays
+            if (known.endswith(f".{layer}") if layer else known in names)
+        ]
         return like[0] if len(like) == 1 else path
 
     def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
@@ -200,22 +224,22 @@ class KeyedDraws(CatchDraws):
         if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(
-                    f"{path!r} draws random numbers in the backward of stage {self.stage}; only what "
-                    "torch.utils.checkpoint computes again may draw there"
+                    f"{path!r} draws random numbers in the backward of stage {self.stage}; only "
+                    "what torch.utils.checkpoint computes again may draw there"
                 )
             return
         self.keys.claim(self.stage, layer, func)
         if depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(
-                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and outside of it, or in "
-                "several; the recomputation could not draw the same. Use fp.schedules.remat instead of checkpoint "
-                "for stage "
-                f"{self.stage}"
+                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and "
+                "outside of it, or in several; the recomputation could not draw the same. Use "
+                f"fp.schedules.remat instead of checkpoint for stage {self.stage}"
             )
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
-    """The layer that draws, the innermost checkpoint region around it, and the number of regions around it."""
+    """The layer that draws, the innermost checkpoint region around it, and the number of regions
+    around it."""
     layer: str | None = None
     regions: list[Any] = []
     for frame in frames():
@@ -229,7 +253,8 @@ def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
 
 @contextmanager
 def borrowed(device: torch.device) -> Generator[torch.Generator]:
-    """The device's own generator, for operations that take none; its state is put back afterwards."""
+    """The device's own generator, for operations that take none; its state is put back
+    afterwards."""
     with _global_draw:
         generator = default_generator(device)
         state = generator.get_state()
@@ -244,12 +269,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)
-    return module.default_generators[device.index if ":" in str(device) else module.current_device()]
+    return module.default_generators[
+        device.index if ":" in str(device) else module.current_device()
+    ]
 
 
 @cache
 def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
-    """Return the overload of a random operation that takes a generator, or an equal function for a device, or None."""
+    """Return the overload of a random operation that takes a generator, or an equal function for a
+    device, or None."""
     if func is torch.ops.aten.native_dropout.default and device == "cpu":
         return _dropout_of_cpu
 
@@ -262,13 +290,17 @@ def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
     packet = func.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
-        other_signature = [(a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"]
+        other_signature = [
+            (a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"
+        ]
         if takes(other) and other_signature == signature:
             return other
     return None
 
 
-def _dropout_of_cpu(input: Tensor, p: float, train: bool | None, *, generator: Any) -> tuple[Tensor, Tensor]:
+def _dropout_of_cpu(
+    input: Tensor, p: float, train: bool | None, *, generator: Any
+) -> tuple[Tensor, Tensor]:
     """Compute `torch.native_dropout` as torch does on the CPU, where it takes no generator."""
     mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator)
     return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask.bool()

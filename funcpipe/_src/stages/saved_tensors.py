@@ -1,17 +1,19 @@
-"""Takes what autograd saved out of a graph, so that it can be moved: slots, and the memory that they share.
+"""Takes what autograd saved out of a graph, so that it can be moved: slots, and the memory that
+they share.
 
-Autograd lets hooks be put on a saved tensor after the forward, so a forward that is not moved pays nothing, and stages
-may use what refuses saved-tensor hooks (torch.func).
+Autograd lets hooks be put on a saved tensor after the forward, so a forward that is not moved pays
+nothing, and stages may use what refuses saved-tensor hooks (torch.func).
 
 What stays on the device:
 
 - parameters, state and the batch, which others keep anyway, and what shares their memory;
 - single numbers (torch takes those of the program, as the 2 in ``x * 2``, for numbers again);
-- tensors that are not torch's own dense ones (subclasses, sparse, quantized, conjugate views), that lie elsewhere, or
-  whose memory torch did not allocate;
-- what torch does not show: saved by operations written in C++, by an in-place operation on a view (``CopySlices``), or
-  as an attribute of the ``ctx`` of an ``autograd.Function``;
-- what another hook has packed (in a ``torch.utils.checkpoint`` region nothing is kept but its inputs, which move).
+- tensors that are not torch's own dense ones (subclasses, sparse, quantized, conjugate views), that
+  lie elsewhere, or whose memory torch did not allocate;
+- what torch does not show: saved by operations written in C++, by an in-place operation on a view
+  (``CopySlices``), or as an attribute of the ``ctx`` of an ``autograd.Function``;
+- what another hook has packed (in a ``torch.utils.checkpoint`` region nothing is kept but its
+  inputs, which move).
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ from funcpipe._src.devices.host_link import HostStream
 _ALIGNED = 64
 """Torch's allocations on the CPU begin at a multiple of so many bytes."""
 _BLOCK = 512
-"""On CUDA at a multiple of this: such an offset can be taken off, and kernels see the same alignment."""
+"""On CUDA at a multiple of this: such an offset can be taken off, and kernels see the same
+alignment."""
 
 _names_of = Remembered(saved_names)
 
 
 class SavedSlot:
-    """The place of one saved tensor: autograd holds the slot, the slot the tensor while that is on the device."""
+    """The place of one saved tensor: autograd holds the slot, the slot the tensor while that is on
+    the device."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -57,7 +61,8 @@ def _unpack(slot: SavedSlot) -> Tensor:
 
 
 def take_out(roots: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> list[SavedSlot]:
-    """Put every saved tensor that can be moved, in the graph behind some tensors or edges, into a slot.
+    """Put every saved tensor that can be moved, in the graph behind some tensors or edges, into a
+    slot.
 
     Raises:
         RuntimeError: autograd's own, where a saved tensor was modified in place.
@@ -75,8 +80,8 @@ def take_out(roots: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> lis
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
     """What a node saved, as pairs of autograd's handle and the tensor.
 
-    The tensor is read as a backward would read it, which checks whether it was modified since. One that is packed
-    already is left alone: to read it would be to unpack it.
+    The tensor is read as a backward would read it, which checks whether it was modified since. One
+    that is packed already is left alone: to read it would be to unpack it.
     """
     for hidden, name in _names_of(type(node)):
         handles = _many(getattr(node, hidden))
@@ -89,7 +94,9 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
 
 def is_packed(node: Any) -> bool:
     """Did another hook pack what a node saved, as ``torch.utils.checkpoint`` does."""
-    handles = [handle for hidden, _ in _names_of(type(node)) for handle in _many(getattr(node, hidden))]
+    handles = [
+        handle for hidden, _ in _names_of(type(node)) for handle in _many(getattr(node, hidden))
+    ]
     return any(handle.unpack_hook not in (None, _unpack) for handle in handles)
 
 
@@ -115,7 +122,8 @@ class SavedView(NamedTuple):
 
 
 class SavedPiece:
-    """A stretch of memory with all slots that lie in it; copied once, and then all of them are views of the copy.
+    """A stretch of memory with all slots that lie in it; copied once, and then all of them are
+    views of the copy.
 
     Attributes:
         flat: the stretch, as numbers of the smallest type in it.
@@ -166,7 +174,9 @@ def _offset(tensor: Tensor) -> int:
 
 def _end(tensor: Tensor) -> int:
     """The byte after the last of a tensor, from where its memory begins."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
     return (_offset(tensor) + last + 1) * tensor.itemsize
 
 
@@ -175,5 +185,7 @@ def saved_pieces(slots: Sequence[SavedSlot]) -> list[SavedPiece]:
     groups: dict[tuple[int, int], list[SavedSlot]] = {}
     for slot in slots:
         if slot.tensor is not None:
-            groups.setdefault((address(slot.tensor), slot.tensor.untyped_storage().nbytes()), []).append(slot)
+            groups.setdefault(
+                (address(slot.tensor), slot.tensor.untyped_storage().nbytes()), []
+            ).append(slot)
     return [SavedPiece(group) for group in groups.values()]

@@ -1,9 +1,11 @@
-"""The backward of an eager stage in two halves: to its inputs (I), and to the weights of heavy operations (W).
+"""The backward of an eager stage in two halves: to its inputs (I), and to the weights of heavy
+operations (W).
 
-Matrix products and convolutions compute the gradient of their input and that of their weight apart. So I walks the graph to
-the inputs, and to all parameters but such weights, and keeps the gradients that arrive at these operations; W begins there.
-Anything else would be done twice, so it is not put off. (torch.distributed.pipelining's ``stage_backward_input`` puts off
-every operation, after Qi et al. 2024, Zero Bubble, section 3.)
+Matrix products and convolutions compute the gradient of their input and that of their weight apart.
+So I walks the graph to the inputs, and to all parameters but such weights, and keeps the gradients
+that arrive at these operations; W begins there. Anything else would be done twice, so it is not put
+off. (torch.distributed.pipelining's ``stage_backward_input`` puts off every operation, after Qi et
+al. 2024, Zero Bubble, section 3.)
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from funcpipe._src.stages.params import versions
 from funcpipe._src.stages.saved_tensors import is_packed
 
 _ADDED = {"Addbmm": 0, "Addmm": 0, "Addmv": 0, "Baddbmm": 0, "Convolution": 2, "Linear": 2}
-_HEAVY = {f"{name}Backward0": _ADDED.get(name) for name in (*_ADDED, "Bmm", "CudnnConvolution", "Mm", "Mv")}
+_HEAVY = {
+    f"{name}Backward0": _ADDED.get(name)
+    for name in (*_ADDED, "Bmm", "CudnnConvolution", "Mm", "Mv")
+}
 """Operations that compute each gradient by itself, and only those that are asked for.
 
-Each with the place of what it adds, None for nothing. A bias does not wait, so that it is all the same whether a layer adds
-it in its product or after it, which torch decides by how the input lies in memory.
+Each with the place of what it adds, None for nothing. A bias does not wait, so that it is all the
+same whether a layer adds it in its product or after it, which torch decides by how the input lies
+in memory.
 """
 
 _WHOLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""What can be walked only once, and to all its leaves: regions of the reentrant checkpoint, and of ``torch.compile``."""
+"""What can be walked only once, and to all its leaves: regions of the reentrant checkpoint, and of
+``torch.compile``."""
 
 
 class Waiting(NamedTuple):
@@ -57,10 +64,12 @@ class Waiting(NamedTuple):
             return
         if versions(self.gradients) != self.versions:
             raise PlanError(
-                "a backward in the stage (of an autograd.Function, or a hook) writes into the gradient that it gets, which "
-                "others get as well; return a new one: grad * 2, not grad.mul_(2)"
+                "a backward in the stage (of an autograd.Function, or a hook) writes into the "
+                "gradient that it gets, which others get as well; return a new one: grad * 2, not "
+                "grad.mul_(2)"
             )
-        # Hooks that the stage has put on what the operation gave were called in I, and are here once more.
+        # Hooks that the stage has put on what the operation gave were called in I, and are here
+        # once more.
         again = self.node.register_prehook(lambda _: tuple(self.gradients))
         try:
             walk_back(self.roots, self.gradients, self.leaves)
@@ -90,7 +99,9 @@ class EagerWeights(NamedTuple):
         return sum(gradient.nbytes for waiting in self.waiting for gradient in waiting.gradients)
 
 
-def numbers_that_wait(roots: Sequence[Tensor], inputs: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
+def numbers_that_wait(
+    roots: Sequence[Tensor], inputs: Sequence[Tensor], params: Sequence[Tensor]
+) -> set[int]:
     """Return the numbers of the parameters that `walk_to_inputs` leaves to W."""
     if not inputs:
         return {*range(len(params))}
@@ -106,10 +117,13 @@ def walk_to_inputs(
     inputs: Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> list[Waiting]:
-    """Walk back to the inputs, and to the parameters that do not wait. Returns the walks to the others."""
+    """Walk back to the inputs, and to the parameters that do not wait. Returns the walks to the
+    others."""
     if not inputs:  # nobody waits for anything
         return [Waiting(roots, gradients, params)]
-    nodes = [(root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots]
+    nodes = [
+        (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots
+    ]
     heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
     later = {id(weight) for weights in heavy.values() for weight in weights}
     arrived: list[tuple[Any, Tensor, Sequence[int]]] = []
@@ -126,12 +140,20 @@ def walk_to_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return [Waiting([GradientEdge(node, 0)], [found], heavy[node], node, count) for node, found, count in arrived]
+    return [
+        Waiting([GradientEdge(node, 0)], [found], heavy[node], node, count)
+        for node, found, count in arrived
+    ]
 
 
-def _heavy_operations(roots: Sequence[Any], inputs: Set[int], params: Set[int]) -> dict[Any, list[Tensor]]:
-    """The heavy operations between these nodes and inputs (ids), and the parameters that are reached through each alone."""
-    behind: dict[Any, Sequence[tuple[Any, int]]] = {}  # every node, and what follows it on the way back
+def _heavy_operations(
+    roots: Sequence[Any], inputs: Set[int], params: Set[int]
+) -> dict[Any, list[Tensor]]:
+    """The heavy operations between these nodes and inputs (ids), and the parameters that are
+    reached through each alone."""
+    behind: dict[
+        Any, Sequence[tuple[Any, int]]
+    ] = {}  # every node, and what follows it on the way back
     passing: dict[Any, None] = {}  # what leads to an input
     todo: list[tuple[Any, bool]] = [(root, False) for root in roots]
     while todo:
@@ -174,7 +196,9 @@ def _heavy_operations(roots: Sequence[Any], inputs: Set[int], params: Set[int]) 
             not_alone.add(owner)
         elif leaf is not None and id(leaf) in params:
             weights.setdefault(owner, []).append(leaf)
-    return {node: found for node, found in weights.items() if node is not None and node not in not_alone}
+    return {
+        node: found for node, found in weights.items() if node is not None and node not in not_alone
+    }
 
 
 def _leaf(node: Any) -> Tensor | None:

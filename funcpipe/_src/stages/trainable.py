@@ -1,4 +1,5 @@
-"""Finds the leaves of the parameters that get gradients, and those that are one parameter in several stages."""
+"""Finds the leaves of the parameters that get gradients, and those that are one parameter in
+several stages."""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ def trainable_leaves(
     marked: bool | None = None,
     leaves: Sequence[Sequence[Any]] | None = None,
 ) -> list[list[bool]]:
-    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know. Raises PlanError.
+    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know.
+    Raises PlanError.
 
     ``leaves`` are those of the trees, where they are at hand.
     """
     flat = leaves or [flatten(tree)[0] for tree in trees]
     if trainable is None:
         marked = is_marked(flat) if marked is None else marked
-        return [[is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in row] for row in flat]
+        return [
+            [is_differentiable(leaf) and (leaf.requires_grad or not marked) for leaf in row]
+            for row in flat
+        ]
     if isinstance(trainable, bool):
         return [[trainable and is_differentiable(leaf) for leaf in row] for row in flat]
     if callable(trainable):
@@ -45,19 +50,24 @@ def trainable_leaves(
             names = [".".join(map(str, (stage, *path))) for path in paths(tree)]
             pairs = zip(names, flat[stage], strict=True)
             try:
-                chosen.append([is_differentiable(leaf) and bool(trainable(name, leaf)) for name, leaf in pairs])
+                chosen.append(
+                    [
+                        is_differentiable(leaf) and bool(trainable(name, leaf))
+                        for name, leaf in pairs
+                    ]
+                )
             except BaseException as error:
                 fail(error, Where(None, "", None, "trainable", ""))
         return chosen
     if isinstance(trainable, str) or not isinstance(trainable, Sequence):
         raise PlanError(
-            "trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree of bools for each "
-            f"stage; got {trainable!r}"
+            "trainable is True, False, a function (name, leaf) -> bool, or a tuple with a tree "
+            f"of bools for each stage; got {trainable!r}"
         )
     if len(trainable) != len(trees):
         raise PlanError(
-            f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or a tree of them for "
-            "each"
+            f"trainable has {len(trainable)} entries for {len(trees)} stages; give True, False or "
+            "a tree of them for each"
         )
     return [_flags(stage, tree, trainable[stage]) for stage, tree in enumerate(trees)]
 
@@ -71,18 +81,23 @@ def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
     flags, choice_spec = flatten(choice)
     if choice_spec != spec or not all(isinstance(flag, bool) for flag in flags):
         raise PlanError(
-            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); got {choice_spec}"
+            f"trainable[{stage}] is True, False, or a tree of them like params[{stage}] ({spec}); "
+            f"got {choice_spec}"
         )
     pairs = zip(paths(tree), leaves, flags, strict=True)
     if wrong := [str(path) for path, leaf, flag in pairs if flag and not is_differentiable(leaf)]:
         raise PlanError(
-            f"trainable[{stage}] names leaves that cannot have gradients (not floating): {', '.join(wrong)}"
+            f"trainable[{stage}] names leaves that cannot have gradients (not floating): "
+            f"{', '.join(wrong)}"
         )
     return flags
 
 
 def resolve_ties(
-    plan: Plan, trees: Sequence[Tree], trained: list[list[bool]], here: Collection[int] | None = None
+    plan: Plan,
+    trees: Sequence[Tree],
+    trained: list[list[bool]],
+    here: Collection[int] | None = None,
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The plan's ties as groups of (stage, leaf number), -1 in stages that are not here.
 
@@ -102,7 +117,9 @@ def resolve_ties(
             if path in leaf_paths:
                 members.append((stage, leaf_paths.index(path)))
             else:
-                faults.append(f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}")
+                faults.append(
+                    f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}"
+                )
         known = [(stage, number) for stage, number in members if number >= 0]
         shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in known}
         if len(shapes) > 1:
@@ -115,10 +132,14 @@ def resolve_ties(
 
 
 def tied_members(
-    plan: Plan, trees: Sequence[Tree], leaves: Sequence[Sequence[Any]], trainable: Trainable, here: Collection[int]
+    plan: Plan,
+    trees: Sequence[Tree],
+    leaves: Sequence[Sequence[Any]],
+    trainable: Trainable,
+    here: Collection[int],
 ) -> tuple[tuple[tuple[int, TensorLayout, bool, bool], ...], ...]:
-    """For each tie, for each member that is here: its place, its layout, whether it is trained where some leaf of any
-    stage requires a gradient, and where none does.
+    """For each tie, for each member that is here: its place, its layout, whether it is trained
+    where some leaf of any stage requires a gradient, and where none does.
 
     Raises:
         PlanError: a tie names no leaf, or what is no tensor.
@@ -133,7 +154,9 @@ def tied_members(
             if number >= 0:
                 leaf = leaves[stage][number]
                 some, none = (flags[stage][number] for flags in either)
-                members.append((place, TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype), some, none))
+                members.append(
+                    (place, TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype), some, none)
+                )
         out.append(tuple(members))
     return tuple(out)
 
@@ -144,7 +167,8 @@ def refuse_undeclared_ties(
     trained: list[list[bool]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be summed."""
+    """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be
+    summed."""
     declared = {member: number for number, group in enumerate(ties) for member in group}
     first: dict[int, tuple[int, int]] = {}
     for stage, row in enumerate(leaves):
@@ -158,9 +182,10 @@ def refuse_undeclared_ties(
             if group is None or group != declared.get(other):
                 here, there = paths(trees[stage])[number], paths(trees[other[0]])[other[1]]
                 raise PlanError(
-                    f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at {key_of(here)!r} are one tensor "
-                    f"in two stages; say so, and its gradients are summed: make_plan(..., ties=[(({other[0]}, "
-                    f"{key_of(there)!r}), ({stage}, {key_of(here)!r}))])"
+                    f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at "
+                    f"{key_of(here)!r} are one tensor in two stages; say so, and its gradients "
+                    f"are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), "
+                    f"({stage}, {key_of(here)!r}))])"
                 )
 
 

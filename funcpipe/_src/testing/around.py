@@ -17,7 +17,8 @@ Hook: TypeAlias = Callable[[StageCall, Tree, Tree, dict[str, Any]], Any]
 
 
 class HookedFn(Bindable):
-    """The function of a stage with a hook around it; what it declares, draws and is made of stays the same."""
+    """The function of a stage with a hook around it; what it declares, draws and is made of stays
+    the same."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
         self.stage, self.hook = stage, hook

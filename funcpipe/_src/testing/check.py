@@ -1,4 +1,5 @@
-"""check_stage: calls one stage alone as a run would, and reports every fault that a run would meet."""
+"""check_stage: calls one stage alone as a run would, and reports every fault that a run would
+meet."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from funcpipe._src.testing.observe import generators_kept
 from funcpipe._src.testing.probe import Arguments, Probe
 
 FAULTS = {
-    "output": "returns None, an iterator, tensors in an unregistered container, or another stash than it declares",
+    "output": (
+        "returns None, an iterator, tensors in an unregistered container, or another stash than "
+        "it declares"
+    ),
     "finite": "returns NaN or Inf",
     "gradient": "gives NaN or Inf as a gradient, or none at all",
     "unused": "has trainable parameters that no gradient reaches",
@@ -56,8 +60,8 @@ class StageReport:
         draws: does it draw random numbers.
         in_place: what of its input it writes into; a run gives it a copy of its own.
         unused: trainable parameters that no gradient reaches.
-        rows: "independent" (each row of the outputs follows from its own row of the inputs), "dependent", or
-            "not compared".
+        rows: "independent" (each row of the outputs follows from its own row of the inputs),
+            "dependent", or "not compared".
         allowed: the faults that ``allow=`` let pass.
     """
 
@@ -72,8 +76,8 @@ class StageReport:
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: {'yes' if self.draws else 'no'}; "
-            f"rows: {self.rows}"
+            f"stage {self.name!r}: {self.num_bytes} bytes out; draws random numbers: "
+            f"{'yes' if self.draws else 'no'}; rows: {self.rows}"
         ]
         lines += [f"  {where}: {kind}" for where, kind in self.outputs]
         lines += [f"  writes in place into {', '.join(self.in_place)}"] if self.in_place else []
@@ -95,16 +99,18 @@ def check_stage(
     independent_rows: bool = False,
     allow: Collection[str] = (),
 ) -> StageReport:
-    """Is this a stage that a run can rely on: pure, deterministic, with gradients for all of its parameters.
+    """Is this a stage that a run can rely on: pure, deterministic, with gradients for all of its
+    parameters.
 
-    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as remat does, in a
-    second run, with one row less) and backward. Every fault is reported, each with its name in brackets; `FAULTS` lists
-    them. The stage gets copies, so what you give is not written to.
+    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as
+    remat does, in a second run, with one row less) and backward. Every fault is reported, each with
+    its name in brackets; `FAULTS` lists them. The stage gets copies, so what you give is not
+    written to.
 
-    Not seen is what a stage changes outside of Python (files) or in objects of other packages that it closes over. What
-    only the first call of a shape changes (a table filled once) is no fault. A write into the input is legal in a run
-    and common at the front of modules, so for modules and compositions it is only reported; for a function it is a
-    fault.
+    Not seen is what a stage changes outside of Python (files) or in objects of other packages that
+    it closes over. What only the first call of a shape changes (a table filled once) is no fault. A
+    write into the input is legal in a run and common at the front of modules, so for modules and
+    compositions it is only reported; for a function it is a fault.
 
     >>> import torch, funcpipe as fp
     >>> @fp.stage
@@ -120,10 +126,10 @@ def check_stage(
         skips, feeds, state: what the stage declares, as for a direct call.
         train: what it gets if it takes ``train``.
         seed: keys its random numbers.
-        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name, leaf), or a tree of
-            bools.
-        independent_rows: a row of the outputs must depend on its own row of the inputs only, as law 2 (same as no
-            pipeline) wants. The report says it anyway, unless the stage draws.
+        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name,
+            leaf), or a tree of bools.
+        independent_rows: a row of the outputs must depend on its own row of the inputs only, as law
+            2 (same as no pipeline) wants. The report says it anyway, unless the stage draws.
         allow: names of faults to let pass.
 
     Returns:
@@ -162,23 +168,33 @@ def check_stage(
 def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
     if not isinstance(stage, Stage):
         raise PlanError(
-            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with fp.stage(fn) or "
-            "fp.from_module(module)"
+            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with "
+            "fp.stage(fn) or fp.from_module(module)"
         )
     faults: list[str] = []
     for keyword, names, values in (("skips", stage.pop, skips), ("feeds", stage.feeds, feeds)):
         faults += [f"{keyword} lacks {name!r}" for name in names if name not in (values or {})]
         faults += [
-            f"{keyword} has {name!r}, which the stage does not declare" for name in values or {} if name not in names
+            f"{keyword} has {name!r}, which the stage does not declare"
+            for name in values or {}
+            if name not in names
         ]
     faults += ["the stage declares state; give state="] if stage.state and state is None else []
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
-    faults += [f"allow names {name!r}; the faults are {', '.join(FAULTS)}" for name in allow if name not in FAULTS]
+    faults += [
+        f"allow names {name!r}; the faults are {', '.join(FAULTS)}"
+        for name in allow
+        if name not in FAULTS
+    ]
     raise_all(f"check_stage cannot call stage {stage.name!r}:", faults)
 
 
 def _check_trees(stage: Stage, trees: Mapping[str, Tree]) -> None:
     """Refuse trees that a run would refuse. Raises PlanError."""
-    faults = [fault for name, tree in trees.items() for fault in refuse_hidden(tree, name, *flatten(tree))]
-    raise_all(f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults)
+    faults = [
+        fault for name, tree in trees.items() for fault in refuse_hidden(tree, name, *flatten(tree))
+    ]
+    raise_all(
+        f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults
+    )

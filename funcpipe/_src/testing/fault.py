@@ -28,11 +28,12 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class FaultAt:
-    """Make a stage fail at one action of a run: ``FaultAt(stage, microbatch, kind)(stages) -> stages``.
+    """Make a stage fail at one action of a run: ``FaultAt(stage, microbatch, kind)(stages) ->
+    stages``.
 
-    The action is the run's own, so no feed has to carry a number, and every schedule, executor, remat and kind of stage
-    works. Called outside of a run the stages do what they did before. Faults add up: each takes stages and gives
-    stages.
+    The action is the run's own, so no feed has to carry a number, and every schedule, executor,
+    remat and kind of stage works. Called outside of a run the stages do what they did before.
+    Faults add up: each takes stages and gives stages.
 
     >>> import torch, funcpipe as fp
     >>> stages = funcpipe.testing.FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
@@ -46,17 +47,20 @@ class FaultAt:
     Args:
         stage: index of the stage in what it is called on.
         microbatch: index of the microbatch.
-        kind: F; R (the forward that remat repeats; a plan without remat has none); B (the backward, also where the
-            schedule splits it and it is I); I (only where it is split). The backward of an eager stage whose input needs
-            no gradient is all in W, and so are these then. A `Kind` or its letter.
-        error: what ``raise`` takes, raised once the forward is done, or where the gradients of the outputs arrive. An
-            instance is raised itself, and its traceback then keeps the run's frames as long as the plan has it; a type
-            does not. Or a function: it gets every floating tensor that the forward hands out, or every gradient
-            that the backward begins with, and gives another or None for the same:
-            ``lambda t: t * float("nan")``, ``lambda t: time.sleep(60)``.
+        kind: F; R (the forward that remat repeats; a plan without remat has none); B (the backward,
+            also where the schedule splits it and it is I); I (only where it is split). The backward
+            of an eager stage whose input needs no gradient is all in W, and so are these then. A
+            `Kind` or its letter.
+        error: what ``raise`` takes, raised once the forward is done, or where the gradients of the
+            outputs arrive. An instance is raised itself, and its traceback then keeps the run's
+            frames as long as the plan has it; a type does not. Or a function: it gets every
+            floating tensor that the forward hands out, or every gradient that the backward begins
+            with, and gives another or None for the same: ``lambda t: t * float("nan")``, ``lambda
+            t: time.sleep(60)``.
 
     Raises:
-        PlanError: no such stage or kind. W is refused: it goes on with what I has left of a backward.
+        PlanError: no such stage or kind. W is refused: it goes on with what I has left of a
+            backward.
     """
 
     stage: int
@@ -77,11 +81,13 @@ class FaultAt:
             faults.append(f"kind is F, B, I or R; got {self.kind!r}")
         if self.kind is Kind.W:
             faults.append(
-                "kind is W, which goes on with what I has left: the gradients of the outputs, where faults of a backward "
-                "strike, have arrived; use 'I'"
+                "kind is W, which goes on with what I has left: the gradients of the outputs, "
+                "where faults of a backward strike, have arrived; use 'I'"
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
-            faults.append(f"error is an exception, its type, or a function of a tensor; got {self.error!r}")
+            faults.append(
+                f"error is an exception, its type, or a function of a tensor; got {self.error!r}"
+            )
         raise_all("no such fault:", faults)
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
@@ -89,11 +95,13 @@ class FaultAt:
         sequence = (stages,) if isinstance(stages, Stage) else stages
         if not isinstance(sequence, (tuple, list)):
             raise PlanError(
-                f"FaultAt(...) takes stages and gives stages, before the plan is made; got a {type(sequence).__name__}"
+                "FaultAt(...) takes stages and gives stages, before the plan is made; got a "
+                f"{type(sequence).__name__}"
             )
         if self.stage >= len(sequence):
             raise PlanError(
-                f"FaultAt(stage={self.stage}) was given {len(sequence)} stages; the last is stage {len(sequence) - 1}"
+                f"FaultAt(stage={self.stage}) was given {len(sequence)} stages; the last is stage "
+                f"{len(sequence) - 1}"
             )
         failing = hooked(sequence[self.stage], self._around)
         return (*sequence[: self.stage], failing, *sequence[self.stage + 1 :])
@@ -104,12 +112,19 @@ class FaultAt:
         if action is None or action.microbatch != self.microbatch:
             return out
         if self.kind in (Kind.B, Kind.I):
-            if torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves(tuple(normalise(out)))):
+            if torch.is_grad_enabled() and not any(
+                leaf.requires_grad for leaf in leaves(tuple(normalise(out)))
+            ):
                 raise PlanError(
-                    f"{self} can never strike: nothing that the stage returns requires a gradient, so its backward is "
-                    "empty; make its parameters trainable (trainable=True)"
+                    f"{self} can never strike: nothing that the stage returns requires a "
+                    "gradient, so its backward is empty; make its parameters trainable "
+                    "(trainable=True)"
                 )
-            return _over(out, lambda leaf: leaf.requires_grad, lambda tensors: _FailingBackward.apply(self, *tensors))
+            return _over(
+                out,
+                lambda leaf: leaf.requires_grad,
+                lambda tensors: _FailingBackward.apply(self, *tensors),
+            )
         return _over(out, is_differentiable, self._strike) if action.kind is self.kind else out
 
     def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -128,7 +143,8 @@ class FaultAt:
 class _FailingBackward(torch.autograd.Function):
     """The identity on the outputs of a stage; the fault strikes when their gradients are there.
 
-    One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of its run.
+    One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of
+    its run.
     """
 
     @staticmethod
@@ -146,8 +162,11 @@ class _FailingBackward(torch.autograd.Function):
         return (None, *fault._strike(gradients))
 
 
-def _over(out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]) -> Any:
-    """What a stage returned with the selected tensors changed in one call; one that stands twice stays one."""
+def _over(
+    out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]
+) -> Any:
+    """What a stage returned with the selected tensors changed in one call; one that stands twice
+    stays one."""
     result = normalise(out)
     loss = side_loss(result)
     loss_sum = None if loss is None else loss[0]

@@ -21,7 +21,8 @@ from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.stages.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
-"""The fields of a result in the order of their computation: the first that differs is nearest to the cause."""
+"""The fields of a result in the order of their computation: the first that differs is nearest to
+the cause."""
 
 _SHOWN = 10
 """How many differing leaves a message lists."""
@@ -41,7 +42,8 @@ def assert_matches_sequential(
     executors: Sequence[ExecutorLike] = ("serial", "threads"),
     whole_batch: float | None = None,
 ) -> Result:
-    """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have the same bits.
+    """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have
+    the same bits.
 
     >>> import torch, funcpipe as fp
     >>> stages = [fp.stage(lambda p, x: x * p["w"])] * 2
@@ -53,11 +55,13 @@ def assert_matches_sequential(
 
     Args:
         plan: with or without a loss.
-        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as for ``fp.run``.
+        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as for
+            ``fp.run``.
         executors: which to compare, as for ``fp.run``.
-        whole_batch: also compare loss, outputs and gradients with one microbatch of all rows, to this part of the
-            largest number in each tensor (1e-10 suits float64). It holds for stages that treat rows one by one, draw
-            nothing, and losses that are means, or sums with weights. None: do not compare.
+        whole_batch: also compare loss, outputs and gradients with one microbatch of all rows, to
+            this part of the largest number in each tensor (1e-10 suits float64). It holds for
+            stages that treat rows one by one, draw nothing, and losses that are means, or sums with
+            weights. None: do not compare.
 
     Returns:
         The result of the last executor.
@@ -67,8 +71,8 @@ def assert_matches_sequential(
     """
     if not executors or isinstance(executors, str):
         raise PlanError(
-            "executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), fp.graphs(plan); got "
-            f"{executors!r}"
+            "executors is a sequence of at least one of 'serial', 'threads', fp.lanes(plan), "
+            f"fp.graphs(plan); got {executors!r}"
         )
     options: dict[str, Any] = {"state": state, "feeds": feeds, "seed": seed, "trainable": trainable}
     options |= {"loss_scale": loss_scale, "threads_per_lane": threads_per_lane}
@@ -83,11 +87,28 @@ def assert_matches_sequential(
         )
         _compare(result, expected, _FIELDS, f"fp.run(executor={name})", "fp.run_sequential")
     if whole_batch is not None:
-        shared: dict[str, Any] = {"devices": plan.devices, "loss": plan.loss, "weight": plan.weight, "ties": plan.ties}
-        whole = make_plan(plan.stages, _in_one_piece(plan.schedule), train=plan.train, outputs=plan.outputs, **shared)
+        shared: dict[str, Any] = {
+            "devices": plan.devices,
+            "loss": plan.loss,
+            "weight": plan.weight,
+            "ties": plan.ties,
+        }
+        whole = make_plan(
+            plan.stages,
+            _in_one_piece(plan.schedule),
+            train=plan.train,
+            outputs=plan.outputs,
+            **shared,
+        )
         fields = ("loss", "outputs", "grads")
         title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
-        _compare(result, run_sequential(whole, params, batch, **options), fields, *title, part=whole_batch)
+        _compare(
+            result,
+            run_sequential(whole, params, batch, **options),
+            fields,
+            *title,
+            part=whole_batch,
+        )
     return result
 
 
@@ -95,22 +116,35 @@ def _in_one_piece(schedule: Schedule) -> Schedule:
     """One microbatch, in one piece, on the same devices."""
     if schedule.num_slices == 1:
         return schedule.first(1)
-    backward = [Action(Kind.B, stage) for stage in reversed(range(schedule.num_stages)) if schedule.has_backward]
+    backward = [
+        Action(Kind.B, stage)
+        for stage in reversed(range(schedule.num_stages))
+        if schedule.has_backward
+    ]
     actions = [*(Action(Kind.F, stage) for stage in range(schedule.num_stages)), *backward]
     rows = [
-        [action for action in actions if schedule.device_of[action.stage] == d] for d in range(schedule.num_devices)
+        [action for action in actions if schedule.device_of[action.stage] == d]
+        for d in range(schedule.num_devices)
     ]
     return Schedule(tuple(map(tuple, rows)), "in one piece")
 
 
 def _compare(
-    result: Result, expected: Result, fields: Sequence[str], name: str, reference: str, *, part: float | None = None
+    result: Result,
+    expected: Result,
+    fields: Sequence[str],
+    name: str,
+    reference: str,
+    *,
+    part: float | None = None,
 ) -> None:
     faults: list[str] = []
     count = 0
     for field in fields:
         a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
-        differing, leaf_count = ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+        differing, leaf_count = (
+            ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+        )
         faults += differing
         count += leaf_count
     first = faults[0].split(":")[0] if faults else ""
@@ -122,29 +156,44 @@ def _plain(tree: Tree) -> Tree:
     return tuple(tree) if isinstance(tree, Microbatches) else tree
 
 
-def differences(actual: Tree, expected: Tree, root: str, *, allowed: float | None = None) -> tuple[list[str], int]:
+def differences(
+    actual: Tree, expected: Tree, root: str, *, allowed: float | None = None
+) -> tuple[list[str], int]:
     """A line for each leaf that differs, and how many leaves there are.
 
     Args:
         actual, expected: the trees.
         root: what to call them.
-        allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this part of the largest.
+        allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this
+            part of the largest.
     """
     left, spec = flatten(actual)
     right, expected_spec = flatten(expected)
     if spec != expected_spec:
-        return [f"{root}: the structure is {spec} and should be {expected_spec}"], max(len(left), len(right))
+        return [f"{root}: the structure is {spec} and should be {expected_spec}"], max(
+            len(left), len(right)
+        )
     texts = [_difference(a, b, allowed) for a, b in zip(left, right, strict=True)]
     if not any(texts):
         return [], len(left)
-    return [f"{name}: {text}" for name, text in zip(locations(expected, root), texts, strict=True) if text], len(left)
+    return [
+        f"{name}: {text}"
+        for name, text in zip(locations(expected, root), texts, strict=True)
+        if text
+    ], len(left)
 
 
 def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
     """How a leaf differs; "" if it does not."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        return "" if _same(actual, expected) else f"{_short(actual)} came, {_short(expected)} expected"
-    if (actual.shape, actual.dtype, actual.device) != (expected.shape, expected.dtype, expected.device):
+        return (
+            "" if _same(actual, expected) else f"{_short(actual)} came, {_short(expected)} expected"
+        )
+    if (actual.shape, actual.dtype, actual.device) != (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    ):
         return f"{_short(actual)} came, {_short(expected)} expected"
     # One row of bytes per number, which every type has.
     a, b = _bytes(actual), _bytes(expected)
@@ -156,7 +205,9 @@ def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
     differs &= ~(x.isnan() & y.isnan())
     if allowed is not None:
         largest = y.abs()[y.isfinite()]
-        differs &= (x != y) & ~(distance <= allowed * float(largest.max() if largest.numel() else 0.0))
+        differs &= (x != y) & ~(
+            distance <= allowed * float(largest.max() if largest.numel() else 0.0)
+        )
     return _say(x, y, differs, distance, actual.shape) if differs.any() else ""
 
 
@@ -189,8 +240,9 @@ def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.S
     relative = errors / y[differs].abs()
     where = f"at {index}: " if index else ""
     return (
-        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(errors.max()):.3g} at most (relative "
-        f"{float(relative.max()):.3g}); first {where}{x[first].item()!r} came, {y[first].item()!r} expected"
+        f"{int(differs.sum())} of {x.numel()} numbers differ, by {float(errors.max()):.3g} at "
+        f"most (relative {float(relative.max()):.3g}); first {where}{x[first].item()!r} came, "
+        f"{y[first].item()!r} expected"
     )
 
 

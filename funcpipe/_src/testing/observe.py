@@ -45,7 +45,8 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     **{
         f"{each.name} ({each.setter})": (each.read, partial(_write, each))
         for each in switches()
-        if each.read is not None and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
+        if each.read is not None
+        and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
     },
 }
 """Of the process, which a stage must not change: how to read each, and to set it."""
@@ -80,31 +81,44 @@ class Observer:
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Call the stage, and note its side effects."""
-        params = map_leaves(lambda leaf: leaf, params)  # new containers, so that one fault is not many
+        params = map_leaves(
+            lambda leaf: leaf, params
+        )  # new containers, so that one fault is not many
         if self.stage.state:
             extras["state"] = map_tensors(torch.clone, extras["state"])
         state = extras.get("state", ())
         inputs = {
-            f"{kind}[{name!r}]": tree for kind in ("skips", "feeds") for name, tree in extras.get(kind, {}).items()
+            f"{kind}[{name!r}]": tree
+            for kind in ("skips", "feeds")
+            for name, tree in extras.get(kind, {}).items()
         }
         inputs["x"] = x
         snapshots = {name: Snapshot(named(tree, name)) for name, tree in inputs.items()}
-        params_before, state_before = Snapshot(named(params, "params")), Snapshot(named(state, "state"))
+        params_before, state_before = (
+            Snapshot(named(params, "params")),
+            Snapshot(named(state, "state")),
+        )
         settings, generators = {name: now() for name, (now, _) in _SETTINGS.items()}, _generators()
         returned = call(params, x, extras)
         for name, tree in inputs.items():
             for where in snapshots[name].written(tree, name):
                 self.in_place[where] = None
-                if not isinstance(self.stage.fn, Bindable):  # a module or a composition: layers like that are common
+                if not isinstance(
+                    self.stage.fn, Bindable
+                ):  # a module or a composition: layers like that are common
                     self.note(
                         "in-place",
-                        f"writes into {where}: a run gives it a copy, but a direct call writes into yours; compute "
-                        "out of place",
+                        f"writes into {where}: a run gives it a copy, but a direct call writes "
+                        "into yours; compute out of place",
                     )
         for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
         for where in state_before.written(state, "state"):
-            self.note("state", f"writes into {where}; return statistics in Out(stats=...) and fold them in commit=")
+            self.note(
+                "state",
+                f"writes into {where}; return statistics in Out(stats=...) and fold them in "
+                "commit=",
+            )
         for name, (now, put_back) in _SETTINGS.items():
             if now() != settings[name]:
                 self.note("settings", f"changes {name} from {settings[name]} to {now()}")
@@ -113,13 +127,17 @@ class Observer:
             if value != generators.get(name, value):
                 self.note(
                     "random",
-                    f"draws from, or seeds, the global generator of {name}; torch's random functions are keyed by "
-                    "fp.run(seed=)",
+                    f"draws from, or seeds, the global generator of {name}; torch's random "
+                    "functions are keyed by fp.run(seed=)",
                 )
         params_before.restore()
         out = self._returned(normalise(returned))
         tensors = [*leaves(inputs), *leaves((out.y, out.stash))]
-        self.memory += [StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
+        self.memory += [
+            StorageWeakRef(leaf.untyped_storage())
+            for leaf in tensors
+            if leaf.layout is torch.strided
+        ]
         return out
 
     def _returned(self, out: Out) -> Out:
@@ -129,13 +147,20 @@ class Observer:
         allowed = {*self.stage.stash, *self.stage.offers}
         for name in self.stage.stash:
             if name not in out.stash:
-                self.note("output", f"declares stash {name!r} but does not return it in Out(stash=...)")
+                self.note(
+                    "output", f"declares stash {name!r} but does not return it in Out(stash=...)"
+                )
         for name in out.stash:
             if name not in allowed:
-                self.note("output", f"returns stash {name!r} without declaring it; add stash=[{name!r}]")
+                self.note(
+                    "output", f"returns stash {name!r} without declaring it; add stash=[{name!r}]"
+                )
         stash = {name: out.stash.get(name, ()) for name in self.stage.stash}
         stash |= {name: tree for name, tree in out.stash.items() if name in allowed}
-        for root, tree in (("y", out.y), *((f"stash[{name!r}]", tree) for name, tree in stash.items())):
+        for root, tree in (
+            ("y", out.y),
+            *((f"stash[{name!r}]", tree) for name, tree in stash.items()),
+        ):
             values, spec = flatten(tree)
             for fault in refuse_hidden(tree, root, values, spec):
                 self.note("output", fault)
@@ -146,14 +171,19 @@ class Observer:
         loss = () if side is None else side[0]
         roots = [leaf for leaf in leaves((out.y, stash, loss)) if leaf.requires_grad]
         self.connected = bool(roots)
-        self.parameters |= {id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")}
+        self.parameters |= {
+            id(node.variable) for node in nodes_of(roots) if hasattr(node, "variable")
+        }
         return out._replace(stash=stash)
 
 
 def _generators() -> dict[str, Any]:
     """The states of the global random generators."""
     numpy: Any = sys.modules.get("numpy.random")
-    states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": random.getstate(),
+    }
     if numpy is not None:
         name, keys, *rest = numpy.get_state()
         states["numpy"] = (name, keys.tolist(), *rest)
@@ -162,7 +192,8 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def generators_kept() -> Generator[None]:
-    """Give torch and random their states back at the end; inside, torch has one that no stage would choose."""
+    """Give torch and random their states back at the end; inside, torch has one that no stage would
+    choose."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0x5EED)

@@ -30,7 +30,12 @@ class Arguments:
     """The arguments of a stage: copies, laid out as values between stages are."""
 
     def __init__(
-        self, params: Tree, x: Tree, skips: Mapping[str, Tree], feeds: Mapping[str, Tree], state: Tree
+        self,
+        params: Tree,
+        x: Tree,
+        skips: Mapping[str, Tree],
+        feeds: Mapping[str, Tree],
+        state: Tree,
     ) -> None:
         copies: dict[int, Tensor] = {}
 
@@ -41,8 +46,13 @@ class Arguments:
                 copies[id(leaf)] = dense(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
-        self.params, self.state = map_leaves(copy, params), () if state is None else map_leaves(copy, state)
-        self.x, self.skips, self.feeds = (map_leaves(copy, tree) for tree in (x, dict(skips), dict(feeds)))
+        self.params, self.state = (
+            map_leaves(copy, params),
+            () if state is None else map_leaves(copy, state),
+        )
+        self.x, self.skips, self.feeds = (
+            map_leaves(copy, tree) for tree in (x, dict(skips), dict(feeds))
+        )
         self.rows = next((leaf.shape[0] for leaf in leaves(self.x) if leaf.dim()), 0)
         self.floating = any(is_differentiable(leaf) for leaf in leaves(self.x))
         self.finite = all(bool(leaf.isfinite().all()) for leaf in copies.values())
@@ -57,7 +67,13 @@ class Arguments:
             return Border(values, spec, [is_differentiable(leaf) for leaf in values])
 
         skips = [border(self.skips[name]) for name in stage.pop]
-        return StageArgs(border(self.x), skips, [border(self.feeds[name]) for name in stage.feeds], None, microbatch)
+        return StageArgs(
+            border(self.x),
+            skips,
+            [border(self.feeds[name]) for name in stage.feeds],
+            None,
+            microbatch,
+        )
 
     def first(self, leaf: Any, rows: int) -> Any:
         """The first rows of a leaf that has as many rows as the input; any other leaf whole."""
@@ -101,7 +117,8 @@ class Probe:
         self.unused: list[str] = []
 
     def run(self, *, independent_rows: bool) -> BaseException | None:
-        """Make all calls. Returns what the stage raised, or None; after it no more faults are looked for."""
+        """Make all calls. Returns what the stage raised, or None; after it no more faults are
+        looked for."""
         try:
             self._first_call()
             before, captured = self._alive(), Snapshot(Reached(self.stage).found)
@@ -111,22 +128,28 @@ class Probe:
             return raised.__cause__
         reached = Reached(self.stage).found
         values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
-        strided = [value for value in values if isinstance(value, Tensor) and value.layout is torch.strided]
+        strided = [
+            value for value in values if isinstance(value, Tensor) and value.layout is torch.strided
+        ]
         storages = {storage_number(value.untyped_storage()) for value in strided}
         if self._alive() - before - storages:
             self.watch.note(
                 "kept",
-                "keeps its input, or what it returned, after the run; hand it on instead (stash, Out(stats=...))",
+                "keeps its input, or what it returned, after the run; hand it on instead (stash, "
+                "Out(stats=...))",
             )
         for name in captured.changes(reached):
             self.watch.note(
-                "captured", f"changes {name}, which it closes over; return it in Out(stats=...), fold it in commit="
+                "captured",
+                f"changes {name}, which it closes over; return it in Out(stats=...), fold it in "
+                "commit=",
             )
         for name, value in captured.values.items():
             if id(value) in self.watch.parameters:
                 self.watch.note(
                     "captured",
-                    f"closes over {name}, which requires a gradient and will get none; take it from params",
+                    f"closes over {name}, which requires a gradient and will get none; take it "
+                    "from params",
                 )
         return None
 
@@ -136,7 +159,8 @@ class Probe:
             gc.collect()
         return {ref.cdata for ref in self.watch.memory if not ref.expired()}
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
+    # -- calls
+    # -------------------------------------------------------------------------------
 
     def _bind(self) -> EagerBound:
         options: dict[str, Any] = {"trainable": self.wanted, "train": self.train, "backwards": True}
@@ -149,19 +173,32 @@ class Probe:
         return bound
 
     def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:
-        return self._attempt(lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises")
+        return self._attempt(
+            lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises"
+        )
 
     def _attempt(self, call: Callable[[], Any], prefix: str) -> Any:
         try:
             return call()
         except Exception as error:
-            # Draws without a key, and buffers that a module writes, are refused by the runtime in its own words.
-            known = "random" if isinstance(error, DrawError) else "state" if isinstance(error, PlanError) else ""
-            self.watch.note(known or "raises", str(error) if known else f"{prefix} {type(error).__name__}: {error}")
+            # Draws without a key, and buffers that a module writes, are refused by the runtime in
+            # its own words.
+            known = (
+                "random"
+                if isinstance(error, DrawError)
+                else "state"
+                if isinstance(error, PlanError)
+                else ""
+            )
+            self.watch.note(
+                known or "raises",
+                str(error) if known else f"{prefix} {type(error).__name__}: {error}",
+            )
             raise _Raised from error
 
     def _first_call(self) -> None:
-        """Call once unjudged, as a table that the first call of a shape fills is no fault; note outputs and draws."""
+        """Call once unjudged, as a table that the first call of a shape fills is no fault; note
+        outputs and draws."""
         bound = self._bind()
         out = self._forward(bound, 0)
         self.draws = self.train in self.watched.seen.draws
@@ -174,7 +211,8 @@ class Probe:
         bound.release()
 
     def _same_again(self) -> None:
-        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and gradients must agree."""
+        """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and
+        gradients must agree."""
         bound = self._bind()
         first, other, again = [self._forward(bound, microbatch) for microbatch in (0, 1, 0)]
         self._compare(other, first, "for another microbatch", values=False)
@@ -185,15 +223,22 @@ class Probe:
         self._compare(self._forward(bound, 0), first, "in a second run")
         bound.release()
 
-    def _compare(self, actual: StageOut, expected: StageOut, when: str, *, values: bool = True) -> None:
+    def _compare(
+        self, actual: StageOut, expected: StageOut, when: str, *, values: bool = True
+    ) -> None:
         for (name, a), (_, b) in zip(_parts(actual), _parts(expected), strict=True):
             if _kinds(a) != _kinds(b):
-                self.watch.note("structure", f"{name} {when} is {_show(a)}, before it was {_show(b)}")
+                self.watch.note(
+                    "structure", f"{name} {when} is {_show(a)}, before it was {_show(b)}"
+                )
             elif values:
                 for line in differences(a, b, name)[0]:
-                    self.watch.note("deterministic", f"gives another {line.replace(':', f' {when}:', 1)}")
+                    self.watch.note(
+                        "deterministic", f"gives another {line.replace(':', f' {when}:', 1)}"
+                    )
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
+    # -- gradients
+    # -------------------------------------------------------------------------------
 
     def _gradients(self, bound: EagerBound, first: StageOut, again: StageOut) -> None:
         if not any(self.wanted) and not self.given.floating:
@@ -201,18 +246,23 @@ class Probe:
         if not self.watch.connected:
             self.watch.note(
                 "gradient",
-                "returns nothing that requires a gradient, though parameters or input could have one: it is "
-                "detached, or computed under no_grad",
+                "returns nothing that requires a gradient, though parameters or input could have "
+                "one: it is detached, or computed under no_grad",
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
         first_grads = [None if grad is None else grad.clone() for grad in bound.params.grads()]
         self.unused = [self.names[number] for number in bound.params.unused()]
-        repeated = self._attempt(lambda: self._backward(bound, again), "in its second backward raises")
+        repeated = self._attempt(
+            lambda: self._backward(bound, again), "in its second backward raises"
+        )
         # The same added to itself is twice the same, exactly.
         second_grads = [None if grad is None else grad / 2 for grad in bound.params.grads()]
         gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
-        for name, gradient in {**dict(zip(self.names, second_grads, strict=True)), **repeated}.items():
+        for name, gradient in {
+            **dict(zip(self.names, second_grads, strict=True)),
+            **repeated,
+        }.items():
             for line in differences(gradient, gradients[name], name)[0]:
                 self.watch.note(
                     "deterministic",
@@ -220,14 +270,21 @@ class Probe:
                 )
         for name, gradient in gradients.items():
             if self.given.finite and gradient is not None and not gradient.isfinite().all():
-                self.watch.note("gradient", f"the gradient of {name} is not finite, for finite inputs")
+                self.watch.note(
+                    "gradient", f"the gradient of {name} is not finite, for finite inputs"
+                )
         for name in self.unused:
             self.watch.note(
                 "unused",
-                f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, or trainable=)",
+                f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, "
+                "or trainable=)",
             )
-        if self.given.floating and all(inputs[name] is None for name in locations(self.given.x, "x")):
-            self.watch.note("gradient", "no gradient reaches x, so stages before this one would never learn")
+        if self.given.floating and all(
+            inputs[name] is None for name in locations(self.given.x, "x")
+        ):
+            self.watch.note(
+                "gradient", "no gradient reaches x, so stages before this one would never learn"
+            )
 
     def _backward(self, bound: EagerBound, out: StageOut) -> dict[str, Tensor | None]:
         """The gradients of the inputs by name, for fixed gradients of the outputs."""
@@ -235,17 +292,31 @@ class Probe:
 
         def some(border: Border) -> Gradients:
             pairs = zip(border.leaves, border.flags, strict=True)
-            return [torch.randn(leaf.shape, generator=generator).to(leaf) if flag else None for leaf, flag in pairs]
+            return [
+                torch.randn(leaf.shape, generator=generator).to(leaf) if flag else None
+                for leaf, flag in pairs
+            ]
 
         stash = {name: [some(stashed)] for name, stashed in out.stash.items()}
         with CatchDraws():
             grads, _ = bound.backward(out.residual, some(out.y), stash)
         trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
         roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
-        places = [place for tree, root in zip(trees, roots, strict=True) for place in locations(tree, root)]
-        return dict(zip(places, [gradient for group in (grads.x, *grads.skips) for gradient in group], strict=True))
+        places = [
+            place
+            for tree, root in zip(trees, roots, strict=True)
+            for place in locations(tree, root)
+        ]
+        return dict(
+            zip(
+                places,
+                [gradient for group in (grads.x, *grads.skips) for gradient in group],
+                strict=True,
+            )
+        )
 
-    # -- rows ----------------------------------------------------------------------------------------------------------
+    # -- rows
+    # -------------------------------------------------------------------------------
 
     def _fewer_rows(self, independent: bool) -> None:
         """Compare a call with all rows to one without the last: microbatches differ by a row."""
@@ -257,7 +328,10 @@ class Probe:
         try:
             part = bound.forward(self.given.args(self.stage, 0, fewer), keep=False)
         except Exception as error:
-            self.watch.note("rows", f"with {fewer} of {fewer + 1} rows it raises {type(error).__name__}: {error}")
+            self.watch.note(
+                "rows",
+                f"with {fewer} of {fewer + 1} rows it raises {type(error).__name__}: {error}",
+            )
             return
         finally:
             bound.release()
@@ -265,13 +339,20 @@ class Probe:
         for (name, a), (_, b) in zip(_parts(part), _parts(whole), strict=True):
             if _kinds(a, sizes=False) != _kinds(b, sizes=False):
                 self.watch.note(
-                    "structure", f"{name} for {fewer} rows is {_show(a)}, for {fewer + 1} rows it was {_show(b)}"
+                    "structure",
+                    f"{name} for {fewer} rows is {_show(a)}, for {fewer + 1} rows it was "
+                    f"{_show(b)}",
                 )
             elif name not in ("stats", "loss"):  # those are sums over rows
                 cut = map_leaves(lambda leaf: self.given.first(leaf, fewer), b)
-                for where, x, y in zip(locations(a, name), flatten(a)[0], flatten(cut)[0], strict=True):
+                for where, x, y in zip(
+                    locations(a, name), flatten(a)[0], flatten(cut)[0], strict=True
+                ):
                     if _shape(x) == _shape(y):  # else its rows are not along its first axis
-                        compared, depends = True, depends + differences(x, y, where, allowed=_rounding(y))[0]
+                        compared, depends = (
+                            True,
+                            depends + differences(x, y, where, allowed=_rounding(y))[0],
+                        )
         if not compared or self.draws:  # what a row draws may depend on how many there are
             return
         self.rows = "dependent" if depends else "independent"
@@ -294,9 +375,15 @@ class _Raised(Exception):
 
 def _parts(out: StageOut) -> list[tuple[str, Tree]]:
     """The trees that a stage returned, by the names of `Out`."""
-    stashed = {f"stash[{name!r}]" if name else "carry": border.tree() for name, border in out.stash.items()}
+    stashed = {
+        f"stash[{name!r}]" if name else "carry": border.tree() for name, border in out.stash.items()
+    }
     parts = [("y", out.y.tree()), *stashed.items()]
-    return [*parts, ("stats", out.report.stats), ("loss", () if out.report.side is None else out.report.side)]
+    return [
+        *parts,
+        ("stats", out.report.stats),
+        ("loss", () if out.report.side is None else out.report.side),
+    ]
 
 
 def _shape(leaf: Any) -> str:
@@ -310,7 +397,9 @@ def _kinds(tree: Tree, *, sizes: bool = True) -> tuple[Any, list[Any]]:
     values, spec = flatten(tree)
     if sizes:
         return spec, [_shape(leaf) for leaf in values]
-    return spec, [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in values]
+    return spec, [
+        (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in values
+    ]
 
 
 def _show(tree: Tree) -> str:
@@ -319,5 +408,6 @@ def _show(tree: Tree) -> str:
 
 
 def _rounding(leaf: Any) -> float:
-    """The part of the largest number by which a row may change with the number of rows: kernels sum in other orders."""
+    """The part of the largest number by which a row may change with the number of rows: kernels sum
+    in other orders."""
     return torch.finfo(leaf.dtype).eps ** 0.7 if is_differentiable(leaf) else 0.0

@@ -13,7 +13,8 @@ from funcpipe._src.testing.match import differences
 
 
 class Snapshot:
-    """Values by name as they are now; of tensors also their bits, and how often they were written to.
+    """Values by name as they are now; of tensors also their bits, and how often they were written
+    to.
 
     Attributes:
         values: the values themselves.
@@ -21,16 +22,23 @@ class Snapshot:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = dict(values)
-        tensors = ((name, value) for name, value in self.values.items() if isinstance(value, Tensor))
+        tensors = (
+            (name, value) for name, value in self.values.items() if isinstance(value, Tensor)
+        )
         self._bits = {name: (_writes(tensor), tensor.detach().clone()) for name, tensor in tensors}
 
     def changes(self, values: Mapping[str, Any]) -> list[str]:
-        """The names that have come or gone, or whose values have changed; a tensor with the same bits has not."""
+        """The names that have come or gone, or whose values have changed; a tensor with the same
+        bits has not."""
         common = [name for name in self.values if name in values]
         changed = [name for name in common if self._differs(name, values[name])]
-        changed += [name for name in (*self.values, *values) if (name in values) != (name in self.values)]
+        changed += [
+            name for name in (*self.values, *values) if (name in values) != (name in self.values)
+        ]
         grown = tuple(f"{name[4:-1]}[" for name in changed if name.startswith("len("))
-        return [name for name in changed if not name.startswith(grown)]  # a container is named by its length alone
+        return [
+            name for name in changed if not name.startswith(grown)
+        ]  # a container is named by its length alone
 
     def written(self, tree: Tree, root: str) -> list[str]:
         """The leaves of a tree, taken as `named` gives them, that were written to or replaced."""
@@ -40,7 +48,8 @@ class Snapshot:
         return [
             name
             for name, leaf in leaves.items()
-            if leaf is not self.values[name] or (isinstance(leaf, Tensor) and self._differs(name, leaf))
+            if leaf is not self.values[name]
+            or (isinstance(leaf, Tensor) and self._differs(name, leaf))
         ]
 
     def restore(self) -> None:
@@ -54,7 +63,9 @@ class Snapshot:
         if not isinstance(before, Tensor) or not isinstance(value, Tensor):
             return type(before) is not type(value) or not (before == value or before != before)
         writes, bits = self._bits[name]
-        return (value is before and writes != _writes(value)) or bool(differences(value, bits, "")[0])
+        return (value is before and writes != _writes(value)) or bool(
+            differences(value, bits, "")[0]
+        )
 
 
 def named(tree: Tree, root: str) -> dict[str, Any]:

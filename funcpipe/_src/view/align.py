@@ -14,7 +14,8 @@ _FREE = "units"
 
 
 class Aligned(NamedTuple):
-    """Timelines in one unit, with names that tell them apart; for each a note how it was scaled, or none."""
+    """Timelines in one unit, with names that tell them apart; for each a note how it was scaled, or
+    none."""
 
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...]
@@ -28,15 +29,17 @@ class Aligned(NamedTuple):
 def aligned(timelines: Sequence[Timeline]) -> Aligned:
     """The timelines in one unit.
 
-    Simulated ones, in units, are scaled where others are in another unit (seconds): so that their devices together work
-    as long as those of the first of the others.
+    Simulated ones, in units, are scaled where others are in another unit (seconds): so that their
+    devices together work as long as those of the first of the others.
 
     Raises:
         ValueError: their units have nothing to do with each other, or there is no work to scale by.
     """
     units = sorted({timeline.unit for timeline in timelines if timeline.unit != _FREE})
     if len(units) > 1:
-        raise ValueError(f"one time axis has one unit; got {', '.join(map(repr, units))}: draw them one by one")
+        raise ValueError(
+            f"one time axis has one unit; got {', '.join(map(repr, units))}: draw them one by one"
+        )
     if not units:
         return Aligned(tuple(timelines), ("",) * len(timelines))
     (unit,) = units
@@ -51,7 +54,10 @@ def aligned(timelines: Sequence[Timeline]) -> Aligned:
             factor = _factor(timeline, fixed)
             # The mean measured times need no scaling, and rounding is no news.
             if abs(factor - 1) > 1e-9:
-                note = f"scaled to the same work, 1 unit is {summary.time_text_to(factor, unit)(factor)}"
+                note = (
+                    "scaled to the same work, 1 unit is "
+                    f"{summary.time_text_to(factor, unit)(factor)}"
+                )
             timeline = _scaled(timeline, factor, unit)
         drawn.append(replace(timeline, name=name) if same_names and unit == "s" else timeline)
         notes.append(note)
@@ -65,8 +71,9 @@ def _factor(timeline: Timeline, fixed: Timeline) -> float:
     for worker in (timeline, fixed):
         if sum(worker.busy) <= 0:
             raise ValueError(
-                f"times in units are scaled to {fixed.unit!r} by the work of both, and {summary.title(worker)!r} has "
-                "none; simulate with times in that unit and give the timeline that unit"
+                f"times in units are scaled to {fixed.unit!r} by the work of both, and "
+                f"{summary.title(worker)!r} has none; simulate with times in that unit and give "
+                "the timeline that unit"
             )
     return sum(fixed.busy) / sum(timeline.busy)
 
@@ -77,9 +84,14 @@ def _scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
     return replace(
         timeline,
         spans=tuple(
-            Span(device, start * factor, end * factor, action) for device, start, end, action in timeline.spans
+            Span(device, start * factor, end * factor, action)
+            for device, start, end, action in timeline.spans
         ),
         unit=unit,
-        comm=tuple(latency * factor for latency in comm) if isinstance(comm, Sequence) else comm * factor,
-        memory=tuple(tuple((time * factor, amount) for time, amount in steps) for steps in timeline.memory),
+        comm=tuple(latency * factor for latency in comm)
+        if isinstance(comm, Sequence)
+        else comm * factor,
+        memory=tuple(
+            tuple((time * factor, amount) for time, amount in steps) for steps in timeline.memory
+        ),
     )

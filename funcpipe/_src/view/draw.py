@@ -25,7 +25,8 @@ _FILE_WIDTH = 120
 _BY = ("kind", "stage")
 _TRACE = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
 _MOST = 5_000
-"""Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes a second."""
+"""Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes
+a second."""
 
 Drawn: TypeAlias = Schedule | Plan | Timeline
 
@@ -44,13 +45,15 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     F forward  B backward  · idle
 
     Args:
-        what: a timeline, simulated or measured. A schedule or a plan is simulated with the default `Cost`: F, I and W
-            take one unit each, B two. For other costs draw ``simulate(what, cost)``.
-        others: drawn below it on the same time axis. Beside a timeline in seconds, timelines in units are scaled until
-            their devices work as long in sum. A note in the picture says the scale.
+        what: a timeline, simulated or measured. A schedule or a plan is simulated with the default
+            `Cost`: F, I and W take one unit each, B two. For other costs draw ``simulate(what,
+            cost)``.
+        others: drawn below it on the same time axis. Beside a timeline in seconds, timelines in
+            units are scaled until their devices work as long in sum. A note in the picture says the
+            scale.
         memory: True: below each timeline, what its devices hold over time.
-        by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its "stage" (then
-            letters and the upper edge tell the kind).
+        by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its
+            "stage" (then letters and the upper edge tell the kind).
 
     Returns:
         A drawing: print it, let a notebook show it, or save it.
@@ -72,8 +75,14 @@ def _timeline(source: Drawn) -> Timeline:
         return source
     if isinstance(source, (Schedule, Plan)):
         return simulate(source)
-    hint = "; draw its timeline (run with record=True)" if isinstance(source, Result) or source is None else ""
-    raise TypeError(f"draw takes a Schedule, a Plan or a Timeline; got {type(source).__name__}{hint}")
+    hint = (
+        "; draw its timeline (run with record=True)"
+        if isinstance(source, Result) or source is None
+        else ""
+    )
+    raise TypeError(
+        f"draw takes a Schedule, a Plan or a Timeline; got {type(source).__name__}{hint}"
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,8 +104,8 @@ class Drawing:
     def text(self, width: int | None = None, *, color: bool = False) -> str:
         """The picture as text, of any number of actions.
 
-        Actions have labels (``F0``, and ``2F0`` where a device runs several stages) if most labels fit. Otherwise each
-        column shows one letter, in proportion to the time that each kind takes.
+        Actions have labels (``F0``, and ``2F0`` where a device runs several stages) if most labels
+        fit. Otherwise each column shows one letter, in proportion to the time that each kind takes.
 
         Args:
             width: no line has more columns. None: the width of the terminal, 80 without one.
@@ -106,7 +115,12 @@ class Drawing:
             TypeError: the width is no whole number.
             ValueError: the width is less than 40.
         """
-        return text([self.timeline, *self.others], width_of(width, "drawing"), color=color, memory=self.memory)
+        return text(
+            [self.timeline, *self.others],
+            width_of(width, "drawing"),
+            color=color,
+            memory=self.memory,
+        )
 
     def svg(self) -> str:
         """The picture as a standalone SVG without scripts, for browsers, papers and slides.
@@ -114,7 +128,8 @@ class Drawing:
         It scales to any size, and follows the viewer's light or dark mode.
 
         Raises:
-            ScheduleError: it has more than 10,000 actions. Save a trace with `Timeline.to_chrome_trace` instead.
+            ScheduleError: it has more than 10,000 actions. Save a trace with
+                `Timeline.to_chrome_trace` instead.
         """
         return self._svg(inline=False)
 
@@ -126,8 +141,8 @@ class Drawing:
 
         Raises:
             ValueError: the path ends otherwise.
-            ScheduleError: an SVG would have more than 10,000 actions. Save a trace with `Timeline.to_chrome_trace`
-                instead, and open it at ui.perfetto.dev.
+            ScheduleError: an SVG would have more than 10,000 actions. Save a trace with
+                `Timeline.to_chrome_trace` instead, and open it at ui.perfetto.dev.
         """
         file = Path(path)
         match file.suffix.lower():
@@ -137,8 +152,9 @@ class Drawing:
                 content = self.text(_FILE_WIDTH) + "\n"
             case suffix:
                 raise ValueError(
-                    f"drawings are saved as .svg or .txt; got {suffix!r} in {str(file)!r}. To zoom, write "
-                    "drawing.timeline.to_chrome_trace('trace.json'), and open it at ui.perfetto.dev"
+                    f"drawings are saved as .svg or .txt; got {suffix!r} in {str(file)!r}. To "
+                    "zoom, write drawing.timeline.to_chrome_trace('trace.json'), and open it at "
+                    "ui.perfetto.dev"
                 )
         file.write_text(content, encoding="utf-8", newline="\n")
 
@@ -150,8 +166,8 @@ class Drawing:
         return svg(panels, [panel.timeline for panel in panels], by=self.by, inline=inline)
 
     def _repr_html_(self) -> str:
-        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text colour. In a narrow page
-        # the picture shrinks to its least width, then the box scrolls.
+        # Not _repr_svg_: Jupyter shows that as an image, which cannot inherit the page's text
+        # colour. In a narrow page the picture shrinks to its least width, then the box scrolls.
         try:
             return f'<div style="overflow-x:auto">{self._svg(inline=True)}</div>'
         except ScheduleError as error:
@@ -173,8 +189,12 @@ def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
         return page(repr(thing), [("large", reason)]) if reason else draw(thing)._repr_html_()
     schedule = thing.schedule if isinstance(thing, Plan) else thing
     if sum(map(len, schedule.orders)) > _MOST:
-        return page(repr(schedule), [("large", "print(fp.draw(it)) draws it, and print(it) writes it")])
+        return page(
+            repr(schedule), [("large", "print(fp.draw(it)) draws it, and print(it) writes it")]
+        )
     try:
         return draw(thing)._repr_html_()
     except ScheduleError as error:
-        return page(repr(schedule), [("not legal", str(error))], f"<pre>{escape(str(schedule))}</pre>")
+        return page(
+            repr(schedule), [("not legal", str(error))], f"<pre>{escape(str(schedule))}</pre>"
+        )

@@ -16,7 +16,8 @@ MARGIN = 16.0
 
 
 class LaneSizes(NamedTuple):
-    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters beside it."""
+    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters
+    beside it."""
 
     height: float
     pitch: float
@@ -124,11 +125,14 @@ def _counts(timeline: Timeline) -> tuple[str, ...]:
 
 
 def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:
-    """The frame that fits all of the timelines. Short actions get room for their numbers, if there is any."""
+    """The frame that fits all of the timelines. Short actions get room for their numbers, if there
+    is any."""
     axis = max(timelines, key=lambda timeline: timeline.makespan)
     end = axis.makespan or 1.0
     drawn = [timeline for timeline in timelines if timeline.spans]
-    short = min((summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end)
+    short = min(
+        (summary.quantile(summary.lengths(timeline), 0.1) for timeline in drawn), default=end
+    )
     chart = min(1240.0, max(640.0, 24 * end / short))
     names = [
         summary.device_name(timeline, device)

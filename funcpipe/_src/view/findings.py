@@ -1,4 +1,5 @@
-"""What a recorded run tells: its headline, tables of stages, lanes and edges, and remarks, as plain data."""
+"""What a recorded run tells: its headline, tables of stages, lanes and edges, and remarks, as plain
+data."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Findings:
         title: what the run is called.
         headline: names and values.
         measured: the run's timeline.
-        simulated: the same schedule by the clock, each action taking the mean measured time of its kind and stage.
+        simulated: the same schedule by the clock, each action taking the mean measured time of its
+            kind and stage.
         note: why the two differ.
         held: for each lane how many residuals it held when; empty without backwards.
         tables: stages, lanes, values between lanes.
@@ -54,20 +56,24 @@ class Findings:
 
 
 def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: str) -> Findings:
-    """Look at a run. Raises PlanError: it was not recorded, or is another plan's, or so are the parameters."""
+    """Look at a run. Raises PlanError: it was not recorded, or is another plan's, or so are the
+    parameters."""
     measured, stats = result.timeline, result.stats
     if measured is None:
-        raise PlanError("the run was not recorded, so there is nothing to report; use fp.run(..., record=True)")
+        raise PlanError(
+            "the run was not recorded, so there is nothing to report; use fp.run(..., record=True)"
+        )
     schedule = plan.schedule.first(stats.num_microbatches)
     ran = [[span.action for span in lane] for lane in spans_by_device(measured, schedule)]
     if tuple(recounted(tuple(order)) for order in ran) != schedule.orders:
         raise PlanError(
-            f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} lanes, the plan is "
-            f"{plan.schedule!r}; give the plan that fp.run got"
+            f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} "
+            f"lanes, the plan is {plan.schedule!r}; give the plan that fp.run got"
         )
     if params is not None and len(params) != plan.num_stages:
         raise PlanError(
-            f"params has {len(params)} trees, the plan has {plan.num_stages} stages; give the params of the run"
+            f"params has {len(params)} trees, the plan has {plan.num_stages} stages; give the "
+            "params of the run"
         )
     simulated = replace(simulate(schedule, sliced(plan, measured.cost())), unit=measured.unit)
     return Findings(
@@ -77,12 +83,18 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
         simulated,
         _note(stats, measured),
         count_residuals(schedule, measured) if schedule.has_backward else (),
-        (_stages(plan, params, measured), _lanes(plan, result, measured, simulated), _edges(plan, stats)),
+        (
+            _stages(plan, params, measured),
+            _lanes(plan, result, measured, simulated),
+            _edges(plan, stats),
+        ),
         tuple(_remarks(plan, result, measured, simulated)),
     )
 
 
-def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> tuple[tuple[str, str], ...]:
+def _headline(
+    plan: Plan, result: Result, measured: Timeline, simulated: Timeline
+) -> tuple[tuple[str, str], ...]:
     stats, times = result.stats, summary.time_text(measured)
     makespan = measured.makespan or 1.0
     longer = measured.makespan - simulated.makespan
@@ -104,7 +116,9 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
         "bubble, simulated": percent(simulated.bubble),
         "idle, measured": percent(measured.idle),
         "idle, simulated": percent(simulated.idle),
-        "imbalance, measured": percent(measured.imbalance) if measured.imbalance >= NEGLIGIBLE else "",
+        "imbalance, measured": percent(measured.imbalance)
+        if measured.imbalance >= NEGLIGIBLE
+        else "",
         "busiest lane": f"{measured.busy.index(busy)} ({times(busy)}, {busy / makespan:.1%})",
     }
     if stats.num_microbatches < plan.num_microbatches:
@@ -114,16 +128,22 @@ def _headline(plan: Plan, result: Result, measured: Timeline, simulated: Timelin
 
 def _note(stats: RunStats, measured: Timeline) -> str:
     """What the difference between the two timelines is."""
-    same = "simulated: each action takes the mean measured time of its kind and stage, and hands over in no time; "
+    same = (
+        "simulated: each action takes the mean measured time of its kind and stage, and hands "
+        "over in no time; "
+    )
     if stats.executor == "serial" and measured.num_devices > 1:
         return (
-            same + "measured: one thread ran all lanes in turn, so most of the difference is that they do not overlap"
+            same
+            + "measured: one thread ran all lanes in turn, so most of the difference is that they "
+            "do not overlap"
         )
     return same + "the difference is hand-over, waiting, and the spread of the measured times"
 
 
 def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Table:
-    """For each stage its size, the mean and the total time of each kind, and its share of its lane's work."""
+    """For each stage its size, the mean and the total time of each kind, and its share of its
+    lane's work."""
     by_kind, homes = measured.by_kind, plan.schedule.device_of
     mean = summary.time_text_to(max(map(fmean, by_kind.values()), default=0.0), measured.unit)
     total = summary.time_text_to(max(map(sum, by_kind.values()), default=0.0), measured.unit)
@@ -136,13 +156,19 @@ def _stages(plan: Plan, params: Sequence[Tree] | None, measured: Timeline) -> Ta
         tensors = [leaves(tree) for tree in params]
         numbers = [sum(tensor.numel() for tensor in stage) for stage in tensors]
         columns["parameters"] = [f"{count:,}" for count in numbers]
-        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in stage) for stage in tensors]
+        sizes = [
+            sum(tensor.numel() * tensor.element_size() for tensor in stage) for stage in tensors
+        ]
         columns["bytes"] = map(size_of, sizes)
     work = [0.0] * plan.num_stages
     for kind in summary.kinds_in(measured):
         times = [by_kind.get((kind, stage), ()) for stage in range(plan.num_stages)]
-        columns[f"{kind.value} mean, {mean.unit}"] = [mean.fixed(fmean(some)) if some else "" for some in times]
-        columns[f"{kind.value} total, {total.unit}"] = [total.fixed(sum(some)) if some else "" for some in times]
+        columns[f"{kind.value} mean, {mean.unit}"] = [
+            mean.fixed(fmean(some)) if some else "" for some in times
+        ]
+        columns[f"{kind.value} total, {total.unit}"] = [
+            total.fixed(sum(some)) if some else "" for some in times
+        ]
         work = [before + sum(some) for before, some in zip(work, times, strict=True)]
     columns["of its lane"] = [
         percent(time / (measured.busy[lane] or 1.0)) for time, lane in zip(work, homes, strict=True)
@@ -169,7 +195,9 @@ def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) 
     columns: dict[str, Iterable[object]] = {
         "lane": lanes,
         "device": _devices(plan, result),
-        "stages": [_ranges(stage for stage, home in enumerate(homes) if home == lane) for lane in lanes],
+        "stages": [
+            _ranges(stage for stage, home in enumerate(homes) if home == lane) for lane in lanes
+        ],
         "actions": map(len, spans_by_device(measured)),
         f"busy, {times.unit}": map(times.fixed, measured.busy),
         "busy": [percent(busy / makespan) for busy in measured.busy],
@@ -201,48 +229,64 @@ def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline
     if result.unused:
         names = names_of(plan.stages)
         paths = ", ".join(f"{key!r} of {names[stage]}" for stage, key in result.unused)
-        yield f"No backward reached these trainable leaves: {summary.clean(paths)}. Use them, or freeze them."
+        yield (
+            f"No backward reached these trainable leaves: {summary.clean(paths)}. Use them, or "
+            "freeze them."
+        )
     if stats.executor == "serial" and plan.num_devices > 1:
         yield (
-            f"One thread ran all {plan.num_devices} lanes ({summary.clean(stats.reason)}): the simulated timeline is "
-            "what lanes that run at a time would take."
+            f"One thread ran all {plan.num_devices} lanes ({summary.clean(stats.reason)}): the "
+            "simulated timeline is what lanes that run at a time would take."
         )
     if stats.num_microbatches < plan.num_microbatches:
         yield (
-            f"The batch had rows for {stats.num_microbatches} of the plan's {plan.num_microbatches} microbatches; the "
-            "bubble is larger for it."
+            f"The batch had rows for {stats.num_microbatches} of the plan's "
+            f"{plan.num_microbatches} microbatches; the bubble is larger for it."
         )
     if any(device and not device.startswith("cpu") for device in _devices(plan, result)):
-        yield "Some lanes are not CPUs: times are those of the host, which may be ahead of the device."
+        yield (
+            "Some lanes are not CPUs: times are those of the host, which may be ahead of the "
+            "device."
+        )
 
 
 def _short_actions(measured: Timeline) -> Iterable[str]:
     """Remarks on actions about as short as handing over, and on W that takes no time."""
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
     # Where nothing waits, W is no work that anyone could make longer.
-    unsplit = {stage for kind, stage in mean if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]}
+    unsplit = {
+        stage
+        for kind, stage in mean
+        if kind is Kind.W and mean[Kind.W, stage] < 0.05 * mean[Kind.I, stage]
+    }
     short: dict[Kind, set[int]] = {}
     for kind, stage in mean:
         if mean[kind, stage] < _SHORT and not (kind is Kind.W and stage in unsplit):
             short.setdefault(kind, set()).add(stage)
     if short:
-        which = "; ".join(f"{kind.value} of {_stage_numbers(short[kind])}" for kind in Kind if kind in short)
-        count = sum(len(measured.by_kind[kind, stage]) for kind, stages in short.items() for stage in stages)
+        which = "; ".join(
+            f"{kind.value} of {_stage_numbers(short[kind])}" for kind in Kind if kind in short
+        )
+        count = sum(
+            len(measured.by_kind[kind, stage]) for kind, stages in short.items() for stage in stages
+        )
         yield (
-            f"{count} of {len(measured.spans)} actions take less than 100 us on average ({which}). Handing over costs "
-            "about as much: take fewer microbatches with more rows, or fewer stages."
+            f"{count} of {len(measured.spans)} actions take less than 100 us on average "
+            f"({which}). Handing over costs about as much: take fewer microbatches with more "
+            "rows, or fewer stages."
         )
     if unsplit:
         yield (
-            f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} the whole backward in "
-            "I, so W fills no bubble: of an eager stage only weights of matrix products and convolutions wait, and none "
-            "with slices. A schedule with whole backwards (1F1B, interleaved) is as fast; "
-            "fp.compile_stage(stage) splits them."
+            f"W takes no time: {_stage_numbers(unsplit)} {'do' if len(unsplit) > 1 else 'does'} "
+            "the whole backward in I, so W fills no bubble: of an eager stage only weights of "
+            "matrix products and convolutions wait, and none with slices. A schedule with whole "
+            "backwards (1F1B, interleaved) is as fast; fp.compile_stage(stage) splits them."
         )
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """A remark on what stages of equal cost would win, where lanes work for different times; same schedule."""
+    """A remark on what stages of equal cost would win, where lanes work for different times; same
+    schedule."""
     busy = measured.busy
     busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[busiest] <= _UNEVEN * busy[idlest]:
@@ -254,11 +298,15 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
     means = {name: fmean(getattr(cost, name)) for name in _TIMES}
     equal = simulate(schedule, replace(cost, **means)).makespan
     change = equal / (simulated.makespan or 1.0) - 1
-    advice = ": fp.models.balance with the times of fp.models.profile comes as near to that as the layers allow"
+    advice = (
+        ": fp.models.balance with the times of fp.models.profile comes as near to that as the "
+        "layers allow"
+    )
     yield (
-        f"Lane {busiest} works {longer} lane {idlest}, and the others wait for it. With stages of equal cost the same "
-        f"schedule takes {times(equal)} instead of {times(simulated.makespan)} ({change:+z.1%}), simulated"
-        f"{advice if change <= -NEGLIGIBLE else ''}."
+        f"Lane {busiest} works {longer} lane {idlest}, and the others wait for it. With stages of "
+        f"equal cost the same schedule takes {times(equal)} instead of "
+        f"{times(simulated.makespan)} ({change:+z.1%}), "
+        f"simulated{advice if change <= -NEGLIGIBLE else ''}."
     )
 
 

@@ -16,7 +16,8 @@ class Level(NamedTuple):
     """What a device holds for some time.
 
     Attributes:
-        start, end: in the timeline's unit. They are the same where what is held for no time is the most.
+        start, end: in the timeline's unit. They are the same where what is held for no time is the
+            most.
         amount: how much, in the unit of `Timeline.peak`.
     """
 
@@ -30,13 +31,16 @@ Levels = tuple[tuple[Level, ...], ...]
 
 
 def levels(timeline: Timeline) -> Levels:
-    """What each device holds: as simulated, or counted where only the peaks were; empty where neither is known."""
+    """What each device holds: as simulated, or counted where only the peaks were; empty where
+    neither is known."""
     if timeline.memory:
         return tuple(_levels(steps, timeline.makespan) for steps in timeline.memory)
     orders = tuple(tuple(span.action for span in spans) for spans in spans_by_device(timeline))
     counted = count_residuals(Schedule(orders), timeline)
     peaks = tuple(highest([device]) for device in counted)
-    return counted if timeline.peak == peaks else ()  # else the peaks are in another unit than residuals
+    return (
+        counted if timeline.peak == peaks else ()
+    )  # else the peaks are in another unit than residuals
 
 
 def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
@@ -45,13 +49,18 @@ def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
     for spans in spans_by_device(timeline, schedule):
         order = tuple(span.action for span in spans)
         residuals = zip(spans, residual_levels(order, schedule), strict=True)
-        steps = [step for span, (during, after) in residuals for step in ((span.start, during), (span.end, after))]
+        steps = [
+            step
+            for span, (during, after) in residuals
+            for step in ((span.start, during), (span.end, after))
+        ]
         counted.append(_levels(steps, timeline.makespan))
     return tuple(counted)
 
 
 def spans_by_device(timeline: Timeline, schedule: Schedule | None = None) -> list[list[Span]]:
-    """The spans of each device, by start; of two that overlap in a schedule the first one first, whichever began."""
+    """The spans of each device, by start; of two that overlap in a schedule the first one first,
+    whichever began."""
     devices: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         devices[span.device].append(span)
@@ -87,19 +96,26 @@ def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
     end = max(level.end for level in device)
     peaks = highest_in_slices(device, 1 / step, max(1, ceil(end / step)))
     edges = [*(at * step for at in range(len(peaks))), end]
-    return _joined([Level(a, b, amount) for (a, b), amount in zip(pairwise(edges), peaks, strict=True)])
+    return _joined(
+        [Level(a, b, amount) for (a, b), amount in zip(pairwise(edges), peaks, strict=True)]
+    )
 
 
 def _levels(steps: Iterable[tuple[float, float]], end: float) -> tuple[Level, ...]:
-    """The levels between the steps; of those that last no time only the highest of all, and only if it is the peak."""
+    """The levels between the steps; of those that last no time only the highest of all, and only if
+    it is the peak."""
     changes = list(steps)
     if not changes:
         return ()
     ends = [*(time for time, _ in changes[1:]), max(end, changes[-1][0])]
-    every = [Level(start, until, amount) for (start, amount), until in zip(changes, ends, strict=True)]
+    every = [
+        Level(start, until, amount) for (start, amount), until in zip(changes, ends, strict=True)
+    ]
     lasting = [level for level in every if level.end > level.start]
     peak = max(every, key=lambda level: level.amount)
-    return _joined(sorted([*lasting, peak]) if highest([lasting]) < peak.amount or not lasting else lasting)
+    return _joined(
+        sorted([*lasting, peak]) if highest([lasting]) < peak.amount or not lasting else lasting
+    )
 
 
 def _joined(device: Sequence[Level]) -> tuple[Level, ...]:

@@ -66,17 +66,28 @@ def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
     """For each (device, stage), how many earlier stages the device has."""
     pairs = sorted({(span.device, span.action.stage) for span in timeline.spans})
     first: dict[int, int] = {}
-    return {(device, stage): at - first.setdefault(device, at) for at, (device, stage) in enumerate(pairs)}
+    return {
+        (device, stage): at - first.setdefault(device, at)
+        for at, (device, stage) in enumerate(pairs)
+    }
 
 
-def legend(timelines: Sequence[Timeline], by: By, last: int) -> Iterable[tuple[tuple[Colour, ...], str]]:
-    """Yield the swatches of each entry, and their meaning; ``last`` is the last stage in the figure."""
+def legend(
+    timelines: Sequence[Timeline], by: By, last: int
+) -> Iterable[tuple[tuple[Colour, ...], str]]:
+    """Yield the swatches of each entry, and their meaning; ``last`` is the last stage in the
+    figure."""
     tints, note = [0], ""
     if by == "stage":
         stages = sorted({round(last * at / (2 * _FEW - 1)) for at in range(2 * _FEW)})
-        yield tuple(stage_colour(stage, last) for stage in stages), f"stage 0 to {last}" if last else "stage 0"
+        yield (
+            tuple(stage_colour(stage, last) for stage in stages),
+            f"stage 0 to {last}" if last else "stage 0",
+        )
         note = "upper edge: kind"
-    elif last_rank := max((rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0):
+    elif last_rank := max(
+        (rank for timeline in timelines for rank in stage_ranks(timeline).values()), default=0
+    ):
         few = min(last_rank, _FEW - 1)
         tints = sorted({tint(rank * last_rank // few, last_rank) for rank in range(few + 1)})
         note = "lighter: later stages"

@@ -11,7 +11,16 @@ from funcpipe._src.core.errors import FuncpipeError
 from funcpipe._src.data.cost import Cost, per_stage
 from funcpipe._src.data.kinds import BY_SIZE, KINDS, MOVES, WITHOUT_BACKWARD, Kind, Resource, Scope
 from funcpipe._src.data.lowered import Lowered
-from funcpipe._src.data.program import CALLER, Free, Instruction, LaneProgram, Receive, Role, Run, Send
+from funcpipe._src.data.program import (
+    CALLER,
+    Free,
+    Instruction,
+    LaneProgram,
+    Receive,
+    Role,
+    Run,
+    Send,
+)
 from funcpipe._src.data.result import Span
 from funcpipe._src.data.schedule import Action
 from funcpipe._src.schedules.memory import residual_table
@@ -56,24 +65,27 @@ class LaneTimes:
     gathered: dict[int, Moment] = field(default_factory=lambda: defaultdict(lambda: BEGIN))
     begun: int = 0
     spans: list[Span] = field(default_factory=list[Span])
-    changes: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+    changes: list[tuple[float, float, float]] = field(
+        default_factory=list[tuple[float, float, float]]
+    )
 
 
 _LAST = float("inf")
-"""The place of values that arrive or are made: after all that actions take and free at that time."""
+"""The place of values that arrive or are made: after all that actions take and free at that
+time."""
 
 
 class Play:
     """A program under a cost.
 
-    Plan order satisfies every wait: what an action reads was sent before, and the slot into which it sends was freed
-    before. So one loop in this order knows each time when an instruction asks for it, and no lane has to be put to
-    sleep.
+    Plan order satisfies every wait: what an action reads was sent before, and the slot into which
+    it sends was freed before. So one loop in this order knows each time when an instruction asks
+    for it, and no lane has to be put to sleep.
 
-    A value that is sent occupies the link between its two lanes for its size over the bandwidth, one value after the
-    other, and can be read the latency later. With ``bounded`` a lane that sends waits until the slot at the other end is
-    free and the news of it has come, the latency later. O, L, G and U occupy a link of the lane (G and U the same); the
-    lane goes on.
+    A value that is sent occupies the link between its two lanes for its size over the bandwidth,
+    one value after the other, and can be read the latency later. With ``bounded`` a lane that sends
+    waits until the slot at the other end is free and the news of it has come, the latency later. O,
+    L, G and U occupy a link of the lane (G and U the same); the lane goes on.
 
     Args:
         program: a program.
@@ -90,7 +102,9 @@ class Play:
         self.lanes = [LaneTimes(lane) for lane in program.lanes]
         self.causes: dict[Action, Action | None] = {}
         self.backward = any(call.kind not in WITHOUT_BACKWARD for call in program.calls)
-        self.durations = {(call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls}
+        self.durations = {
+            (call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls
+        }
         self.shares = cost.slice_shares(program.num_slices)
         """Of each slice its share of a microbatch's time and memory."""
         self.residuals = residual_table(cost, program.num_stages)
@@ -104,7 +118,8 @@ class Play:
         """Do all instructions. Linear.
 
         Raises:
-            FuncpipeError: an instruction waits for what does not come before it; `make_plan` makes no such program.
+            FuncpipeError: an instruction waits for what does not come before it; `make_plan` makes
+                no such program.
         """
         for number, instruction, values in self.program.walk():
             self.step(self.lanes[number], instruction, values)
@@ -117,7 +132,8 @@ class Play:
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last action."""
+        """The chain of actions, each starting when the one before lets it, that ends with the last
+        action."""
         last = max(self.spans, key=lambda span: span.end, default=None)
         action = None if last is None else last.action
         path: list[Action] = []
@@ -132,7 +148,9 @@ class Play:
             self._run(lane, instruction, values)
         elif type(instruction) is Receive:
             if instruction.source != CALLER and instruction.slot not in lane.ready:
-                raise _endless(lane, f"{self.program.value(instruction.value)}, which is not sent before")
+                raise _endless(
+                    lane, f"{self.program.value(instruction.value)}, which is not sent before"
+                )
         elif type(instruction) is Send:
             self._send(lane, instruction, values[instruction.slot])
         elif type(instruction) is Free:
@@ -169,13 +187,17 @@ class Play:
             if len(actions) == 1:
                 duration = self.durations[kind, stage] * shares[0][0]
             else:
-                one, other = ((*action[:2], time) for action, (time, _) in zip(actions, shares, strict=True))
+                one, other = (
+                    (*action[:2], time) for action, (time, _) in zip(actions, shares, strict=True)
+                )
                 duration = self.cost.both(one, other)
             done = lane.now = Moment(since.time + duration, actions[-1])
         for place, (run, action, (_, share)) in enumerate(zip(runs, actions, shares, strict=True)):
             self.causes[action] = since.cause
             ends = len(runs) - 1 - place
-            self._hold(lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends)
+            self._hold(
+                lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends
+            )
 
     def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
         """Note the span of an action, and the residuals that it takes and frees.
@@ -187,7 +209,9 @@ class Play:
         at, (kind, stage, _, _) = len(lane.spans), span.action
         lane.spans.append(span)
         takes, frees = self.residuals[kind]
-        taken = takes[stage] * share if self.backward and lane.program.calls[run.call].keeps else 0.0
+        taken = (
+            takes[stage] * share if self.backward and lane.program.calls[run.call].keeps else 0.0
+        )
         if taken or not self.backward:
             lane.changes.append((span.start, 2.0 * at, taken))
         if self.backward and frees[stage]:
@@ -211,7 +235,8 @@ class Play:
             receiver.changes.append((crossed, _LAST, size))
 
     def _free(self, lane: LaneTimes, free: Free, values: Mapping[int, int]) -> None:
-        """Empty slots. A value between stages goes into the residual, or when the action that read it ends."""
+        """Empty slots. A value between stages goes into the residual, or when the action that read
+        it ends."""
         program = lane.program
         for slot in free.slots:
             size, latency = self._crossing(values[slot], program.lane)
@@ -219,9 +244,16 @@ class Play:
                 self.free[program.lane, slot] = Moment(lane.now.time + latency, lane.now.cause)
             if size:
                 # The two of a pair free together; one of them has read the value.
-                at = next(at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads)
-                kept = any(program.slots[written].role is Role.RESIDUAL for written in program.runs[at].writes)
-                time, place = (lane.spans[at].start, 2.0 * at) if kept else (lane.spans[at].end, 2.0 * at + 1)
+                at = next(
+                    at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads
+                )
+                kept = any(
+                    program.slots[written].role is Role.RESIDUAL
+                    for written in program.runs[at].writes
+                )
+                time, place = (
+                    (lane.spans[at].start, 2.0 * at) if kept else (lane.spans[at].end, 2.0 * at + 1)
+                )
                 lane.changes.append((time, place, -size))
 
     def _crossing(self, value: int, lane: int) -> tuple[float, float]:
@@ -232,7 +264,9 @@ class Play:
 
 
 def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
-    return FuncpipeError(f"this program cannot come to its end: lane {lane.program.lane} waits for {what}")
+    return FuncpipeError(
+        f"this program cannot come to its end: lane {lane.program.lane} waits for {what}"
+    )
 
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
@@ -240,7 +274,8 @@ _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
 
 
 def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
-    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency; 0 of all others."""
+    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency;
+    0 of all others."""
     skips, outputs = _skip_sizes(program, cost), per_stage(cost.output, program.num_stages)
     out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for call in program.calls:
@@ -248,16 +283,27 @@ def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[fl
             role, stage, name, peer = program.wires[wire]
             if role not in _HANDED:
                 continue
-            source = stage if role in (Role.ACT, Role.SKIP) else peer if role is Role.SKIP_GRAD else stage + 1
+            source = (
+                stage
+                if role in (Role.ACT, Role.SKIP)
+                else peer
+                if role is Role.SKIP_GRAD
+                else stage + 1
+            )
             stash, pop = sorted((source, call.stage))
-            size = outputs[stage] if role in (Role.ACT, Role.GRAD) else skips.get((stash, pop, name), 0.0)
+            size = (
+                outputs[stage]
+                if role in (Role.ACT, Role.GRAD)
+                else skips.get((stash, pop, name), 0.0)
+            )
             most, slowest = out[wire, call.lane]
             out[wire, call.lane] = max(most, size), max(slowest, cost.latency(source, call.stage))
     return out
 
 
 def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
-    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names, in order.
+    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names,
+    in order.
 
     Where there are not as many as the program has between these stages, each has its share of all.
     """
@@ -273,6 +319,10 @@ def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], floa
     out: dict[tuple[int, int, str], float] = {}
     for pair, between in names.items():
         of_cost = sizes[pair]
-        each = of_cost if len(of_cost) == len(between) else [sum(of_cost) / len(between)] * len(between)
+        each = (
+            of_cost
+            if len(of_cost) == len(between)
+            else [sum(of_cost) / len(between)] * len(between)
+        )
         out |= {(*pair, name): size for name, size in zip(between, each, strict=True)}
     return out

@@ -31,11 +31,14 @@ body{margin:24px;background:#fff;color:#1f2328;font-family:system-ui,sans-serif}
 """
 
 
-def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, title: str = "") -> Report:
-    """What a run did, on one page: measured and simulated timelines, memory, stages, lanes, and what is worth a look.
+def report(
+    plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, title: str = ""
+) -> Report:
+    """What a run did, on one page: measured and simulated timelines, memory, stages, lanes, and
+    what is worth a look.
 
-    The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in between: what the
-    measured one takes longer is hand-over and waiting.
+    The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in
+    between: what the measured one takes longer is hand-over and waiting.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -48,11 +51,13 @@ def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, 
     Args:
         plan: the plan that ran.
         result: of ``run(plan, ..., record=True)``.
-        params: the parameters of the run, one tree per stage; with them the table of stages has their sizes.
+        params: the parameters of the run, one tree per stage; with them the table of stages has
+            their sizes.
         title: what to call the run; the name of the schedule if empty.
 
     Returns:
-        A report: a notebook shows it, `print` writes it, `Report.save` makes a file of it. It keeps no tensor.
+        A report: a notebook shows it, `print` writes it, `Report.save` makes a file of it. It keeps
+        no tensor.
 
     Raises:
         PlanError: the run was not recorded, or result or params are another plan's.
@@ -68,7 +73,8 @@ def report(plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The report of a run: `str` for a terminal, HTML in a notebook, a file with `save`. Compares and pickles.
+    """The report of a run: `str` for a terminal, HTML in a notebook, a file with `save`. Compares
+    and pickles.
 
     Attributes:
         findings: what it says, as data.
@@ -87,7 +93,8 @@ class Report:
         return self.findings.simulated
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report as an HTML file that needs nothing else; light or dark as the viewer likes.
+        """Write the report as an HTML file that needs nothing else; light or dark as the viewer
+        likes.
 
         Args:
             path: of the file; written anew, at once: nobody ever reads half of it.
@@ -108,7 +115,8 @@ class Report:
         """The report as text.
 
         Args:
-            width: no line is longer; columns of tables that do not fit follow below. None: that of the terminal.
+            width: no line is longer; columns of tables that do not fit follow below. None: that of
+                the terminal.
 
         Raises:
             TypeError: the width is no whole number.
@@ -146,7 +154,8 @@ def _page(findings: Findings) -> str:
 
 
 def _body(findings: Findings) -> str:
-    """The report as HTML for a place inside a page, with the style of everything that a notebook shows."""
+    """The report as HTML for a place inside a page, with the style of everything that a notebook
+    shows."""
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
     parts = [
         f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
@@ -168,9 +177,13 @@ def _charts(findings: Findings) -> list[str]:
     if findings.held:
         peak = highest(findings.held) or 1.0
         words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
-        panels.append(Panel(findings.measured, "residuals held", ", measured", words, findings.held, peak))
+        panels.append(
+            Panel(findings.measured, "residuals held", ", measured", words, findings.held, peak)
+        )
     # One scale for all, and one legend.
-    return [svg([panel], timelines, inline=True, explained=at == 0) for at, panel in enumerate(panels)]
+    return [
+        svg([panel], timelines, inline=True, explained=at == 0) for at, panel in enumerate(panels)
+    ]
 
 
 def _timelines(findings: Findings) -> list[Timeline]:
@@ -181,7 +194,9 @@ def _timelines(findings: Findings) -> list[Timeline]:
 
 def _wrap(words: str, width: int, first: str = "") -> list[str]:
     """The words behind a first few letters, the further lines below them."""
-    return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
+    return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [
+        first.rstrip()
+    ]
 
 
 def _sentence(words: str) -> str:

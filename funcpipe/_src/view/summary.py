@@ -57,21 +57,26 @@ def number_text(number: float, decimals: int) -> str:
 
 
 def time_text(timeline: Timeline) -> TimeText:
-    """The unit in which a timeline reads best, and the decimals that give its makespan four digits."""
+    """The unit in which a timeline reads best, and the decimals that give its makespan four
+    digits."""
     return time_text_to(timeline.makespan, timeline.unit)
 
 
 def time_text_to(end: float, unit: str) -> TimeText:
-    """The unit in which times up to ``end`` read best, and the decimals that give it four digits."""
+    """The unit in which times up to ``end`` read best, and the decimals that give it four
+    digits."""
     unit, factor = clean(unit), 1.0
     if unit == "s" and end > 0:
-        unit, factor = next(((name, count) for name, count in _TIME_UNITS if end * count >= 1), _TIME_UNITS[-1])
+        unit, factor = next(
+            ((name, count) for name, count in _TIME_UNITS if end * count >= 1), _TIME_UNITS[-1]
+        )
     magnitude = floor(log10(end * factor)) if end > 0 else 0
     return TimeText(factor, unit, min(9, max(0, 3 - magnitude)))
 
 
 def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
-    """Times, in the timeline's unit, and their labels: 0 and up to ``limit`` more, a round step apart."""
+    """Times, in the timeline's unit, and their labels: 0 and up to ``limit`` more, a round step
+    apart."""
     times = time_text(timeline)
     end = timeline.makespan * times.factor
     if end <= 0:
@@ -83,18 +88,23 @@ def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
     step = next((step for step in steps if step >= shortest * (1 - 1e-9)), 10.0 ** (power + 2))
     decimals = max(0, -floor(log10(step) + 1e-9))
     count = floor(end / step + 1e-9)
-    return tuple((at * step / times.factor, number_text(at * step, decimals)) for at in range(count + 1))
+    return tuple(
+        (at * step / times.factor, number_text(at * step, decimals)) for at in range(count + 1)
+    )
 
 
 def origin(timeline: Timeline, axis: Timeline) -> str:
-    """How the times came about, and the unit in which the axis shows them: ``", simulated in units"``."""
-    # Only `simulate` gives memory over time; its timelines may be in seconds, to be compared with a run.
+    """How the times came about, and the unit in which the axis shows them: ``", simulated in
+    units"``."""
+    # Only `simulate` gives memory over time; its timelines may be in seconds, to be compared with a
+    # run.
     is_simulated = bool(timeline.memory) or timeline.unit == "units"
     return f", {'simulated' if is_simulated else 'measured'} in {clip(time_text(axis).unit, 10)}"
 
 
 def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
-    """The numbers of a caption, in the unit of the axis; those of the span only where it is not the makespan."""
+    """The numbers of a caption, in the unit of the axis; those of the span only where it is not the
+    makespan."""
     times = time_text(axis)
     makespan, span = times(timeline.makespan), times(timeline.span)
     imbalance = imbalance_of(timeline)
@@ -159,7 +169,9 @@ def clip(text: str, width: int) -> str:
     return text + "…"
 
 
-def fill(words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len) -> list[str]:
+def fill(
+    words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len
+) -> list[str]:
     """The words on as few lines as they need, with a gap in between; no word is broken."""
     lines: list[str] = []
     for word in words:

@@ -1,7 +1,8 @@
 """A figure as SVG: Gantt charts with a row for each device, and what the devices hold over time.
 
-Each shape has its colour as an attribute, or inherits the attribute of a group: renderers outside browsers
-read little CSS. The style sheet adds only what a renderer may ignore: the dark mode and the hover.
+Each shape has its colour as an attribute, or inherits the attribute of a group: renderers outside
+browsers read little CSS. The style sheet adds only what a renderer may ignore: the dark mode and
+the hover.
 """
 
 from __future__ import annotations
@@ -16,31 +17,37 @@ from funcpipe._src.view.palette import By, Colour, hexadecimal, legend
 from funcpipe._src.view.svg_lanes import INK, action_lanes, level_lanes, pixels
 
 _FONT = "system-ui,-apple-system,Segoe UI,Roboto,Helvetica Neue,Arial,sans-serif"
-_STYLE = ".funcpipe{font-variant-numeric:tabular-nums}.funcpipe rect:hover{stroke:currentColor;stroke-width:1.5}"
+_STYLE = (
+    ".funcpipe{font-variant-numeric:tabular-nums}.funcpipe "
+    "rect:hover{stroke:currentColor;stroke-width:1.5}"
+)
 """The same in every drawing: several drawings in one page cannot disturb each other."""
 _ALONE = (
-    ".funcpipe.alone{color-scheme:light dark}"
-    "@media screen{.funcpipe.alone{max-width:100%;height:auto}}"
-    "@media (prefers-color-scheme:dark){.funcpipe.alone{fill:#e6edf3;color:#e6edf3}}"
+    ".funcpipe.alone{color-scheme:light dark}@media "
+    "screen{.funcpipe.alone{max-width:100%;height:auto}}@media "
+    "(prefers-color-scheme:dark){.funcpipe.alone{fill:#e6edf3;color:#e6edf3}}"
 )
-"""For a file. Behind "@media" is what only browsers read: cairosvg takes ``height:auto`` for no height at all."""
+"""For a file. Behind "@media" is what only browsers read: cairosvg takes ``height:auto`` for no
+height at all."""
 _SOFT, _END = 'opacity=".72"', 'text-anchor="end"'
 _LETTER = 6.4
 """The mean width of a letter in pixels, at the size of most of the text."""
 _SMALLEST = 0.75
 """A page may shrink a picture to this share of its width: letters of 9 pixels can be read."""
 _MOST = 10_000
-"""The most actions, and the most memory levels, of a figure. More would make a file of over 2 MB."""
+"""The most actions, and the most memory levels, of a figure. More would make a file of over 2
+MB."""
 
 
 def too_many(timelines: Sequence[Timeline], call: str) -> str:
-    """Say that timelines have too many actions for a figure, and what to call instead; "" if not."""
+    """Say that timelines have too many actions for a figure, and what to call instead; "" if
+    not."""
     count = sum(len(timeline.spans) for timeline in timelines)
     if count <= _MOST:
         return ""
     return (
-        f"{count:,} actions are too many for a picture, which has at most {_MOST:,}; "
-        f"save a Perfetto trace instead: {call}, and open it at ui.perfetto.dev"
+        f"{count:,} actions are too many for a picture, which has at most {_MOST:,}; save a "
+        f"Perfetto trace instead: {call}, and open it at ui.perfetto.dev"
     )
 
 
@@ -76,18 +83,25 @@ def svg(
             swatches, y = _legend(entries, frame, y - 16)
             body += swatches
         bottom = y + panel.timeline.num_devices * panel.lane.pitch
-        lanes = action_lanes(panel, frame) if panel.levels is None else level_lanes(panel, frame, _MOST // len(panels))
+        lanes = (
+            action_lanes(panel, frame)
+            if panel.levels is None
+            else level_lanes(panel, frame, _MOST // len(panels))
+        )
         body += [*_axis(panel, frame, y, bottom), *_lanes(lanes, panel, frame, y)]
         y = bottom + 30
     label = "; ".join(f"{panel.name}{panel.origin}: {', '.join(panel.words)}" for panel in panels)
     width, height = pixels(frame.width), pixels(y + 12)
-    style = f' style="max-width:100%;min-width:{pixels(_SMALLEST * frame.width)}px;height:auto"' if inline else ""
+    style = (
+        f' style="max-width:100%;min-width:{pixels(_SMALLEST * frame.width)}px;height:auto"'
+        if inline
+        else ""
+    )
     ink = "currentColor" if inline else INK
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="funcpipe{"" if inline else " alone"}" '
-        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'fill="{ink}" font-family="{_FONT}" font-size="12" '
-        f'role="img" aria-label="{escape(label)}"{style}>'
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" fill="{ink}" '
+        f'font-family="{_FONT}" font-size="12" role="img" aria-label="{escape(label)}"{style}>'
     )
     return "\n".join([head, f"<style>{_STYLE}{'' if inline else _ALONE}</style>", *body, "</svg>"])
 
@@ -102,7 +116,12 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
     if small:
         words = escape(" · ".join(panel.words))
         words = f'<tspan {_SOFT} font-size="12" font-weight="400" dx="8">{words}</tspan>'
-        title = _text(MARGIN, top + 15, escape(panel.name + panel.origin) + words, 'font-size="13" font-weight="600"')
+        title = _text(
+            MARGIN,
+            top + 15,
+            escape(panel.name + panel.origin) + words,
+            'font-size="13" font-weight="600"',
+        )
         return [title], top + 26
     name = summary.clip(panel.name, int((frame.width - 2 * MARGIN) / 9.5) - len(panel.origin))
     title = escape(name + panel.origin)
@@ -114,7 +133,9 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
     return out, y + (28 if panel.has_lanes else 6)
 
 
-def _legend(entries: Iterable[tuple[tuple[Colour, ...], str]], frame: Frame, y: float) -> tuple[list[str], float]:
+def _legend(
+    entries: Iterable[tuple[tuple[Colour, ...], str]], frame: Frame, y: float
+) -> tuple[list[str], float]:
     """Swatches and words above the first chart, and where its lanes begin."""
     out = ['<g class="legend">']
     x = MARGIN

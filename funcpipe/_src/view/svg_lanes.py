@@ -39,7 +39,8 @@ def action_lanes(panel: Panel, frame: Frame) -> list[list[str]]:
     strips = {kind: Track(height - (len(moves) - at) * thin, thin) for at, kind in enumerate(moves)}
     full = height - len(moves) * thin - (1 if moves else 0)
     halves = {
-        action: Track(second * full / 2, full / 2 - 0.5) for action, second in pairs_in(panel.timeline.spans).items()
+        action: Track(second * full / 2, full / 2 - 0.5)
+        for action, second in pairs_in(panel.timeline.spans).items()
     }
     tracks: defaultdict[tuple[int, Track], list[Span]] = defaultdict(list)
     for span in sorted(panel.timeline.spans, key=lambda span: (span.start, span.end)):
@@ -88,7 +89,9 @@ def _edges(spans: Iterable[Span], track: Track, frame: Frame) -> Iterable[str]:
         if span.action.kind not in MOVES:
             # A hundredth of a pixel counts where thousands of shapes are side by side.
             x, width = (summary.number_text(number, 2) for number in _extent(span, frame))
-            paths[span.action.kind] += f"M{x} {pixels(track.top)}h{width}v{pixels(_edge(track))}h-{width}z"
+            paths[span.action.kind] += (
+                f"M{x} {pixels(track.top)}h{width}v{pixels(_edge(track))}h-{width}z"
+            )
     for kind, path in paths.items():
         colour = hexadecimal(kind_colour(kind))
         yield f'<path class="edge" fill="{colour}" pointer-events="none" d="{path}"/>'
@@ -98,7 +101,9 @@ def _edge(track: Track) -> float:
     return max(3.0, 0.2 * track.height)
 
 
-def _numbers(spans: Iterable[Span], track: Track, frame: Frame, font: float, least: float) -> Iterable[str]:
+def _numbers(
+    spans: Iterable[Span], track: Track, frame: Frame, font: float, least: float
+) -> Iterable[str]:
     """The numbers of the actions, over those that are at least so wide."""
     by_stage = frame.by == "stage"
     numbers: list[str] = []
@@ -152,7 +157,8 @@ def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
     for start, end, amount in device:
         if amount <= 0:
             continue
-        # Rounded as they are written, so that neighbours touch: a gap would look like an empty device.
+        # Rounded as they are written, so that neighbours touch: a gap would look like an empty
+        # device.
         x, right = round(start * frame.scale, 1), round(end * frame.scale, 1)
         width, height = max(0.3, right - x), floor * min(1.0, amount / panel.most)
         place = f'x="{pixels(x)}" y="{pixels(floor - height)}"'

@@ -76,14 +76,17 @@ def width_of(width: int | None, word: str) -> int:
         ValueError: the width is less than `LEAST_WIDTH`.
     """
     if width is None:
-        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing still works.
+        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing
+        # still works.
         return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     if index(width) < LEAST_WIDTH:
         raise ValueError(f"a {word} is at least {LEAST_WIDTH} columns wide; got width={width}")
     return index(width)
 
 
-def text(timelines: Sequence[Timeline], width: int, *, color: bool = False, memory: bool = False) -> str:
+def text(
+    timelines: Sequence[Timeline], width: int, *, color: bool = False, memory: bool = False
+) -> str:
     """Timelines as text.
 
     Args:
@@ -126,7 +129,8 @@ def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
     """A row for each device, and further rows below it.
 
-    What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over replicas (G).
+    What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over
+    replicas (G).
     """
     busy, peak = summary.side_columns(timeline)
     yield " " * (layout.names + layout.columns + 3) + layout.side("busy", "peak" * any(peak))
@@ -151,7 +155,8 @@ def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
 
 
 def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device: in each column the most that it holds, in eighths of the most that any does."""
+    """A row for each device: in each column the most that it holds, in eighths of the most that any
+    does."""
     devices = levels(timeline)
     peak = highest(devices)
     if not peak:
@@ -171,7 +176,9 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
     peaks = max(len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1])
     peaks = max(len("peak"), peaks) if peaks else 0
     names = [
-        summary.device_name(timeline, device, word) for timeline in timelines for device in range(timeline.num_devices)
+        summary.device_name(timeline, device, word)
+        for timeline in timelines
+        for device in range(timeline.num_devices)
     ]
     # A long name is clipped, a number never is.
     numbered = max(len(f"{word} {timeline.num_devices - 1}") for timeline in timelines)
@@ -188,10 +195,11 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
-    """Columns per unit of time: as many as short actions want for their labels, or as there is room for.
+    """Columns per unit of time: as many as short actions want for their labels, or as there is room
+    for.
 
-    Where all times are whole multiples of a step, a step takes a whole number of columns (if it gets one at all), so
-    that equal actions look equal.
+    Where all times are whole multiples of a step, a step takes a whole number of columns (if it
+    gets one at all), so that equal actions look equal.
     """
     if end <= 0:
         return 1.0
@@ -215,15 +223,20 @@ def _label(span: Span, stages: bool) -> str:
 
 
 def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
-    """Whether the labels of most actions fit. With stages they need a blank behind: ``0F02F0`` reads two ways."""
+    """Whether the labels of most actions fit. With stages they need a blank behind: ``0F02F0``
+    reads two ways."""
     fit = sum(
-        _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages for span in spans
+        _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages
+        for span in spans
     )
     return fit >= _MOST_FIT * len(spans)
 
 
-def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[int, int], int]) -> Iterable[str]:
-    """A row of labels, each as wide as its action is long, idle until the column where its timeline ends."""
+def _labels(
+    spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[int, int], int]
+) -> Iterable[str]:
+    """A row of labels, each as wide as its action is long, idle until the column where its timeline
+    ends."""
     done = 0
     for span in spans:
         start = max(done, layout.column(span.start))
@@ -237,7 +250,8 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
         code = codes[ranks[span.device, stage] % len(codes)]
         word = label.ljust(size, _FILL)
         yield _IDLE * (start - done)
-        # The last column stays open where it is not needed, so that neighbours do not run into each other.
+        # The last column stays open where it is not needed, so that neighbours do not run into each
+        # other.
         is_open = word.endswith(_FILL)
         yield layout.paint(word[:-1] if is_open else word, code) + " " * is_open
         done = start + size
@@ -245,12 +259,16 @@ def _labels(spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[i
 
 
 def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
-    """A row of single letters: each column shows a kind that is in it, idle until the one where its timeline ends.
+    """A row of single letters: each column shows a kind that is in it, idle until the one where its
+    timeline ends.
 
-    Where a column holds several, what was shown too little so far comes first; so over a few columns the share of each
-    letter is the share of its kind, also where every column holds one F and one B.
+    Where a column holds several, what was shown too little so far comes first; so over a few
+    columns the share of each letter is the share of its kind, also where every column holds one F
+    and one B.
     """
-    columns: list[defaultdict[Kind | None, float]] = [defaultdict(float) for _ in range(layout.columns)]
+    columns: list[defaultdict[Kind | None, float]] = [
+        defaultdict(float) for _ in range(layout.columns)
+    ]
     for span in spans:
         start, stop = (max(0.0, time * layout.scale) for time in (span.start, span.end))
         for column in range(floor(start), min(layout.columns, floor(stop) + 1)):
@@ -292,7 +310,9 @@ def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
     yield labels + (f" {unit}" if len(labels) + 1 + len(unit) <= width else "")
 
 
-def _legend(timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
+def _legend(
+    timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int
+) -> Iterable[str]:
     """The meaning of every letter in the picture."""
     kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]

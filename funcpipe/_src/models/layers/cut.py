@@ -23,14 +23,20 @@ from funcpipe._src.models.skippable import skips_of
 
 
 def cut_layers(
-    model: nn.Module, sizes: Sequence[int], *, layers: Layers | str | None = None, slices: bool = False
+    model: nn.Module,
+    sizes: Sequence[int],
+    *,
+    layers: Layers | str | None = None,
+    slices: bool = False,
 ) -> tuple[tuple[Stage, dict[str, Any], Any], ...]:
-    """Cut a model between the blocks of its stack; nothing is traced, control flow and custom kernels stay.
+    """Cut a model between the blocks of its stack; nothing is traced, control flow and custom
+    kernels stay.
 
-    Each stage runs the model's own forward on a copy without numbers, in which what another stage computes is left out:
-    entries and earlier blocks give back what arrived, and the forward is left after the stage's last block. Masks and
-    rotary tables are computed again in each stage from the model's inputs, which travel as a skip. Between stages goes
-    what the last block returned, the last stage returns the model's output.
+    Each stage runs the model's own forward on a copy without numbers, in which what another stage
+    computes is left out: entries and earlier blocks give back what arrived, and the forward is left
+    after the stage's last block. Masks and rotary tables are computed again in each stage from the
+    model's inputs, which travel as a skip. Between stages goes what the last block returned, the
+    last stage returns the model's output.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     >>> [(stage.name, sorted(params)) for stage, params, _ in cut_layers(net, [1, 2])]
@@ -43,8 +49,8 @@ def cut_layers(
         slices: can the stages run slices of a sequence; see `split`.
 
     Returns:
-        For each stage the stage, the model's own parameters by the model's names, and copies of its buffers (() for
-        none). A parameter that several stages need is in each of them: tie them.
+        For each stage the stage, the model's own parameters by the model's names, and copies of its
+        buffers (() for none). A parameter that several stages need is in each of them: tie them.
 
     Raises:
         PlanError: sizes or model do not fit; everything that is wrong is listed.
@@ -61,8 +67,8 @@ def cut_layers(
     faults += _model_faults(model, stack, split=counts != [len(stack)])
     if skips.inside:
         faults.append(
-            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential of it, or stages "
-            "with fp.from_module"
+            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential "
+            "of it, or stages with fp.from_module"
         )
     raise_all(f"{type(model).__name__} cannot be cut so:", faults)
     caches = SliceCaches(model, len(stack)) if slices else None
@@ -87,15 +93,17 @@ def cut_layers(
 
 def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
     blocks = [model.get_submodule(name) for name in stack.names]
-    first = {id(block): name for block, name in reversed(list(zip(blocks, stack.names, strict=True)))}
+    first = {
+        id(block): name for block, name in reversed(list(zip(blocks, stack.names, strict=True)))
+    }
     faults = [
         f"{name} and {first[id(block)]} are one module that runs twice; {TRACED}"
         for block, name in zip(blocks, stack.names, strict=True)
         if first[id(block)] != name
     ]
     faults += [
-        f"{name} is a {type(param).__name__} of {param.dtype}, not a plain floating parameter (quantized?); convert it "
-        "first"
+        f"{name} is a {type(param).__name__} of {param.dtype}, not a plain floating parameter "
+        "(quantized?); convert it first"
         for name, param in model.named_parameters()
         if not (param.is_floating_point() or param.is_complex())
     ]
@@ -110,12 +118,12 @@ def _configured(model: nn.Module) -> list[str]:
         for name, value in vars(config).items():
             if asks(name, value):
                 faults.append(
-                    f"config.{name.lstrip('_')} is {value}: it collects something of every block, and a stage sees "
-                    f"its own only; set it to False, or {TRACED}"
+                    f"config.{name.lstrip('_')} is {value}: it collects something of every block, "
+                    f"and a stage sees its own only; set it to False, or {TRACED}"
                 )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(
-                    f"config.{name} is {value}: which blocks are left out is drawn in the loop over all of them; set "
-                    "it to 0"
+                    f"config.{name} is {value}: which blocks are left out is drawn in the loop "
+                    "over all of them; set it to 0"
                 )
     return list(dict.fromkeys(faults))

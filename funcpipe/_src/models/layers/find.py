@@ -24,18 +24,20 @@ _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Layers:
-    """Where a model's stack of blocks is, and which other modules with numbers of their own run before and after it.
+    """Where a model's stack of blocks is, and which other modules with numbers of their own run
+    before and after it.
 
-    What has no numbers to train (rotary tables, dropout between the parts) runs in every stage and is not listed.
+    What has no numbers to train (rotary tables, dropout between the parts) runs in every stage and
+    is not listed.
 
     Attributes:
         path: of the list that holds the blocks; "" if it is the model itself.
         names: the path of each block, in order.
         entry: modules that run before the first block (embeddings); the first stage holds them.
-        exit: modules that run after the last block (norm, pooler, head); the last stage holds them. A module in both
-            is held by both.
-        carry: entries whose outputs later stages need as well, besides the value that goes through the blocks; they
-            travel with the inputs.
+        exit: modules that run after the last block (norm, pooler, head); the last stage holds them.
+            A module in both is held by both.
+        carry: entries whose outputs later stages need as well, besides the value that goes through
+            the blocks; they travel with the inputs.
     """
 
     path: str
@@ -51,7 +53,9 @@ class Layers:
     def __repr__(self) -> str:
         blocks = [name.removeprefix(f"{self.path}.") for name in self.names]
         around = [(word, some(getattr(self, word))) for word in ("entry", "exit", "carry")]
-        return line(f"Layers {self.path!r}", [("blocks", f"{len(self)}: {some(blocks, most=4)}"), *around])
+        return line(
+            f"Layers {self.path!r}", [("blocks", f"{len(self)}: {some(blocks, most=4)}"), *around]
+        )
 
 
 def find_layers(
@@ -62,12 +66,13 @@ def find_layers(
     exit: Iterable[str] = (),
     carry: Iterable[str] = (),
 ) -> Layers:
-    """The stack of a model: from the plan that transformers publish with it, else the list of like blocks.
+    """The stack of a model: from the plan that transformers publish with it, else the list of like
+    blocks.
 
-    A list of blocks of one class that holds at least twice the parameters of any other such list is the stack; lists
-    inside of blocks do not count. What runs before it and what after it is read from the plan, or from the order in
-    which the source of a forward names the modules, or else in which they are registered. A run tells where that is
-    wrong.
+    A list of blocks of one class that holds at least twice the parameters of any other such list is
+    the stack; lists inside of blocks do not count. What runs before it and what after it is read
+    from the plan, or from the order in which the source of a forward names the modules, or else in
+    which they are registered. A run tells where that is wrong.
 
     >>> class Decoder(nn.Module):
     ...     def __init__(self):
@@ -92,7 +97,10 @@ def find_layers(
         raise PlanError(f"find_layers takes an nn.Module; got a {type(model).__name__}")
     named = {"entry": tuple(entry), "exit": tuple(exit), "carry": tuple(carry)}
     faults = [
-        f"{side}: {_unknown(model, name)}" for side, names in named.items() for name in names if not _has(model, name)
+        f"{side}: {_unknown(model, name)}"
+        for side, names in named.items()
+        for name in names
+        if not _has(model, name)
     ]
     if path is not None and not _has(model, path):
         faults.append(f"path: {_unknown(model, path)}")
@@ -102,7 +110,8 @@ def find_layers(
     stack = model.get_submodule(place)
     if not isinstance(stack, _STACKS) or not len(stack):
         raise PlanError(
-            f"{place!r} is a {type(stack).__name__}, not a list of blocks (ModuleList, Sequential, ModuleDict)"
+            f"{place!r} is a {type(stack).__name__}, not a list of blocks (ModuleList, "
+            "Sequential, ModuleDict)"
         )
     before, after = _sides(model, place, plan, named["entry"], named["exit"])
     prefix = f"{place}." if place else ""
@@ -111,7 +120,8 @@ def find_layers(
 
 
 def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
-    """The pipeline plan that a model brings: path -> names of what it takes and of what it gives."""
+    """The pipeline plan that a model brings: path -> names of what it takes and of what it
+    gives."""
     plan, prefix = getattr(model, "_pp_plan", None), ""
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
@@ -127,12 +137,13 @@ def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
-    """The path of the stack. Raises PlanError with the candidates where there is none or several fit."""
+    """The path of the stack. Raises PlanError with the candidates where there is none or several
+    fit."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PlanError(
-            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder gives, but one value "
-            f"goes through the stages of a layer cut; {TRACED}"
+            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder "
+            f"gives, but one value goes through the stages of a layer cut; {TRACED}"
         )
     planned = [path for path in plan if isinstance(model.get_submodule(path), _STACKS)]
     if len(planned) == 1:
@@ -140,20 +151,31 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     candidates: dict[str, int] = {}
     for path, module in model.named_modules():
         inside = any(within(path, other) for other in candidates)
-        if not inside and isinstance(module, _STACKS) and _repeats(list(_children(module).values())):
+        if (
+            not inside
+            and isinstance(module, _STACKS)
+            and _repeats(list(_children(module).values()))
+        ):
             candidates[path] = sum(param.numel() for param in module.parameters())
     if not candidates:
         raise PlanError(
-            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of one class to cut "
-            f"between; name one (layers=path), or {TRACED}"
+            f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of "
+            f"one class to cut between; name one (layers=path), or {TRACED}"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
         listed = [
-            f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, {candidates[path]:,} numbers"
+            (
+                f"{path!r}: {len(_children(model.get_submodule(path)))} blocks, "
+                f"{candidates[path]:,} numbers"
+            )
             for path in ranked
         ]
-        raise PlanError(bullets(f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed))
+        raise PlanError(
+            bullets(
+                f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed
+            )
+        )
     return ranked[0]
 
 
@@ -171,7 +193,8 @@ def _sides(
     entry: Sequence[str],
     exit: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules with numbers before and after the stack, by the caller, the plan, the source, or their order."""
+    """The modules with numbers before and after the stack, by the caller, the plan, the source, or
+    their order."""
     gives = plan[path][1] if path in plan else set[str]()
     before, after = list(entry), list(exit)
     outer = ""
@@ -197,17 +220,24 @@ def _sides(
 
 
 def _uses(kind: type[nn.Module], step: str, names: Sequence[str]) -> dict[str, tuple[bool, bool]]:
-    """Find which children a forward's source uses before its use of the child with the stack, and which after.
+    """Find which children a forward's source uses before its use of the child with the stack, and
+    which after.
 
-    Returns {} where there is no source, or where the source does not name that child. The caller then uses the order of
-    registration.
+    Returns {} where there is no source, or where the source does not name that child. The caller
+    then uses the order of registration.
     """
-    source = next((node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None)
+    source = next(
+        (node for node in syntax_of(kind.forward) if isinstance(node, ast.FunctionDef)), None
+    )
     order = [] if source is None else list(_used(source))
     if step not in order:
         return {}
     stack = order.index(step)
-    places = {name: [place for place, used in enumerate(order) if used == name] for name in names if name in order}
+    places = {
+        name: [place for place, used in enumerate(order) if used == name]
+        for name in names
+        if name in order
+    }
     return {name: (min(found) < stack, max(found) > stack) for name, found in places.items()}
 
 
@@ -216,7 +246,11 @@ def _used(node: ast.AST) -> Iterator[str]:
 
     A module is called after its arguments: in ``self.head(self.body(x))`` the body comes first.
     """
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ):
         yield node.attr
         return
     children = list(ast.iter_child_nodes(node))
@@ -232,7 +266,9 @@ def _used(node: ast.AST) -> Iterator[str]:
 
 def _owns_numbers(module: nn.Module) -> bool:
     """Whether it has parameters, or statistics that training changes."""
-    return any(True for _ in module.parameters()) or any(DeferredBatchNorm.converts(part) for part in module.modules())
+    return any(True for _ in module.parameters()) or any(
+        DeferredBatchNorm.converts(part) for part in module.modules()
+    )
 
 
 def within(path: str, root: str) -> bool:
@@ -246,7 +282,8 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    """Return whether a module is at a path of children. Attributes do not count, because wrappers forward them."""
+    """Return whether a module is at a path of children. Attributes do not count, because wrappers
+    forward them."""
     module: nn.Module | None = model
     for step in path.split(".") if path else ():
         module = None if module is None else children_of(module).get(step)

@@ -1,9 +1,9 @@
 """Refuse outputs of a layer cut that would be incomplete, in the first forward of a stage.
 
-A stage runs its own blocks only, so values that a model collects over all blocks would be incomplete. If flags ask for
-such values, the stage raises PlanError before anything runs. In the last stage, a dispatch mode follows values that
-blocks hand out beside their output. Examples are a list that blocks append to, and an attribute that the model's end
-sums up.
+A stage runs its own blocks only, so values that a model collects over all blocks would be
+incomplete. If flags ask for such values, the stage raises PlanError before anything runs. In the
+last stage, a dispatch mode follows values that blocks hand out beside their output. Examples are a
+list that blocks append to, and an attribute that the model's end sums up.
 """
 
 from __future__ import annotations
@@ -38,18 +38,26 @@ def asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     arguments = kwargs
     if any(isinstance(value, (bool, int, list)) for value in args):
         try:
-            arguments = {**inspect.signature(forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+            arguments = {
+                **inspect.signature(forward).bind_partial(*args, **kwargs).arguments,
+                **kwargs,
+            }
         except (TypeError, ValueError):
             return []  # the call itself says what is wrong
-    return [name for name, value in arguments.items() if asks(name, value) or (name == "use_cache" and value is True)]
+    return [
+        name
+        for name, value in arguments.items()
+        if asks(name, value) or (name == "use_cache" and value is True)
+    ]
 
 
 class SideOutputs(WatchingMode):
-    """A dispatch mode that follows tensors that blocks hand out beside their output, through all operations.
+    """A dispatch mode that follows tensors that blocks hand out beside their output, through all
+    operations.
 
-    A tensor is followed if a block made it or got it, or if an operation computed it from a followed tensor. Outputs of
-    blocks are not followed: copies take their places. Numbers that a block reads from a tensor (``item``) and keeps
-    cannot be followed.
+    A tensor is followed if a block made it or got it, or if an operation computed it from a
+    followed tensor. Outputs of blocks are not followed: copies take their places. Numbers that a
+    block reads from a tensor (``item``) and keeps cannot be followed.
     """
 
     supports_higher_order_operators = True
@@ -57,8 +65,12 @@ class SideOutputs(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._inside = False
-        self._memory: dict[int, StorageWeakRef] = {}  # of followed tensors; the weak reference reserves the number
-        self._views: dict[int, Tensor] = {}  # followed by identity, because others use the same memory
+        self._memory: dict[
+            int, StorageWeakRef
+        ] = {}  # of followed tensors; the weak reference reserves the number
+        self._views: dict[
+            int, Tensor
+        ] = {}  # followed by identity, because others use the same memory
 
     def block(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Tree:
         """Call a block, and return copies of its output."""

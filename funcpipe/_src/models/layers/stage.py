@@ -1,7 +1,8 @@
-"""One stage of a layer cut: the model's forward on a private copy that has the stage's tensors only.
+"""One stage of a layer cut: the model's forward on a private copy that has the stage's tensors
+only.
 
-The stage's blocks run. Blocks of other stages return their input, and tensors of other stages are `Unknown`. An output
-that depends on one raises PlanError, in every call.
+The stage's blocks run. Blocks of other stages return their input, and tensors of other stages are
+`Unknown`. An output that depends on one raises PlanError, in every call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from funcpipe._src.models.layers.find import TRACED, Layers, within
 from funcpipe._src.models.layers.look import SideOutputs, asked
 from funcpipe._src.models.layers.slices import SliceCaches
 from funcpipe._src.models.layers.stub import Leave, intercept, outer_paths, stub
-from funcpipe._src.models.layers.unknown import UnknownValueError, first_unknown, is_unknown, unknown, unknown_like
+from funcpipe._src.models.layers.unknown import (
+    UnknownValueError,
+    first_unknown,
+    is_unknown,
+    unknown,
+    unknown_like,
+)
 from funcpipe._src.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
 from funcpipe._src.models.skippable import Skips
 from funcpipe._src.models.traced.signature import as_call
@@ -55,7 +62,13 @@ class LayersFn(ModuleFn):
     """
 
     def __init__(
-        self, shape: Skeleton, skips: Skips, cut: Layers, first: int, last: int, caches: SliceCaches | None = None
+        self,
+        shape: Skeleton,
+        skips: Skips,
+        cut: Layers,
+        first: int,
+        last: int,
+        caches: SliceCaches | None = None,
     ) -> None:
         self.cut, self.first, self.last, self.caches = cut, first, last, caches
         self.verified: set[tuple[bool, bool]] = set()
@@ -70,14 +83,21 @@ class LayersFn(ModuleFn):
 
     @property
     def sliceable(self) -> bool:
-        """Models of transformers attend to all that they see, unless they were cut to run slices."""
+        """Models of transformers attend to all that they see, unless they were cut to run
+        slices."""
         library: Any = sys.modules.get("transformers")
-        return self.caches is not None or library is None or not isinstance(self.skeleton, library.PreTrainedModel)
+        return (
+            self.caches is not None
+            or library is None
+            or not isinstance(self.skeleton, library.PreTrainedModel)
+        )
 
     def _holds(self, alias: str, *, table: bool) -> bool:
-        """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules that all stages run.
+        """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules
+        that all stages run.
 
-        Every stage holds tables of ints and masks of both ends: they are small, and forwards read them from outside.
+        Every stage holds tables of ints and masks of both ends: they are small, and forwards read
+        them from outside.
         """
         cut = self.cut
         prefix = f"{cut.path}." if cut.path else ""
@@ -85,7 +105,9 @@ class LayersFn(ModuleFn):
             number = self.numbers.get(prefix + alias.removeprefix(prefix).partition(".")[0])
             if number is not None:
                 return self.first <= number < self.last
-        before, after = (any(within(alias, root) for root in roots) for roots in (cut.entry, cut.exit))
+        before, after = (
+            any(within(alias, root) for root in roots) for roots in (cut.entry, cut.exit)
+        )
         if table or not (before or after):
             return True
         return (before and self.first == 0) or (after and self.last == len(cut))
@@ -95,11 +117,14 @@ class LayersFn(ModuleFn):
         return LayersCopy(self)
 
     def layers(self) -> list[str]:
-        """The paths of the modules that only this stage runs: shared ones draw nothing twice, and name no stage."""
+        """The paths of the modules that only this stage runs: shared ones draw nothing twice, and
+        name no stage."""
         cut = self.cut
         roots = list(cut.names[self.first : self.last])
         roots += cut.entry if self.first == 0 else ()
-        roots += [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
+        roots += (
+            [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
+        )
         return [path for path in super().layers() if any(within(path, root) for root in roots)]
 
 
@@ -116,7 +141,9 @@ class LayersCopy(ModuleCopy):
         self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
         self.device: torch.device | None = None  # the device of `Unknown` tensors
         self.is_first_call = False  # the first in this mode, over all copies
-        self.side_outputs: SideOutputs | None = None  # follows tensors that blocks hand out, in a checked call
+        self.side_outputs: SideOutputs | None = (
+            None  # follows tensors that blocks hand out, in a checked call
+        )
         self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
         around = [
             layer
@@ -131,7 +158,8 @@ class LayersCopy(ModuleCopy):
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:
-        """Put tensors in the places of the stage's parameters and buffers, `Unknown` tensors in all other places."""
+        """Put tensors in the places of the stage's parameters and buffers, `Unknown` tensors in all
+        other places."""
         super().install(params, state)
         tensor = next(iter([*params.values(), *(state or {}).values()]), None)
         device = tensor.device if tensor is not None else torch.device("cpu")
@@ -141,7 +169,8 @@ class LayersCopy(ModuleCopy):
                 table[local] = unknown(outline.shape, outline.dtype, device, name)
         return self
 
-    # -- one call --------------------------------------------------------------------------------------------------
+    # -- one call
+    # -------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Clear the state of a call."""
@@ -149,7 +178,9 @@ class LayersCopy(ModuleCopy):
         self.at = 0  # the next block that should run
         self.x: Tree = None  # what the stage before returned
         self.earlier: Tree = None  # the output of earlier blocks: ``x`` without numbers
-        self.travelling: list[tuple[str, Tree]] = []  # (path, output) of each call of an entry, in order
+        self.travelling: list[
+            tuple[str, Tree]
+        ] = []  # (path, output) of each call of an entry, in order
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """The stage's output on one microbatch, and the skip for later stages."""
@@ -172,10 +203,15 @@ class LayersCopy(ModuleCopy):
                 self.owner.verified.add(mode)
         finally:
             self.carried, self.arguments, self.side_outputs = None, {}, None
-        return Out(y, carry=carry) if self.caches else y, {INPUTS: (kept, returned)} if travels else {}
+        return Out(y, carry=carry) if self.caches else y, {
+            INPUTS: (kept, returned)
+        } if travels else {}
 
-    def _forward(self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]) -> tuple[Tree, tuple[Any, ...]]:
-        """Return the output of the stage's last block, or of the model; in the first stage also travelling entries."""
+    def _forward(
+        self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]
+    ) -> tuple[Tree, tuple[Any, ...]]:
+        """Return the output of the stage's last block, or of the model; in the first stage also
+        travelling entries."""
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         if self.caches is not None:
@@ -197,8 +233,9 @@ class LayersCopy(ModuleCopy):
         except Exception as error:
             if self.unhooked and not isinstance(error, PlanError):
                 error.add_note(
-                    f"In this stage the blocks {', '.join(self.unhooked)} hand on what arrived, and their hooks do not "
-                    f"run. A model that collects what its blocks return cannot be cut so; {TRACED}"
+                    f"In this stage the blocks {', '.join(self.unhooked)} hand on what arrived, "
+                    "and their hooks do not run. A model that collects what its blocks return "
+                    f"cannot be cut so; {TRACED}"
                 )
             raise
         finally:
@@ -207,8 +244,8 @@ class LayersCopy(ModuleCopy):
         if self.last < len(self.cut) or reached < self.first:
             raise PlanError(
                 f"the forward of {type(self.module).__name__} ended without "
-                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of {self.cut.path!r} "
-                f"one after the other; {TRACED}"
+                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of "
+                f"{self.cut.path!r} one after the other; {TRACED}"
             )
         return self.caches.without(y) if self.caches is not None else y, ()
 
@@ -220,15 +257,20 @@ class LayersCopy(ModuleCopy):
 
     def _set_train(self, train: bool) -> None:
         super()._set_train(train)
-        # Before the stack, later stages repeat what the first one did: for shapes and masks, without drawing.
+        # Before the stack, later stages repeat what the first one did: for shapes and masks,
+        # without drawing.
         self.asleep = [vars(layer) for layer in self.sleepers if layer.training]
 
-    # -- blocks, and entries that travel ---------------------------------------------------------------------------
+    # -- blocks, and entries that travel
+    # -------------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Put callbacks to this object in the places of the copy's blocks. Attributes of all modules stay."""
+        """Put callbacks to this object in the places of the copy's blocks. Attributes of all
+        modules stay."""
         cut = self.cut
-        proxy = cast("LayersCopy", weakref.proxy(self))  # no cycle: who drops this drops the tensors
+        proxy = cast(
+            "LayersCopy", weakref.proxy(self)
+        )  # no cycle: who drops this drops the tensors
         for number, name in enumerate(cut.names):
             block = self.module.get_submodule(name)
             if self.first <= number < self.last:
@@ -236,8 +278,12 @@ class LayersCopy(ModuleCopy):
                 continue
             self.unhooked += [repr(name)] if hooks_of(block) else []
             stub(block, partial(LayersCopy._foreign_block, proxy, number))
-            for layer in block.modules():  # numbers left by an earlier forward of the model are stale
-                kept = {key: value for key, value in vars(layer).items() if isinstance(value, Tensor)}
+            for (
+                layer
+            ) in block.modules():  # numbers left by an earlier forward of the model are stale
+                kept = {
+                    key: value for key, value in vars(layer).items() if isinstance(value, Tensor)
+                }
                 vars(layer).update(unknown_like(kept, name) if kept else {})
         for root in cut.entry if self.first or self.last < len(cut) else ():
             entry = self.module.get_submodule(root)
@@ -247,12 +293,14 @@ class LayersCopy(ModuleCopy):
                     intercept(layer, partial(LayersCopy._without_hooks, proxy))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of another stage's block: the one just before this stage returns what arrived."""
+        """The forward of another stage's block: the one just before this stage returns what
+        arrived."""
         if number >= self.first or number != self.at:
             raise PlanError(
-                f"{self.cut.names[number]!r} runs where {self.cut.names[min(self.at, self.last - 1)]!r} should: "
-                f"{type(self.module).__name__} does not run each block of {self.cut.path!r} once, one after the "
-                f"other; {TRACED}"
+                f"{self.cut.names[number]!r} runs where "
+                f"{self.cut.names[min(self.at, self.last - 1)]!r} should: "
+                f"{type(self.module).__name__} does not run each block of {self.cut.path!r} once, "
+                f"one after the other; {TRACED}"
             )
         self.at = number + 1
         if self.at < self.first:
@@ -263,13 +311,19 @@ class LayersCopy(ModuleCopy):
         self._between()
         return self.x
 
-    def _own_block(self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
+    def _own_block(
+        self, number: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Tree:
         """Call a block of this stage, with its hooks. The last block ends the model's forward."""
         if not self.running:  # computed again, in a backward
             return call(*args, **kwargs)
         if number == 0:
             self._begin()
-        out = call(*args, **kwargs) if self.side_outputs is None else self.side_outputs.block(call, args, kwargs)
+        out = (
+            call(*args, **kwargs)
+            if self.side_outputs is None
+            else self.side_outputs.block(call, args, kwargs)
+        )
         self.at = number + 1
         if self.at == self.last < len(self.cut):
             self._refuse_region()
@@ -283,34 +337,50 @@ class LayersCopy(ModuleCopy):
             self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
 
     def _entry(self, root: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tree:
-        """Call an entry before the blocks in the first stage, and record its output. Later stages return the record.
+        """Call an entry before the blocks in the first stage, and record its output. Later stages
+        return the record.
 
-        Outputs of modules in `Layers.carry` travel whole. Other outputs travel without the numbers of leaves that can
-        have a gradient.
+        Outputs of modules in `Layers.carry` travel whole. Other outputs travel without the numbers
+        of leaves that can have a gradient.
         """
         if not self.running or self.begun:
             return call(*args, **kwargs)
         if self.first == 0:
             out = call(*args, **kwargs)
-            self.travelling.append((root, out if root in self.cut.carry else map_leaves(_shape_only, out)))
+            self.travelling.append(
+                (root, out if root in self.cut.carry else map_leaves(_shape_only, out))
+            )
             return out
         if not self.travelling or self.travelling[0][0] != root:
-            expected = f"{self.travelling[0][0]!r} should" if self.travelling else "nothing more did in the first stage"
+            expected = (
+                f"{self.travelling[0][0]!r} should"
+                if self.travelling
+                else "nothing more did in the first stage"
+            )
             raise PlanError(
-                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}: every stage must do the same "
-                f"there; {TRACED}"
+                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}: every "
+                f"stage must do the same there; {TRACED}"
             )
         _, record = self.travelling.pop(0)
-        return record if root in self.cut.carry else map_leaves(partial(_from_shape, source=root), record)
+        return (
+            record
+            if root in self.cut.carry
+            else map_leaves(partial(_from_shape, source=root), record)
+        )
 
     def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
         """Call a module inside an entry of a later stage.
 
         Before the blocks its hooks do not run: the first stage ran them.
         """
-        return call.args[0].forward(*args, **kwargs) if self.running and not self.begun else call(*args, **kwargs)
+        return (
+            call.args[0].forward(*args, **kwargs)
+            if self.running and not self.begun
+            else call(*args, **kwargs)
+        )
 
-    # -- what other stages have ------------------------------------------------------------------------------------
+    # -- what other stages have
+    # -------------------------------------------------------------------------------
 
     def _refuse_unknown(self, y: Tree) -> None:
         """Refuse an output that depends on values that only other stages have. Raises PlanError."""
@@ -319,7 +389,9 @@ class LayersCopy(ModuleCopy):
             place = (
                 next(
                     place
-                    for place, leaf in zip(locations(y[0], "its output"), flatten(y[0])[0], strict=True)
+                    for place, leaf in zip(
+                        locations(y[0], "its output"), flatten(y[0])[0], strict=True
+                    )
                     if is_unknown(leaf)
                 )
                 if first_unknown(y[0]) is not None
@@ -337,28 +409,30 @@ class LayersCopy(ModuleCopy):
             remedy = f"if {exits[0]!r} runs before the blocks, say so: {call}entry={exits}); else "
         elif entries:
             remedy = (
-                f"if {entries[0]!r} runs after the blocks, say so: {call}exit={entries}); if both ends use it: {call}"
-                f"entry={entries}, exit={entries}); if later blocks use what it returns, let that travel: {call}"
-                f"carry={entries}); else "
+                f"if {entries[0]!r} runs after the blocks, say so: {call}exit={entries}); if both "
+                f"ends use it: {call}entry={entries}, exit={entries}); if later blocks use what "
+                f"it returns, let that travel: {call}carry={entries}); else "
             )
         else:
             remedy = ""
         return PlanError(
-            f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more than what the block before "
-            f"them returned: {need} {source!r}, which another stage has; {remedy}{TRACED}"
+            f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
+            f"than what the block before them returned: {need} {source!r}, which another stage "
+            f"has; {remedy}{TRACED}"
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
         """Raise PlanError for an output made from tensors that blocks hand out beside their output.
 
-        The last stage has its own blocks only, so values that a model collects over all of them would be incomplete.
+        The last stage has its own blocks only, so values that a model collects over all of them
+        would be incomplete.
         """
         for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
             if side_outputs.follows(leaf):
                 raise PlanError(
-                    f"{place} is made of what blocks hand out beside their output (collected by hooks or in a list, or "
-                    "kept as attributes), and the last stage has its own blocks only, so it would be incomplete; do "
-                    f"without it, or {TRACED}"
+                    f"{place} is made of what blocks hand out beside their output (collected by "
+                    "hooks or in a list, or kept as attributes), and the last stage has its own "
+                    f"blocks only, so it would be incomplete; do without it, or {TRACED}"
                 )
 
     def _gives_output(self) -> bool:
@@ -366,10 +440,14 @@ class LayersCopy(ModuleCopy):
         return bool(self.first) and self.last == len(self.cut)
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.first == 0 and self.last < len(self.cut) and (names := asked(self.module.forward, args, kwargs)):
+        if (
+            self.first == 0
+            and self.last < len(self.cut)
+            and (names := asked(self.module.forward, args, kwargs))
+        ):
             raise PlanError(
-                f"the inputs ask for {names}, which are collected from all blocks, and a stage sees its own only; "
-                f"leave them out, or {TRACED}"
+                f"the inputs ask for {names}, which are collected from all blocks, and a stage "
+                f"sees its own only; leave them out, or {TRACED}"
             )
 
     def _refuse_region(self) -> None:
@@ -379,13 +457,15 @@ class LayersCopy(ModuleCopy):
                 break
             if frame.f_code in REGIONS:
                 raise PlanError(
-                    f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, which a stage cannot "
-                    "leave; switch that off, and make plans with fp.schedules.remat(schedule)"
+                    f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, "
+                    "which a stage cannot leave; switch that off, and make plans with "
+                    "fp.schedules.remat(schedule)"
                 )
 
 
 def _shape_only(leaf: Any) -> Any:
-    """Replace a leaf that can have a gradient by an empty tensor with its shape behind one more axis."""
+    """Replace a leaf that can have a gradient by an empty tensor with its shape behind one more
+    axis."""
     return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
 
 

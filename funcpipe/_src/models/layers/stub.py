@@ -20,13 +20,15 @@ class Leave(BaseException):
 
 
 def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward and drop its hooks, which are for the stage that has the module."""
+    """Replace a module's forward and drop its hooks, which are for the stage that has the
+    module."""
     vars(layer)["forward"] = forward
     drop_hooks(layer)
 
 
 def intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
-    """Send every call of a module to ``called``. The first argument of ``called`` is the original call, with hooks.
+    """Send every call of a module to ``called``. The first argument of ``called`` is the original
+    call, with hooks.
 
     The module gets a new class, because Python looks up ``__call__`` in the class.
     """

@@ -1,9 +1,11 @@
-"""Tensors of other stages in a stage of a layer cut, with shape, type and device, but without numbers.
+"""Tensors of other stages in a stage of a layer cut, with shape, type and device, but without
+numbers.
 
-A stage of such a cut runs the model's own forward, which also uses tensors of other stages: parameters of embeddings,
-and outputs of earlier blocks. In their places are `Unknown` tensors. Every operation with one returns `Unknown`
-tensors, computed on the meta device, so data flow between stages is exact. An output is either right or `Unknown`,
-which raises PlanError. The result depends on no numbers, so it is the same in every call.
+A stage of such a cut runs the model's own forward, which also uses tensors of other stages:
+parameters of embeddings, and outputs of earlier blocks. In their places are `Unknown` tensors.
+Every operation with one returns `Unknown` tensors, computed on the meta device, so data flow
+between stages is exact. An output is either right or `Unknown`, which raises PlanError. The result
+depends on no numbers, so it is the same in every call.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _FILLS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     _ATEN.full_like: lambda args: args[1],
     _ATEN.new_full: lambda args: args[2],
 }
-"""Operations that need a tensor's shape and type alone, with the number that they fill in: their results are known."""
+"""Operations that need a tensor's shape and type alone, with the number that they fill in: their
+results are known."""
 
 
 class UnknownValueError(PlanError):
@@ -48,7 +51,8 @@ class UnknownValueError(PlanError):
 
 
 class Outline(NamedTuple):
-    """The known facts of an `Unknown` tensor: shape, strides and type. Equal outlines give equal results."""
+    """The known facts of an `Unknown` tensor: shape, strides and type. Equal outlines give equal
+    results."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,7 +68,9 @@ class Outline(NamedTuple):
     @classmethod
     def contiguous(cls, size: Sequence[int], dtype: torch.dtype) -> Self:
         """Return the outline of a contiguous tensor."""
-        steps = accumulate(reversed(size[1:]), lambda step, length: step * max(1, length), initial=1)
+        steps = accumulate(
+            reversed(size[1:]), lambda step, length: step * max(1, length), initial=1
+        )
         return cls(tuple(size), tuple(steps)[::-1] if size else (), dtype)
 
     def on(self, device: str | torch.device) -> Tensor:
@@ -76,7 +82,8 @@ class Unknown(Tensor):
     """A tensor whose numbers another stage has.
 
     Attributes:
-        source: the origin of the numbers, for messages: the name of a parameter, an entry or a block.
+        source: the origin of the numbers, for messages: the name of a parameter, an entry or a
+            block.
     """
 
     source: str
@@ -84,7 +91,9 @@ class Unknown(Tensor):
 
     def __new__(cls, outline: Outline, device: torch.device, source: str) -> Self:
         """Make a tensor of an outline that claims to be on ``device``."""
-        made = wrapper_tensor(cls, outline.size, strides=outline.stride, dtype=outline.dtype, device=device)
+        made = wrapper_tensor(
+            cls, outline.size, strides=outline.stride, dtype=outline.dtype, device=device
+        )
         made.source = source
         return made
 
@@ -98,42 +107,71 @@ class Unknown(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of an operation, without numbers. Raises UnknownValueError where numbers are needed."""
+        """Return the result of an operation, without numbers. Raises UnknownValueError where
+        numbers are needed."""
         kwargs = dict(kwargs or {})
-        first = next(tensor for tensor in tensors_in([*args, *kwargs.values()]) if isinstance(tensor, Unknown))
-        written = [args[place] if place < len(args) else kwargs.get(each.name) for place, each in _written(func)]
-        if any(not isinstance(tensor, Unknown) for tensor in tensors_in(written)):  # its numbers would be wrong
-            raise UnknownValueError(first.source, f"writes numbers ({func.name()}) into a tensor of this stage,")
+        first = next(
+            tensor
+            for tensor in tensors_in([*args, *kwargs.values()])
+            if isinstance(tensor, Unknown)
+        )
+        written = [
+            args[place] if place < len(args) else kwargs.get(each.name)
+            for place, each in _written(func)
+        ]
+        if any(
+            not isinstance(tensor, Unknown) for tensor in tensors_in(written)
+        ):  # its numbers would be wrong
+            raise UnknownValueError(
+                first.source, f"writes numbers ({func.name()}) into a tensor of this stage,"
+            )
         device = first.device
         if kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
         if func is _ATEN.index.Tensor:
             args = (args[0], _as_places(args[1]))
-        known = _map(_outline, args), tuple((name, _map(_outline, value)) for name, value in kwargs.items())
+        known = (
+            _map(_outline, args),
+            tuple((name, _map(_outline, value)) for name, value in kwargs.items()),
+        )
         try:
             outcome = _outcome if _is_hashable(known) else _outcome.__wrapped__
             out = outcome(func, *known, kinds=_map(type, known))
         except Exception as error:
             name = func.name() if hasattr(func, "name") else str(func)
-            raise UnknownValueError(first.source, f"needs the numbers of a tensor ({name})") from error
+            raise UnknownValueError(
+                first.source, f"needs the numbers of a tensor ({name})"
+            ) from error
         if written:
-            if [_outline(tensor) for tensor in written] != ([out] if isinstance(out, Outline) else list(out or ())):
-                raise UnknownValueError(first.source, f"changes the shape of a tensor in place ({func.name()})")
+            if [_outline(tensor) for tensor in written] != (
+                [out] if isinstance(out, Outline) else list(out or ())
+            ):
+                raise UnknownValueError(
+                    first.source, f"changes the shape of a tensor in place ({func.name()})"
+                )
             return written[0] if isinstance(out, Outline) else written
         fill = _FILLS.get(func.overloadpacket)
         if fill is not None:
             return out.on(device).fill_(fill(args))
-        return _map(lambda leaf: Unknown(leaf, device, first.source) if isinstance(leaf, Outline) else leaf, out)
+        return _map(
+            lambda leaf: Unknown(leaf, device, first.source) if isinstance(leaf, Outline) else leaf,
+            out,
+        )
 
 
 def is_unknown(leaf: Any) -> bool:
     """Return whether a leaf is `Unknown`, also inside a transform of torch.func."""
-    return isinstance(leaf, Unknown) or (isinstance(leaf, Tensor) and isinstance(innermost_tensor(leaf), Unknown))
+    return isinstance(leaf, Unknown) or (
+        isinstance(leaf, Tensor) and isinstance(innermost_tensor(leaf), Unknown)
+    )
 
 
 def first_unknown(tree: Tree) -> Unknown | None:
     """Return the first `Unknown` leaf of a tree."""
-    return next((cast("Unknown", innermost_tensor(leaf)) for leaf in flatten(tree)[0] if is_unknown(leaf)), None)
+    return next(
+        (cast("Unknown", innermost_tensor(leaf)) for leaf in flatten(tree)[0] if is_unknown(leaf)),
+        None,
+    )
 
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: str) -> Unknown:
@@ -158,15 +196,18 @@ def unknown_like(tree: Tree, source: str) -> Tree:
 def _outcome(func: Any, args: Any, kwargs: Any, *, kinds: Any) -> Any:
     """Compute the outlines of an operation's results, by torch's kernels for the meta device.
 
-    ``kinds`` has the types of the arguments. Without it, True, 1 and 1.0 would be one cache key, with results of other
-    types.
+    ``kinds`` has the types of the arguments. Without it, True, 1 and 1.0 would be one cache key,
+    with results of other types.
     """
 
     def tensor(leaf: Any) -> Any:
         return leaf.on("meta") if isinstance(leaf, Outline) else leaf
 
     with without_modes():  # a running trace must not see these operations
-        return _map(_outline, func(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs}))
+        return _map(
+            _outline,
+            func(*_map(tensor, args), **{name: _map(tensor, value) for name, value in kwargs}),
+        )
 
 
 def _outline(leaf: Any) -> Any:
@@ -185,7 +226,11 @@ def _is_hashable(value: Any) -> bool:
 def _written(func: Any) -> list[tuple[int, Any]]:
     """Return the arguments that an operation writes into, each with its position."""
     arguments = enumerate(schema(func).arguments) if isinstance(func, OpOverload) else ()
-    return [(place, each) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [
+        (place, each)
+        for place, each in arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
 
 
 def is_write(func: Any) -> bool:
@@ -194,16 +239,22 @@ def is_write(func: Any) -> bool:
 
 
 def _as_places(indices: Any) -> list[Any]:
-    """Replace masks among indices by positions: their number depends on the mask's numbers, which are known."""
+    """Replace masks among indices by positions: their number depends on the mask's numbers, which
+    are known."""
     out: list[Any] = []
     for index in indices:
-        is_mask = isinstance(index, Tensor) and not is_unknown(index) and index.dtype in (torch.bool, torch.uint8)
+        is_mask = (
+            isinstance(index, Tensor)
+            and not is_unknown(index)
+            and index.dtype in (torch.bool, torch.uint8)
+        )
         out += index.nonzero().unbind(1) if is_mask else [index]
     return out
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Pass the arguments of an operation through ``change``; lists become tuples, which can be cache keys."""
+    """Pass the arguments of an operation through ``change``; lists become tuples, which can be
+    cache keys."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Outline):
         return tuple(_map(change, item) for item in cast("list[Any]", value))
     return change(value)

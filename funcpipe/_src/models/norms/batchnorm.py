@@ -1,8 +1,9 @@
 """Batch norm whose statistics are handed back instead of written: deferred state.
 
-A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and variance. Once per
-batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979) and committed: the new state is that of
-``nn.BatchNorm``'s own update applied once to all inputs that the layer saw.
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and
+variance. Once per batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979)
+and committed: the new state is that of ``nn.BatchNorm``'s own update applied once to all inputs
+that the layer saw.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Moments(NamedTuple):
 
     Attributes:
         size: how many values.
-        mean: [C]; of few values, or where the layer keeps less than float32, float64 where the device has it.
+        mean: [C]; of few values, or where the layer keeps less than float32, float64 where the
+            device has it.
         var: [C], unbiased.
     """
 
@@ -69,10 +71,14 @@ class BatchNorm:
         Raises:
             BatchError: training with one value per channel, which has no variance.
         """
-        call = NormCall(x, state["running_mean"], state["running_var"], weight, bias, train, eps=eps)
+        call = NormCall(
+            x, state["running_mean"], state["running_var"], weight, bias, train, eps=eps
+        )
         return _normalised(call)
 
-    def init(self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def init(
+        self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
         """The state of a fresh layer: mean 0, variance 1, no batches seen."""
         return {
             "running_mean": torch.zeros(num_features, device=device, dtype=dtype),
@@ -81,7 +87,11 @@ class BatchNorm:
         }
 
     def commit(
-        self, state: dict[str, Tensor], stats: Sequence[Sequence[Moments]], *, momentum: float | None = 0.1
+        self,
+        state: dict[str, Tensor],
+        stats: Sequence[Sequence[Moments]],
+        *,
+        momentum: float | None = 0.1,
     ) -> dict[str, Tensor]:
         """Return the state after one batch.
 
@@ -108,17 +118,23 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     count = x.numel() // x.shape[1]
     if count <= 1:
         raise BatchError(
-            f"batch norm in training needs more than one value per channel, but a microbatch has shape "
-            f"{tuple(x.shape)}; use fewer microbatches, or a larger batch"
+            "batch norm in training needs more than one value per channel, but a microbatch has "
+            f"shape {tuple(x.shape)}; use fewer microbatches, or a larger batch"
         )
-    # torch's own kernel fills these: momentum 1 makes the running statistics those of the microbatch.
+    # torch's own kernel fills these: momentum 1 makes the running statistics those of the
+    # microbatch.
     lifted = under_transform()
     if lifted:  # made from x, so that vmap batches them where it batches x
-        sample_mean, sample_var = [x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)]
+        sample_mean, sample_var = [
+            x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)
+        ]
     else:
         sample_mean, sample_var = torch.zeros_like(mean), torch.zeros_like(var)
-    y = torch.batch_norm(x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled)
-    # All else waits for the commit: small operations cost a lane more than they cost there, where one serves all.
+    y = torch.batch_norm(
+        x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled
+    )
+    # All else waits for the commit: small operations cost a lane more than they cost there, where
+    # one serves all.
     if not _is_fine(x, count, sample_mean, lifted=lifted):
         sample_mean = x.detach().mean([0, *range(2, x.dim())], dtype=wide(x))
     return y, (Moments(count, sample_mean, sample_var),)
@@ -129,12 +145,14 @@ _MANY = 256
 
 
 def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
-    """Is the mean of each channel by torch's kernel good enough for merging, which needs it finer than running means are.
+    """Is the mean of each channel by torch's kernel good enough for merging, which needs it finer
+    than running means are.
 
-    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to some 1e-7 of itself. So
-    where a mean is 1e4 deviations large the variance of all is right to some 1e-4 with many values. Of few the mean is made
-    anew in float64; of many that would take as long as batch norm itself, for torch copies them all first. It is made anew
-    also on a CPU where channels lie next to each other (channels_last): the kernel's mean is much coarser there.
+    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to
+    some 1e-7 of itself. So where a mean is 1e4 deviations large the variance of all is right to
+    some 1e-4 with many values. Of few the mean is made anew in float64; of many that would take as
+    long as batch norm itself, for torch copies them all first. It is made anew also on a CPU where
+    channels lie next to each other (channels_last): the kernel's mean is much coarser there.
     """
     many = type(count) is int and count >= _MANY  # in an export that is for any size it is no int
     return many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or lifted or x.is_contiguous())
@@ -148,14 +166,18 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
         raise BatchError(f"layer {path!r}: {error}") from None
 
 
-def updated(state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None) -> dict[str, Tensor]:
+def updated(
+    state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None
+) -> dict[str, Tensor]:
     """The state after one update by this mean and variance, each [C]."""
     tracked = state.get("num_batches_tracked")
     new = dict(state)
     if tracked is not None:
         tracked = new["num_batches_tracked"] = tracked + 1
     if momentum is None and tracked is None:
-        raise PlanError("momentum=None averages over all batches and needs num_batches_tracked in the state")
+        raise PlanError(
+            "momentum=None averages over all batches and needs num_batches_tracked in the state"
+        )
     share = momentum if momentum is not None else 1.0 / float(tracked or 1)
     for name, value in (("running_mean", mean), ("running_var", var)):
         old = state[name]
@@ -174,7 +196,9 @@ def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     return merge_rows(sizes, torch.stack(means), torch.stack(variances))
 
 
-def merge_rows(sizes: Sequence[int], means: Tensor, variances: Tensor) -> tuple[int, Tensor, Tensor]:
+def merge_rows(
+    sizes: Sequence[int], means: Tensor, variances: Tensor
+) -> tuple[int, Tensor, Tensor]:
     """`merge` of statistics whose means, and whose variances, are the rows of one matrix."""
     means, variances = means.to(wide(means)), variances.to(wide(means))
     if len(sizes) == 1:
@@ -182,20 +206,29 @@ def merge_rows(sizes: Sequence[int], means: Tensor, variances: Tensor) -> tuple[
     if len({*sizes}) == 1:
         sums = _of_one_size(sizes[0], means, variances)
     else:
-        places = {size: [place for place, other in enumerate(sizes) if other == size] for size in sorted({*sizes})}
-        sums = reduce(_together, [_of_one_size(size, means[at], variances[at]) for size, at in places.items()])
+        places = {
+            size: [place for place, other in enumerate(sizes) if other == size]
+            for size in sorted({*sizes})
+        }
+        sums = reduce(
+            _together, [_of_one_size(size, means[at], variances[at]) for size, at in places.items()]
+        )
     count, mean, squares = sums
     return count, mean, squares / (count - 1)
 
 
 _Sums: TypeAlias = tuple[int, Tensor, Tensor]
-"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one in a tensor would
-have to be copied to a device."""
+"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one
+in a tensor would have to be copied to a device."""
 
 
 def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
     mean = means.mean(0)
-    return size * len(means), mean, (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0)
+    return (
+        size * len(means),
+        mean,
+        (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0),
+    )
 
 
 def _together(first: _Sums, second: _Sums) -> _Sums:
@@ -203,7 +236,9 @@ def _together(first: _Sums, second: _Sums) -> _Sums:
     count, other = first[0], second[0]
     total, delta = count + other, second[1] - first[1]
     mean = first[1] + delta * (other / total)
-    mean = torch.where(delta.isfinite(), mean, first[1] + second[1])  # inf and nan as a sum of all has them
+    mean = torch.where(
+        delta.isfinite(), mean, first[1] + second[1]
+    )  # inf and nan as a sum of all has them
     return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
 
 

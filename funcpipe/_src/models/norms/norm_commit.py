@@ -1,4 +1,5 @@
-"""What the batch norm layers of a module stage hand back of a microbatch, and how it is committed once per batch."""
+"""What the batch norm layers of a module stage hand back of a microbatch, and how it is committed
+once per batch."""
 
 from __future__ import annotations
 
@@ -56,11 +57,13 @@ class NormStats(NamedTuple):
 
 
 class CommitLayers:
-    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's momentum.
+    """The commit of a module stage: updates the buffers of each batch norm layer by the layer's
+    momentum.
 
-    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per microbatch. With
-    ``deferred``, each call of the layer in a forward makes one update from all microbatches, in the order of the calls.
-    Without ``deferred``, each call in each microbatch makes an update, as plain batch norm does.
+    State is the flat dict of the module's buffers; statistics are ``{path: NormStats}`` per
+    microbatch. With ``deferred``, each call of the layer in a forward makes one update from all
+    microbatches, in the order of the calls. Without ``deferred``, each call in each microbatch
+    makes an update, as plain batch norm does.
     """
 
     def __init__(self, norms: Mapping[str, Running], *, deferred: bool = True) -> None:
@@ -74,7 +77,9 @@ class CommitLayers:
         """The module's buffers after one batch."""
         new, alike = dict(state), dict[Any, list[_Seen]]()
         for path, names in self.norms.items():
-            norms: list[NormStats] = [each[path] for each in stats if path in each and each[path].moments]
+            norms: list[NormStats] = [
+                each[path] for each in stats if path in each and each[path].moments
+            ]
             if norms:
                 seen = _Seen.of(norms, names, state, deferred=self.deferred)
                 alike.setdefault(path if seen.momentum is None else seen.kind(), []).append(seen)
@@ -99,7 +104,14 @@ class _Seen(NamedTuple):
     keys: dict[str, str]
 
     @classmethod
-    def of(cls, norms: Sequence[NormStats], names: Running, state: Mapping[str, Tensor], *, deferred: bool) -> _Seen:
+    def of(
+        cls,
+        norms: Sequence[NormStats],
+        names: Running,
+        state: Mapping[str, Tensor],
+        *,
+        deferred: bool,
+    ) -> _Seen:
         """What the layer saw whose buffers have these names."""
         tracked = names.tracked if norms[-1].counted else None
         named = dict(zip((*_RUNNING, _TRACKED), (names.mean, names.var, tracked), strict=True))
@@ -109,11 +121,16 @@ class _Seen(NamedTuple):
             updates = [[call for call in column if call is not None] for column in columns]
         else:
             updates = [[call] for norm in norms for call in norm.moments]
-        return cls(updates, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys)
+        return cls(
+            updates, norms[-1].momentum, {name: state[key] for name, key in keys.items()}, keys
+        )
 
     def kind(self) -> Any:
-        """Layers for which this is equal are committed together: all but their numbers is the same."""
-        calls = [(size, mean.dtype, var.dtype) for update in self.updates for size, mean, var in update]
+        """Layers for which this is equal are committed together: all but their numbers is the
+        same."""
+        calls = [
+            (size, mean.dtype, var.dtype) for update in self.updates for size, mean, var in update
+        ]
         return (
             self.momentum,
             *map(len, self.updates),
@@ -123,10 +140,14 @@ class _Seen(NamedTuple):
 
 
 def _committed(layers: Sequence[_Seen]) -> dict[str, Tensor]:
-    """The buffers of layers of one kind after a batch, as if they were one: what is small costs by the operation."""
+    """The buffers of layers of one kind after a batch, as if they were one: what is small costs by
+    the operation."""
     first = layers[0]
     joined = {name: torch.cat([layer.state[name] for layer in layers]) for name in _RUNNING}
-    state = {**first.state, **joined}  # with how often the first was updated: who asks for that has no other beside it
+    state = {
+        **first.state,
+        **joined,
+    }  # with how often the first was updated: who asks for that has no other beside it
     for number, update in enumerate(first.updates):
         calls = [layer.updates[number][place] for place in range(len(update)) for layer in layers]
         means = torch.cat([call.mean for call in calls]).view(len(update), -1)

@@ -14,12 +14,19 @@ from funcpipe._src.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe._src.core.torch_names import buffers_of, check_dimensions, parameters_of
 from funcpipe._src.models.norms.batchnorm import Moments, batch_norm_at
 from funcpipe._src.models.norms.norm_commit import NormStats, Running
-from funcpipe._src.models.norms.written_buffers import BATCH_NORMS, Hearing, NormCall, refuse_writes, version
+from funcpipe._src.models.norms.written_buffers import (
+    BATCH_NORMS,
+    Hearing,
+    NormCall,
+    refuse_writes,
+    version,
+)
 
 
 @dataclass
 class Deferral:
-    """What a deferred layer has besides its own attributes; one attribute, so that it hides none of them.
+    """What a deferred layer has besides its own attributes; one attribute, so that it hides none of
+    them.
 
     Attributes:
         path: of the layer.
@@ -36,13 +43,15 @@ class Deferral:
     collected: list[Moments] | None = None
 
     def take(self) -> NormStats:
-        """Take out the statistics of one microbatch; what comes later, in a backward, does not count."""
+        """Take out the statistics of one microbatch; what comes later, in a backward, does not
+        count."""
         moments, self.collected = tuple(self.collected or ()), None
         return NormStats(moments, self.momentum, self.counted)
 
 
 class DeferredBatchNorm(AnyBatchNorm):
-    """A batch norm layer of a stage's private copy: collects statistics instead of writing its buffers.
+    """A batch norm layer of a stage's private copy: collects statistics instead of writing its
+    buffers.
 
     Its class is this one before the layer's own, so that what a user's subclass brings stays.
     """
@@ -51,7 +60,8 @@ class DeferredBatchNorm(AnyBatchNorm):
 
     @classmethod
     def convert(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """Turn a layer of a private copy into a deferred one, in place; the names of its buffers."""
+        """Turn a layer of a private copy into a deferred one, in place; the names of its
+        buffers."""
         vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
         layer.__class__ = _deferred(type(layer))
         return Running.of(layer, path)
@@ -59,7 +69,11 @@ class DeferredBatchNorm(AnyBatchNorm):
     @staticmethod
     def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
         """Is this a layer whose running statistics can be deferred."""
-        return isinstance(layer, AnyBatchNorm) and layer.track_running_stats and layer.running_mean is not None
+        return (
+            isinstance(layer, AnyBatchNorm)
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        )
 
     @staticmethod
     def has_own_forward(kind: type[nn.Module]) -> bool:
@@ -75,9 +89,16 @@ class DeferredBatchNorm(AnyBatchNorm):
         check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
-        tensors = {**parameters_of(self), **buffers_of(self)}  # a layer takes long to find its attributes
-        mean, var, weight, bias = [tensors[name] if name in tensors else getattr(self, name) for name in _TENSORS]
-        return _normalise(self, NormCall(input, mean, var, weight, bias, self.training, eps=self.eps))
+        tensors = {
+            **parameters_of(self),
+            **buffers_of(self),
+        }  # a layer takes long to find its attributes
+        mean, var, weight, bias = [
+            tensors[name] if name in tensors else getattr(self, name) for name in _TENSORS
+        ]
+        return _normalise(
+            self, NormCall(input, mean, var, weight, bias, self.training, eps=self.eps)
+        )
 
 
 _TENSORS = ("running_mean", "running_var", "weight", "bias")
@@ -85,7 +106,8 @@ _TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
 class _OwnForward(DeferredBatchNorm):
-    """A deferred layer whose class has a forward of its own: its calls of torch's batch norm are deferred.
+    """A deferred layer whose class has a forward of its own: its calls of torch's batch norm are
+    deferred.
 
     The forward counts batches on a copy of the counter that is dropped.
     """
@@ -93,23 +115,33 @@ class _OwnForward(DeferredBatchNorm):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The layer's own forward; its calls of torch's batch norm go to `_hear`."""
         counter = buffers_of(self).get("num_batches_tracked")
-        scratch = buffers_of(self)["num_batches_tracked"] = None if counter is None else counter.clone()
+        scratch = buffers_of(self)["num_batches_tracked"] = (
+            None if counter is None else counter.clone()
+        )
         start = version(scratch)
         try:
-            with Hearing({id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)):
+            with Hearing(
+                {id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)
+            ):
                 y = self.deferral.kind.forward(self, *args, **kwargs)
             left = buffers_of(self)["num_batches_tracked"]
-            self.deferral.counted = left is not scratch or version(left) != start or _moved(left, counter)
+            self.deferral.counted = (
+                left is not scratch or version(left) != start or _moved(left, counter)
+            )
         finally:
             buffers_of(self)["num_batches_tracked"] = counter
         return y
 
 
 def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    """Defer a call of torch's batch norm in training. Raises PlanError where its buffers are not the layer's."""
+    """Defer a call of torch's batch norm in training. Raises PlanError where its buffers are not
+    the layer's."""
     deferral = layer.deferral
     if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
-        refuse_writes(deferral.kind.__name__, [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"])
+        refuse_writes(
+            deferral.kind.__name__,
+            [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"],
+        )
     if layer.momentum is not None:  # else the call's momentum comes from the counter
         deferral.momentum = call.momentum
     return _normalise(layer, call)
@@ -125,7 +157,12 @@ def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
 
 def _moved(after: Tensor | None, before: Tensor | None) -> bool:
     """Was a counter written to under inference mode, where torch counts no versions."""
-    return after is not None and before is not None and after.is_inference() and not torch.equal(after, before)
+    return (
+        after is not None
+        and before is not None
+        and after.is_inference()
+        and not torch.equal(after, before)
+    )
 
 
 def refuse_processes(layer: nn.SyncBatchNorm) -> None:
@@ -133,8 +170,8 @@ def refuse_processes(layer: nn.SyncBatchNorm) -> None:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size(layer.process_group) > 1:
         raise PlanError(
-            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose lanes may be "
-            "elsewhere in their schedules; use nn.BatchNorm"
+            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose "
+            "lanes may be elsewhere in their schedules; use nn.BatchNorm"
         )
 
 

@@ -39,26 +39,40 @@ class NormCall(NamedTuple):
 _HIGH = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
 _LOW = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"]
 BATCH_NORMS: Mapping[Any, Sequence[str]] = {F.batch_norm: _HIGH, torch.batch_norm: _LOW}
-"""The arguments of the functions that write running statistics of a batch; torch counts no version for these writes."""
+"""The arguments of the functions that write running statistics of a batch; torch counts no version
+for these writes."""
 
-NORMS: Mapping[Any, Sequence[str]] = {**BATCH_NORMS, F.instance_norm: _HIGH, torch.instance_norm: _LOW}
+NORMS: Mapping[Any, Sequence[str]] = {
+    **BATCH_NORMS,
+    F.instance_norm: _HIGH,
+    torch.instance_norm: _LOW,
+}
 _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
 class Hearing(TorchFunctionMode):
-    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go to ``answer``.
+    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go
+    to ``answer``.
 
-    ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of the call.
+    ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of
+    the call.
     """
 
     def __init__(
-        self, tensors: Set[int], norms: Mapping[Any, Sequence[str]], answer: Callable[[NormCall], Any]
+        self,
+        tensors: Set[int],
+        norms: Mapping[Any, Sequence[str]],
+        answer: Callable[[NormCall], Any],
     ) -> None:
         super().__init__()
         self.tensors, self.norms, self.answer = tensors, norms, answer
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
         if func not in self.norms:
@@ -74,7 +88,8 @@ class Hearing(TorchFunctionMode):
 
 
 def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
-    """Run a forward that must not write its buffers: its result, and whether their bits could be compared.
+    """Run a forward that must not write its buffers: its result, and whether their bits could be
+    compared.
 
     Versions do not suffice: torch's norms, and writes into ``.data``, count none.
 
@@ -90,7 +105,9 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
         result = forward()
     if before is None:
         return result, False
-    refuse_writes(who, [name for name, old in before.items() if not _is_as_before(buffers[name], old)])
+    refuse_writes(
+        who, [name for name, old in before.items() if not _is_as_before(buffers[name], old)]
+    )
     return result, True
 
 
@@ -98,11 +115,13 @@ def refuse_writes(who: str, names: Sequence[str]) -> None:
     """Raises PlanError if there are any names of buffers that a forward writes."""
     if names:
         raise PlanError(
-            f"the forward of {who} writes into its buffers {list(names)}, and the order of microbatches must not "
-            "matter; only batch norm layers (nn.BatchNorm and what inherits from it) are deferred by themselves. "
-            "Trace it, fp.split(model, ..., example=...), which takes writes that do not depend on the inputs, and others "
-            "with commit=; make it a function stage that returns its statistics in Out(stats=...) and folds them in "
-            "commit=... (fp.models.batch_norm is one); or put the layer in evaluation mode"
+            f"the forward of {who} writes into its buffers {list(names)}, and the order of "
+            "microbatches must not matter; only batch norm layers (nn.BatchNorm and what "
+            "inherits from it) are deferred by themselves. Trace it, fp.split(model, ..., "
+            "example=...), which takes writes that do not depend on the inputs, and others with "
+            "commit=; make it a function stage that returns its statistics in Out(stats=...) and "
+            "folds them in commit=... (fp.models.batch_norm is one); or put the layer in "
+            "evaluation mode"
         )
 
 
@@ -118,17 +137,24 @@ def has_numbers(tensor: Tensor) -> bool:
 
 def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
     """Copy buffers to detect later writes; None where no comparison is possible."""
-    if under_transform() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if under_transform() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ):
         return None
     if all(map(has_numbers, buffers.values())):
-        return {name: buffer.detach().clone() for name, buffer in buffers.items() if _is_plain(buffer)}
-    if all(isinstance(buffer, FunctionalTensor) for buffer in buffers.values()):  # while a stage is compiled
+        return {
+            name: buffer.detach().clone() for name, buffer in buffers.items() if _is_plain(buffer)
+        }
+    if all(
+        isinstance(buffer, FunctionalTensor) for buffer in buffers.values()
+    ):  # while a stage is compiled
         return {name: was_written(buffer) for name, buffer in buffers.items()}
     return None
 
 
 def _is_as_before(buffer: Tensor, kept: Any) -> bool:
-    """Return whether a buffer has its old bits. Numbers are compared as integers, because NaN equals nothing."""
+    """Return whether a buffer has its old bits. Numbers are compared as integers, because NaN
+    equals nothing."""
     if not isinstance(kept, Tensor):
         return was_written(buffer) == kept
     return torch.equal(_as_integers(buffer), _as_integers(kept))
@@ -141,4 +167,8 @@ def _as_integers(buffer: Tensor) -> Tensor:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    return type(buffer) in (Tensor, nn.Parameter) and buffer.layout is torch.strided and not buffer.is_quantized
+    return (
+        type(buffer) in (Tensor, nn.Parameter)
+        and buffer.layout is torch.strided
+        and not buffer.is_quantized
+    )

@@ -1,4 +1,5 @@
-"""Operations of a traced forward that stay in one stage, as writes in place with their targets; where cuts may fall."""
+"""Operations of a traced forward that stay in one stage, as writes in place with their targets;
+where cuts may fall."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Bond:
 
     Attributes:
         nodes: in order.
-        wrote: for a write in place the operation that does it; ``nodes`` are then what it writes into and itself.
+        wrote: for a write in place the operation that does it; ``nodes`` are then what it writes
+            into and itself.
         buffer: the buffer that they write or read, where that is why.
         norm: the batch norm layer that they are calls of, where that is why.
     """
@@ -30,22 +32,30 @@ class Bond:
     norm: str = ""
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
-        """The message where operations have these stages and a cut parts the bond; "" where none does."""
+        """The message where operations have these stages and a cut parts the bond; "" where none
+        does."""
         parts = sorted({stages[node] for node in self.nodes})
         if len(parts) < 2:
             return ""
         if self.norm:
-            return f"the batch norm layer {self.norm!r} runs in stages {parts}, and its statistics could not be one"
+            return (
+                f"the batch norm layer {self.norm!r} runs in stages {parts}, and its statistics "
+                "could not be one"
+            )
         if self.wrote is None:
-            return f"the buffer {self.buffer!r}, which the forward writes, is used in stages {parts}"
+            return (
+                f"the buffer {self.buffer!r}, which the forward writes, is used in stages {parts}"
+            )
         root = self.nodes[0]
         return (
-            f"{self.wrote.name} in stage {stages[self.wrote]} writes in place into {root.name} of stage {stages[root]}"
+            f"{self.wrote.name} in stage {stages[self.wrote]} writes in place into {root.name} of "
+            f"stage {stages[root]}"
         )
 
 
 def bonds(captured: Captured) -> list[Bond]:
-    """The operations that stay together: for writes in place, then for buffers, then for batch norms."""
+    """The operations that stay together: for writes in place, then for buffers, then for batch
+    norms."""
     body = captured.body
     inside = set(body)
     writes: list[Bond] = []
@@ -62,7 +72,10 @@ def bonds(captured: Captured) -> list[Bond]:
     for node in body:
         for path in _norms(captured.module, node):
             calls.setdefault(path, []).append(node)
-    return [*writes, *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1)]
+    return [
+        *writes,
+        *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1),
+    ]
 
 
 def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
@@ -70,7 +83,12 @@ def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         return {layer.path} if isinstance(layer, Norm) else set()
-    return {path for body, _ in regions_of(module, node) for inner in body.graph.nodes for path in _norms(body, inner)}
+    return {
+        path
+        for body, _ in regions_of(module, node)
+        for inner in body.graph.nodes
+        for path in _norms(body, inner)
+    }
 
 
 def free(captured: Captured) -> list[bool]:
@@ -92,4 +110,6 @@ def moved(places: Sequence[int], allowed: Sequence[bool]) -> list[int]:
     [0, 1, 4]
     """
     legal = [place for place, may in enumerate(allowed) if may] or [0]
-    return [place and min(legal, key=lambda start: (abs(start - place), -start)) for place in places]
+    return [
+        place and min(legal, key=lambda start: (abs(start - place), -start)) for place in places
+    ]

@@ -1,8 +1,9 @@
-"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of the model touched.
+"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of
+the model touched.
 
-The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops ``no_grad`` and autocast
-regions, and with them the right gradients; purity comes back at the borders of the stages (`graph`). What export gets
-wrong in silence raises here, with the way out.
+The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops
+``no_grad`` and autocast regions, and with them the right gradients; purity comes back at the
+borders of the stages (`graph`). What export gets wrong in silence raises here, with the way out.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Captured:
     """A model's forward as one graph over flat values.
 
     Attributes:
-        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the inputs.
-        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the placeholder); inputs
-            are not in it.
+        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the
+            inputs.
+        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the
+            placeholder); inputs are not in it.
         consts: placeholder -> a tensor that the forward uses and nobody registered.
         outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
@@ -63,7 +65,10 @@ class Captured:
     def sample_output(self) -> Any:
         """The model's output on the example, its tensors without numbers."""
         nodes = {node.name: node for node in self.module.graph.nodes}
-        leaves = [nodes[result].meta.get("val") if kind == "value" else result for kind, result in self.outputs]
+        leaves = [
+            nodes[result].meta.get("val") if kind == "value" else result
+            for kind, result in self.outputs
+        ]
         return self.signature.output(leaves)
 
     @property
@@ -75,7 +80,8 @@ class Captured:
 def split_point() -> None:
     """Mark a place in a model's forward where `split` cuts it; does nothing anywhere else.
 
-    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where to cut, and win.
+    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where
+    to cut, and win.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
@@ -98,7 +104,8 @@ _capturing = _Capturing()
 
 @cache
 def _marker() -> Any:
-    """The operation that stands for a `split_point` in a graph; registered when it is first needed."""
+    """The operation that stands for a `split_point` in a graph; registered when it is first
+    needed."""
     torch.library.define("funcpipe::split_point", "() -> ()")
     torch.library.impl("funcpipe::split_point", "default", lambda: None)
     return fx.has_side_effect(torch.ops.funcpipe.split_point.default)
@@ -113,14 +120,19 @@ def callers(model: nn.Module) -> list[str]:
     """The classes of a model whose forward names `split_point`."""
     kinds = dict.fromkeys(type(module) for module in model.modules())
     codes = {kind.__name__: getattr(kind.forward, "__code__", None) for kind in kinds}
-    return [name for name, code in codes.items() if code is not None and split_point.__name__ in code.co_names]
+    return [
+        name
+        for name, code in codes.items()
+        if code is not None and split_point.__name__ in code.co_names
+    ]
 
 
 def shell(model: nn.Module) -> nn.Module:
-    """A copy of the model's structure around the very same tensors: writing attributes on it leaves the model alone.
+    """A copy of the model's structure around the very same tensors: writing attributes on it leaves
+    the model alone.
 
-    It keeps no cache of keys and values, whatever its configuration says: a cache is for generating, cannot leave a
-    stage, and would be filled anew by every microbatch.
+    It keeps no cache of keys and values, whatever its configuration says: a cache is for
+    generating, cannot leave a stage, and would be filled anew by every microbatch.
     """
     copy = copied(model)
     without_cache(copy, model)
@@ -140,8 +152,8 @@ def capture(
     Args:
         model: in the mode in which it shall run; untouched.
         args, kwargs: of its forward.
-        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is kept open, or None;
-            None: trace for just the rows of the example.
+        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is
+            kept open, or None; None: trace for just the rows of the example.
         commit: functions ``(old, written, rows) -> new`` by names of buffers, as in `split`.
 
     Raises:
@@ -172,7 +184,10 @@ def capture(
             case InputKind.USER_INPUT:
                 inputs.append(name)
             case _:
-                faults.append(f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut")
+                faults.append(
+                    f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which "
+                    "cannot be cut"
+                )
     raise_all("the traced model uses what stages cannot hold:", faults)
     nodes = {node.name: node for node in program.graph.nodes}
     placeholders = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
@@ -189,22 +204,30 @@ def capture(
     module = program.graph_module
     norms = _norms(module, sources, opened)
     written = _written(
-        module, {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}}, norms
+        module,
+        {**sources, **{node.name: ("input", node.name) for node in placeholders.values()}},
+        norms,
     )
     _refuse_views(model, written)
-    dependent = {sources.get(node.name) for node in dependents_of(module, placeholders.values(), norms)}
+    dependent = {
+        sources.get(node.name) for node in dependents_of(module, placeholders.values(), norms)
+    }
     commits = {**dict.fromkeys(_of_instance_norms(module, sources), mean_by_rows), **commits}
-    unknown = sorted(name for name in written if ("buffer", name) in dependent and name not in commits)
+    unknown = sorted(
+        name for name in written if ("buffer", name) in dependent and name not in commits
+    )
     raise_all(
-        "the forward writes what depends on the inputs into buffers, and what a whole batch leaves there is not known, for "
-        "a counter adds up and an average does not; say it, split(..., commit={name: fn}), with fp.models.mean_by_rows, "
-        "fp.models.sum_of_changes, or a function (old, written, rows) -> new of what each microbatch wrote, and its rows:",
+        "the forward writes what depends on the inputs into buffers, and what a whole batch "
+        "leaves there is not known, for a counter adds up and an average does not; say it, "
+        "split(..., commit={name: fn}), with fp.models.mean_by_rows, fp.models.sum_of_changes, or "
+        "a function (old, written, rows) -> new of what each microbatch wrote, and its rows:",
         [f"{name!r}" for name in unknown],
     )
     refit(module, norms)
     results: Any = module.graph.output_node().args[0]
     outputs = tuple(
-        ("value", result.name) if isinstance(result, fx.Node) else ("constant", result) for result in results
+        ("value", result.name) if isinstance(result, fx.Node) else ("constant", result)
+        for result in results
     )
     evaluation = not any(layer.training for layer in model.modules())
     return Captured(module, sources, consts, outputs, signature, written, evaluation, commits)
@@ -213,18 +236,29 @@ def capture(
 def _commits(
     model: nn.Module, commit: Mapping[str, CommitBuffer], canonical: Mapping[str, str]
 ) -> dict[str, CommitBuffer]:
-    """Return the user's ``commit=`` functions by first names of buffers. Raises PlanError for unknown names."""
+    """Return the user's ``commit=`` functions by first names of buffers. Raises PlanError for
+    unknown names."""
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    faults = [f"{name!r} is no buffer of it{similar(name, buffers)}" for name in commit if name not in buffers]
-    faults += [
-        f"{name!r}: got a {type(fn).__name__}, not a function" for name, fn in commit.items() if not callable(fn)
+    faults = [
+        f"{name!r} is no buffer of it{similar(name, buffers)}"
+        for name in commit
+        if name not in buffers
     ]
-    raise_all(f"commit has functions (old, written, rows) -> new for buffers of {type(model).__name__}:", faults)
+    faults += [
+        f"{name!r}: got a {type(fn).__name__}, not a function"
+        for name, fn in commit.items()
+        if not callable(fn)
+    ]
+    raise_all(
+        f"commit has functions (old, written, rows) -> new for buffers of {type(model).__name__}:",
+        faults,
+    )
     return {canonical[name]: fn for name, fn in commit.items()}
 
 
 def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
-    """Have torch's batch norm layers trace as one operation: at every path the buffers they would update, and momentum.
+    """Have torch's batch norm layers trace as one operation: at every path the buffers they would
+    update, and momentum.
 
     Of layers with a forward of their own only those that average over all batches.
     """
@@ -232,11 +266,17 @@ def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
     layers: dict[int, tuple[Running, float | None]] = {}
     for path, layer in model.named_modules(remove_duplicate=False):
         plain = not DeferredBatchNorm.has_own_forward(type(layer))
-        if DeferredBatchNorm.converts(layer) and id(layer) not in layers and (plain or layer.momentum is None):
+        if (
+            DeferredBatchNorm.converts(layer)
+            and id(layer) not in layers
+            and (plain or layer.momentum is None)
+        ):
             layers[id(layer)] = Running.of(layer, path), layer.momentum
             layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
             layer.num_batches_tracked = None  # the commit counts
-            if plain and isinstance(layer, nn.SyncBatchNorm):  # alone in its process it is a plain one
+            if plain and isinstance(
+                layer, nn.SyncBatchNorm
+            ):  # alone in its process it is a plain one
                 refuse_processes(layer)
                 vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
         if id(layer) in layers:
@@ -286,13 +326,18 @@ def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
         where.setdefault(buffer.untyped_storage().data_ptr(), []).append(name)
     for names in where.values():
         if len(names) > 1 and written & set(names):
-            raise PlanError(f"the buffers {names} share memory and the forward writes into it; make them one buffer")
+            raise PlanError(
+                f"the buffers {names} share memory and the forward writes into it; make them one "
+                "buffer"
+            )
 
 
 class _Flat:
-    """A forward from the tensors of its inputs to its output's leaves: export sees no container of the user's.
+    """A forward from the tensors of its inputs to its output's leaves: export sees no container of
+    the user's.
 
-    Our trees know more containers than export's, and leaves that are no tensors are constants of a trace in any case.
+    Our trees know more containers than export's, and leaves that are no tensors are constants of a
+    trace in any case.
 
     Attributes:
         leaves, spec: of the example, (args, kwargs).
@@ -303,13 +348,19 @@ class _Flat:
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[int | None] | None
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axes: Sequence[int | None] | None,
     ) -> None:
         self.forward = model.forward
         try:
             bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise PlanError(f"the example does not fit the forward of {type(model).__name__}: {error}") from None
+            raise PlanError(
+                f"the example does not fit the forward of {type(model).__name__}: {error}"
+            ) from None
         self.leaves, self.spec = flatten((args, kwargs))
         self.axes = [None] * len(self.leaves) if axes is None else list(axes)
         parameters = list(bound)
@@ -318,7 +369,9 @@ class _Flat:
             while name in self.names[:number]:
                 name += "_"
             self.names[number] = name
-        self.tensors = [number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [
+            number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)
+        ]
         self.out_spec: Spec | None = None
         self.functions: set[str] = set()
 
@@ -327,19 +380,27 @@ class _Flat:
         for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
             if axis is not None and leaf.shape[axis] < 2:
                 raise PlanError(
-                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two rows or more, so "
-                    "that the number of rows stays open, or any_rows=False"
+                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two "
+                    "rows or more, so that the number of rows stays open, or any_rows=False"
                 )
 
     def rows(self) -> list[str]:
         """The leaves that have rows, with the dimension where that is not the first."""
         pairs = zip(self.names, self.axes, strict=True)
-        return [f"dimension {axis} of {name}" if axis else name for name, axis in pairs if axis is not None]
+        return [
+            f"dimension {axis} of {name}" if axis else name
+            for name, axis in pairs
+            if axis is not None
+        ]
 
     def open_rows(self) -> Any:
-        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none has rows."""
+        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none
+        has rows."""
         batch = torch.export.Dim("batch")
-        opened = [None if self.axes[number] is None else {self.axes[number]: batch} for number in self.tensors]
+        opened = [
+            None if self.axes[number] is None else {self.axes[number]: batch}
+            for number in self.tensors
+        ]
         return tuple(opened) if any(opened) else None
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -362,7 +423,8 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
 
 
 def _export(model: nn.Module, flat: _Flat) -> Any:
-    """The program of the forward. Its inputs require gradients, so that custom functions on them are seen too."""
+    """The program of the forward. Its inputs require gradients, so that custom functions on them
+    are seen too."""
     example = tuple(flat.leaves[number] for number in flat.tensors)
     opened = flat.open_rows()
     shapes = None if opened is None else {"tensors": opened}
@@ -374,7 +436,8 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
             warnings.simplefilter("ignore")
             try:
                 tracked = tuple(
-                    tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor for tensor in example
+                    tensor.detach().requires_grad_() if is_differentiable(tensor) else tensor
+                    for tensor in example
                 )
                 program = torch.export.export(model, tracked, dynamic_shapes=shapes, strict=False)
             except RuntimeError as error:
@@ -395,28 +458,42 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
     text = str(error).strip()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     otherwise = (
-        "cut without tracing: split(model, num_stages) without example=, or write the stages yourself with fp.stage"
+        "cut without tracing: split(model, num_stages) without example=, or write the stages "
+        "yourself with fp.stage"
     )
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "Could not guard" in text:
+    if (
+        "data-dependent" in text
+        or "GuardOnDataDependent" in type(error).__name__
+        or "Could not guard" in text
+    ):
         why = (
-            "its Python code branches on the numbers in a tensor, so one graph cannot stand for it; use torch.where "
-            "or torch.cond"
+            "its Python code branches on the numbers in a tensor, so one graph cannot stand for "
+            "it; use torch.where or torch.cond"
         )
-    elif "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__:
+    elif (
+        "Constraints violated" in text
+        or "specialized" in text
+        or "ConstraintViolation" in type(error).__name__
+    ):
         why = (
-            "its code fixes the number of rows (a Python branch, loop or reshape on the batch size); make it "
-            f"independent of the batch size (taken for rows: {', '.join(rows) or 'nothing'}), or give an example with "
-            "the rows of one microbatch and any_rows=False"
+            "its code fixes the number of rows (a Python branch, loop or reshape on the batch "
+            "size); make it independent of the batch size (taken for rows: "
+            f"{', '.join(rows) or 'nothing'}), or give an example with the rows of one microbatch "
+            "and any_rows=False"
         )
     else:
         why = "torch.export does not take it"
-    return f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. Else {otherwise}"
+    return (
+        f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. "
+        f"Else {otherwise}"
+    )
 
 
 def _written(
     module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
 ) -> frozenset[str]:
-    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants or inputs."""
+    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants or
+    inputs."""
     written: set[str] = set()
     faults: list[str] = []
     statistics = {name for norm in norms.values() for name in norm.running[:2]}

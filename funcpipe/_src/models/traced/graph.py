@@ -1,4 +1,5 @@
-"""Cut a traced forward into stages: values that only the next stage reads are its input, all others are skips."""
+"""Cut a traced forward into stages: values that only the next stage reads are its input, all others
+are skips."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class CutEdge(NamedTuple):
 
 
 def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> list[int]:
-    """The numbers of the nodes that begin a stage where cuts are named. Raises PlanError with every fault."""
+    """The numbers of the nodes that begin a stage where cuts are named. Raises PlanError with every
+    fault."""
     body = captured.body
     layers = [layers_of(captured.module, node) for node in body]
     known = [name for name, _ in model.named_modules() if name]
@@ -60,19 +62,27 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
         if not hits:
             path = name.partition("@")[0]
             unknown = f"the model has no such module{similar(name, known)}"
-            faults.append(f"at[{name!r}]: {'no operation of its forward was traced' if path in known else unknown}")
+            faults.append(
+                f"at[{name!r}]: "
+                f"{'no operation of its forward was traced' if path in known else unknown}"
+            )
             continue
         edge, start = (hits[0], hits[0]) if side == "before" else (hits[-1], hits[-1] + 1)
         others = {
-            path for path in layers[edge] if not _within(path, name) and not _within(name, path.partition("@")[0])
+            path
+            for path in layers[edge]
+            if not _within(path, name) and not _within(name, path.partition("@")[0])
         }
         if regions_of(captured.module, body[edge]) and others:
             faults.append(
-                f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), which stays whole; "
-                "put autocast around fp.run instead of inside the model, or cut before or after the region"
+                f"at[{name!r}]: it runs inside a no_grad or autocast region ({body[edge].name}), "
+                "which stays whole; put autocast around fp.run instead of inside the model, or "
+                "cut before or after the region"
             )
         elif not _computes(body[:start]) or not _computes(body[start:]):
-            faults.append(f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty")
+            faults.append(
+                f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty"
+            )
         else:
             starts[start] = name
     raise_all("the model cannot be cut there:", faults)
@@ -85,14 +95,18 @@ def marked(captured: Captured) -> list[int]:
     markers = [i for i, node in enumerate(body) if is_marker(node)]
     if markers and not all(_computes(body[a:b]) for a, b in pairwise([0, *markers, len(body)])):
         raise PlanError(
-            "a split_point() stands before the first operation of the forward, after the last one, or beside "
-            "another split_point(), so a stage would be empty; take it out"
+            "a split_point() stands before the first operation of the forward, after the last "
+            "one, or beside another split_point(), so a stage would be empty; take it out"
         )
     return markers
 
 
 def _within(path: str, name: str) -> bool:
-    return path == name or path.startswith((f"{name}.", f"{name}@")) if "@" not in name else path == name
+    return (
+        path == name or path.startswith((f"{name}.", f"{name}@"))
+        if "@" not in name
+        else path == name
+    )
 
 
 def _computes(nodes: Sequence[fx.Node]) -> bool:
@@ -100,7 +114,8 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Cutter:
-    """A captured graph with a stage for each of its nodes. Raises PlanError where a cut parts what belongs together."""
+    """A captured graph with a stage for each of its nodes. Raises PlanError where a cut parts what
+    belongs together."""
 
     def __init__(self, captured: Captured, starts: Collection[int]) -> None:
         self.captured, self.module = captured, captured.module
@@ -144,7 +159,8 @@ def cut(
     ``starts`` are the numbers of the nodes that begin a stage, the first apart.
 
     Raises:
-        PlanError: a cut parts what belongs together: a write in place from its value, the calls of a batch norm layer.
+        PlanError: a cut parts what belongs together: a write in place from its value, the calls of
+            a batch norm layer.
     """
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
@@ -156,7 +172,11 @@ def cut(
 
 
 def _part(
-    cutter: _Cutter, stage: int, edges: Sequence[CutEdge], tensors: Mapping[str, Tensor], origin: ModuleAttributes
+    cutter: _Cutter,
+    stage: int,
+    edges: Sequence[CutEdge],
+    tensors: Mapping[str, Tensor],
+    origin: ModuleAttributes,
 ) -> tuple[Stage, Any, Any]:
     captured = cutter.captured
     last = stage == cutter.last
@@ -164,7 +184,9 @@ def _part(
     leaving = [edge for edge in edges if edge.source == stage]
     straight = tuple(edge.name for edge in received if not edge.skip)
     ends = captured.outputs if last else ()
-    outgoing = dict.fromkeys([*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")])
+    outgoing = dict.fromkeys(
+        [*(edge.name for edge in leaving), *(value for kind, value in ends if kind == "value")]
+    )
     module, takes, results = _graph(cutter, stage, set(straight), outgoing)
     norms = {norm.path: norm.running for norm in module.modules() if isinstance(norm, Norm)}
     buffers = [name for kind, name in takes if kind == "buffer"]
@@ -212,14 +234,21 @@ def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tup
 def _graph(
     cutter: _Cutter, stage: int, straight: set[str], outgoing: Mapping[str, None]
 ) -> tuple[fx.GraphModule, list[tuple[str, str]], list[str]]:
-    """One stage's nodes as a graph module, the sources of its arguments, and the names of its results."""
+    """One stage's nodes as a graph module, the sources of its arguments, and the names of its
+    results."""
     graph, root = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
     takes: list[tuple[str, str]] = []
     body = [node for node, owner in cutter.stage.items() if owner == stage and not is_marker(node)]
-    needed = dict.fromkeys(value for node in body for value in node.all_input_nodes if cutter.stage.get(value) != stage)
-    needed |= dict.fromkeys(cutter.nodes[name] for name in outgoing if name in cutter.captured.sources)
-    for value in sorted(needed, key=lambda value: value.op == "get_attr"):  # placeholders come first in a graph
+    needed = dict.fromkeys(
+        value for node in body for value in node.all_input_nodes if cutter.stage.get(value) != stage
+    )
+    needed |= dict.fromkeys(
+        cutter.nodes[name] for name in outgoing if name in cutter.captured.sources
+    )
+    for value in sorted(
+        needed, key=lambda value: value.op == "get_attr"
+    ):  # placeholders come first in a graph
         if value.op == "get_attr":
             _attach(root, cutter.module, str(value.target))
             env[value] = graph.node_copy(value)
@@ -243,7 +272,9 @@ def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:
 
 def _title(cutter: _Cutter, stage: int) -> str:
     """A stage's name: its first and last innermost layer, as in ``model.layers.2..model.norm``."""
-    paths = [layer_of(node).partition("@")[0] for node, owner in cutter.stage.items() if owner == stage]
+    paths = [
+        layer_of(node).partition("@")[0] for node, owner in cutter.stage.items() if owner == stage
+    ]
     inside = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
     named = [path for path in paths if path and path not in inside]
     return f"{named[0]}..{named[-1]}" if named else f"part {stage}"
@@ -254,7 +285,14 @@ def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> CutEdge:
     if not isinstance(sample, Tensor):
         return CutEdge(value.name, source, targets, "int", (), 0)
     shape = tuple(size if isinstance(size, int) else "rows" for size in sample.shape)
-    return CutEdge(value.name, source, targets, str(sample.dtype).removeprefix("torch."), shape, row_bytes(sample))
+    return CutEdge(
+        value.name,
+        source,
+        targets,
+        str(sample.dtype).removeprefix("torch."),
+        shape,
+        row_bytes(sample),
+    )
 
 
 def row_bytes(sample: Any) -> int:

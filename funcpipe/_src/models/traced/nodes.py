@@ -1,4 +1,5 @@
-"""Reading a traced graph: which layer made a node, what shares memory, what writes, what regions hold."""
+"""Reading a traced graph: which layer made a node, what shares memory, what writes, what regions
+hold."""
 
 from __future__ import annotations
 
@@ -20,15 +21,24 @@ _NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.defaul
 
 
 def op_of(module: nn.Module, node: fx.Node) -> Any:
-    """The operation of a node, also where a module stands in its place; None for what is none of torch's."""
-    op = getattr(_attribute(module, node.target), "op", None) if node.op == "call_module" else node.target
+    """The operation of a node, also where a module stands in its place; None for what is none of
+    torch's."""
+    op = (
+        getattr(_attribute(module, node.target), "op", None)
+        if node.op == "call_module"
+        else node.target
+    )
     return op if isinstance(op, OpOverload) else None
 
 
 def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
-    """(declared argument, value) for each value that an operation is given, in lists and by keyword too."""
+    """(declared argument, value) for each value that an operation is given, in lists and by keyword
+    too."""
     named = {argument.name: argument for argument in schema(op).arguments}
-    pairs = [*zip(schema(op).arguments, node.args, strict=False), *((named.get(k), v) for k, v in node.kwargs.items())]
+    pairs = [
+        *zip(schema(op).arguments, node.args, strict=False),
+        *((named.get(k), v) for k, v in node.kwargs.items()),
+    ]
     out: list[tuple[Any, fx.Node]] = []
     for argument, value in pairs:
         operands: list[fx.Node] = []
@@ -46,8 +56,12 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         if node.target is operator.getitem:
             roots[node] = roots[node.args[0]]
         elif op is not None:
-            viewing = _VIEWING in op.tags and op not in _NORMS  # theirs says that they write, their result is new
-            aliased = [value for argument, value in _arguments(op, node) if argument.alias_info is not None]
+            viewing = (
+                _VIEWING in op.tags and op not in _NORMS
+            )  # theirs says that they write, their result is new
+            aliased = [
+                value for argument, value in _arguments(op, node) if argument.alias_info is not None
+            ]
             if not aliased and viewing and node.all_input_nodes:
                 aliased = [node.all_input_nodes[0]]
             if aliased and (any(r.alias_info for r in schema(op).returns) or viewing):
@@ -56,7 +70,8 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
-    """Each batch norm in training, also inside regions, with what it is given for its running mean and variance.
+    """Each batch norm in training, also inside regions, with what it is given for its running mean
+    and variance.
 
     Of a region's what the region is given; None where it is made inside.
     """
@@ -65,12 +80,18 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
         if node.target is torch.ops.aten.batch_norm.default and node.args[5] is True:
             norms[node] = node.args[3], node.args[4]
         for body, table in regions_of(module, node):
-            norms |= {inner: (table.get(mean), table.get(var)) for inner, (mean, var) in norms_of(body).items()}
+            norms |= {
+                inner: (table.get(mean), table.get(var))
+                for inner, (mean, var) in norms_of(body).items()
+            }
     return norms
 
 
-def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tuple[fx.Node, fx.Node]]:
-    """(node, what it writes into) for each write in place, also inside regions; nodes in ``apart`` left out."""
+def writes_of(
+    module: fx.GraphModule, apart: Container[fx.Node] = ()
+) -> list[tuple[fx.Node, fx.Node]]:
+    """(node, what it writes into) for each write in place, also inside regions; nodes in ``apart``
+    left out."""
     roots = roots_of(module)
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
@@ -86,17 +107,23 @@ def writes_of(module: fx.GraphModule, apart: Container[fx.Node] = ()) -> list[tu
             writes += [(node, roots[value]) for value in written]
         for body, table in regions_of(module, node):
             writes += [
-                (node, roots[table[root]]) for _, root in writes_of(body, apart) if isinstance(table.get(root), fx.Node)
+                (node, roots[table[root]])
+                for _, root in writes_of(body, apart)
+                if isinstance(table.get(root), fx.Node)
             ]
     return writes
 
 
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Operations that run one function as it is; others choose one by a number, so all that they write depends on it."""
+"""Operations that run one function as it is; others choose one by a number, so all that they write
+depends on it."""
 
 
-def dependents_of(module: fx.GraphModule, sources: Collection[fx.Node], apart: Container[fx.Node] = ()) -> set[fx.Node]:
-    """Return the nodes whose numbers depend on ``sources`` or on random draws, by data or by in-place writes."""
+def dependents_of(
+    module: fx.GraphModule, sources: Collection[fx.Node], apart: Container[fx.Node] = ()
+) -> set[fx.Node]:
+    """Return the nodes whose numbers depend on ``sources`` or on random draws, by data or by
+    in-place writes."""
     roots, writes = roots_of(module), writes_of(module, apart)
     found = set(sources)
 
@@ -111,14 +138,23 @@ def dependents_of(module: fx.GraphModule, sources: Collection[fx.Node], apart: C
         written = [root for writer, root in writes if writer is node]
         if str(node.target) in _WRAPPERS:
             for body, table in regions_of(module, node):
-                inner = dependents_of(body, [inside for inside, outside in table.items() if is_found(outside)], apart)
-                written = [roots[table[root]] for _, root in writes_of(body, apart) if root in inner and root in table]
+                inner = dependents_of(
+                    body, [inside for inside, outside in table.items() if is_found(outside)], apart
+                )
+                written = [
+                    roots[table[root]]
+                    for _, root in writes_of(body, apart)
+                    if root in inner and root in table
+                ]
         found |= {node, *written}
     return found
 
 
-def regions_of(module: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
-    """The bodies that a higher-order operation runs (no_grad, cond), and what their placeholders stand for."""
+def regions_of(
+    module: fx.GraphModule, node: fx.Node
+) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
+    """The bodies that a higher-order operation runs (no_grad, cond), and what their placeholders
+    stand for."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
     flat: list[fx.Node] = []
@@ -150,7 +186,8 @@ def layer_of(node: fx.Node) -> str:
 
 
 def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
-    """The paths of all modules that were running when a node was made, also with the number of the call."""
+    """The paths of all modules that were running when a node was made, also with the number of the
+    call."""
     paths: set[str] = set()
     for key, (path, _) in _stack(node).items():
         paths |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}
@@ -163,4 +200,6 @@ def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
 def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """The modules around a node, outermost first; export makes up a name where it knows none."""
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return {key: entry for key, entry in stack.items() if not str(entry[0]).startswith(NAMELESS_LAYER)}
+    return {
+        key: entry for key, entry in stack.items() if not str(entry[0]).startswith(NAMELESS_LAYER)
+    }

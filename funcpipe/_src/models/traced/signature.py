@@ -1,4 +1,5 @@
-"""The signature of a traced model: what the trace assumed of its inputs, and the structure of its output."""
+"""The signature of a traced model: what the trace assumed of its inputs, and the structure of its
+output."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Guard:
     def of(node: fx.Node, ranges: Mapping[Any, Any]) -> Guard:
         """The guard of a placeholder."""
         value = node.meta["val"]
-        return Guard(node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape))
+        return Guard(
+            node.name, None, value.dtype, tuple(_size(size, ranges) for size in value.shape)
+        )
 
     @property
     def rows(self) -> int | None:
@@ -43,8 +46,13 @@ class Guard:
     def faults(self, value: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
         """How a leaf differs from what was traced."""
         if self.dtype is None:
-            same = value is self.constant or (type(value) is type(self.constant) and value == self.constant)
-            traced = f"{self.name} was {self.constant!r} when it was traced, and is a part of the graph since"
+            same = value is self.constant or (
+                type(value) is type(self.constant) and value == self.constant
+            )
+            traced = (
+                f"{self.name} was {self.constant!r} when it was traced, and is a part of the "
+                "graph since"
+            )
             return [] if same else [f"{traced}; got {value!r}"]
         if not isinstance(value, Tensor):
             return [f"{self.name} was a tensor; got a {type(value).__name__}"]
@@ -54,19 +62,28 @@ class Guard:
         for dim, (size, expected) in enumerate(zip(value.shape, self.shape, strict=True)):
             if isinstance(expected, int):
                 if size != expected:
-                    out.append(f"{self.name} was {self}; got {tuple(value.shape)}: dimension {dim} is fixed")
+                    out.append(
+                        f"{self.name} was {self}; got {tuple(value.shape)}: dimension {dim} is "
+                        "fixed"
+                    )
                 continue
             symbol, least, most = expected
             first = sizes.setdefault(symbol, (size, self.name))
             if first[0] != size:
                 out.append(f"{self.name} has {size} rows and {first[1]} has {first[0]}")
             elif not least <= size <= most:
-                out.append(f"{self.name} has {size} in dimension {dim}; the trace holds for {least} to {most}")
+                out.append(
+                    f"{self.name} has {size} in dimension {dim}; the trace holds for {least} to "
+                    f"{most}"
+                )
         return out
 
     def several(self) -> Guard:
         """The guard for two rows and more."""
-        shape = tuple(size if isinstance(size, int) else (size[0], max(2, size[1]), size[2]) for size in self.shape)
+        shape = tuple(
+            size if isinstance(size, int) else (size[0], max(2, size[1]), size[2])
+            for size in self.shape
+        )
         return replace(self, shape=shape)
 
     def __str__(self) -> str:
@@ -79,7 +96,11 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
         return size
     bounds = ranges.get(size.node.expr)
     least, most = (0, float("inf")) if bounds is None else (bounds.lower, bounds.upper)
-    return (str(size.node.expr), int(least), float("inf") if not str(most).isdigit() else int(str(most)))
+    return (
+        str(size.node.expr),
+        int(least),
+        float("inf") if not str(most).isdigit() else int(str(most)),
+    )
 
 
 @dataclass(frozen=True)
@@ -99,20 +120,26 @@ class Signature:
     out_spec: Spec
 
     def values(self, x: Tree) -> dict[str, Any]:
-        """The leaves of the inputs by name. Raises BatchError where they are not what was traced."""
+        """The leaves of the inputs by name. Raises BatchError where they are not what was
+        traced."""
         args, kwargs = as_call(x)
         if set(kwargs) != set(self.keywords):
             raise BatchError(
-                f"the model was traced with the keywords {sorted(self.keywords)}; got {sorted(kwargs)}; split it "
-                "again with such an example"
+                f"the model was traced with the keywords {sorted(self.keywords)}; got "
+                f"{sorted(kwargs)}; split it again with such an example"
             )
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:
             raise BatchError(f"the model was traced with inputs like {self.in_spec}; got {spec}")
         sizes: dict[str, tuple[int, str]] = {}
-        faults = [fault for guard, leaf in zip(self.guards, leaves, strict=True) for fault in guard.faults(leaf, sizes)]
+        faults = [
+            fault
+            for guard, leaf in zip(self.guards, leaves, strict=True)
+            for fault in guard.faults(leaf, sizes)
+        ]
         raise_all(
-            "the inputs are not like the example that the model was traced with (split it again with one that is):",
+            "the inputs are not like the example that the model was traced with (split it again "
+            "with one that is):",
             faults,
             BatchError,
         )
@@ -124,7 +151,8 @@ class Signature:
 
 
 def as_call(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as arguments of a forward: a mapping goes by keyword, a tuple or anything else by position."""
+    """Inputs as arguments of a forward: a mapping goes by keyword, a tuple or anything else by
+    position."""
     if isinstance(x, Mapping):
         return (), {str(key): value for key, value in x.items()}
     return (tuple(x) if type(x) is tuple else (x,)), {}

@@ -1,4 +1,5 @@
-"""One traced stage: a graph over flat values as a stage function; its draws, its statistics, its devices."""
+"""One traced stage: a graph over flat values as a stage function; its draws, its statistics, its
+devices."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from funcpipe._src.models.traced.signature import Signature
 
 
 class _Mode(threading.local):
-    """The call that runs a graph on this thread: its mode, and where its norms collect statistics."""
+    """The call that runs a graph on this thread: its mode, and where its norms collect
+    statistics."""
 
     train = True
     norms: dict[str, NormStats] | None = None
@@ -36,10 +38,11 @@ _mode = _Mode()
 
 
 class Draw(nn.Module):
-    """An operation that draws random numbers, or behaves otherwise in training: it follows the run's ``train``.
+    """An operation that draws random numbers, or behaves otherwise in training: it follows the
+    run's ``train``.
 
-    A module, so that keyed randomness finds it on the stack: draws are keyed by the path of the layer that drew in the
-    model.
+    A module, so that keyed randomness finds it on the stack: draws are keyed by the path of the
+    layer that drew in the model.
     """
 
     def __init__(self, op: Any, path: str, flag: int | None, rate: int | None) -> None:
@@ -82,9 +85,13 @@ class Norm(nn.Module):
         self.path = running.mean.removesuffix(".running_mean")
         self.running, self.momentum, self.eps = running, momentum, eps
 
-    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any
+    ) -> Tensor:
         """As ``nn.BatchNorm`` does, without touching a buffer."""
-        y, stats = batch_norm_at(self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps))
+        y, stats = batch_norm_at(
+            self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps)
+        )
         if _mode.norms is not None:
             before = _mode.norms.get(self.path, NormStats((), self.momentum))
             _mode.norms[self.path] = before._replace(moments=before.moments + stats)
@@ -92,7 +99,8 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the assertions of export."""
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the
+    assertions of export."""
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -100,12 +108,16 @@ def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
             for body, _ in regions_of(graph_module, node):
                 visit(body)
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph_module.graph.erase_node(node)  # device and type of the example; guards say it better
+                graph_module.graph.erase_node(
+                    node
+                )  # device and type of the example; guards say it better
                 continue
             layer = norms.get(node) or _draw(node, layer_of(node), drawn)
             if layer is not None:
                 name = (
-                    f"{node.name}_of_{layer.path or 'model'}".replace(".", "_").replace("@", "_call_").replace("#", "_")
+                    f"{node.name}_of_{layer.path or 'model'}".replace(".", "_")
+                    .replace("@", "_call_")
+                    .replace("#", "_")
                 )
                 graph_module.add_module(name, layer)
                 with graph_module.graph.inserting_before(node):
@@ -129,7 +141,9 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     rate = rate if rate is not None and rate < len(node.args) and node.args[rate] else None
     if not (trains or torch.Tag.nondeterministic_seeded in op.tags):
         return None
-    path = path or "forward"  # of the model itself: a draw without a path would be keyed by its stage
+    path = (
+        path or "forward"
+    )  # of the model itself: a draw without a path would be keyed by its stage
     nth = drawn[path] = drawn.get(path, -1) + 1
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
@@ -142,17 +156,21 @@ class GraphFn(PartFn):
 
     Attributes:
         takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
-        x: names of the values that come from the stage before; one alone comes bare, several as a dict.
+        x: names of the values that come from the stage before; one alone comes bare, several as a
+            dict.
         y: names of the values that only the next stage reads.
         stash: names of the values that later stages read.
         writes: buffers that it writes.
         norms: the batch norms in it whose statistics are deferred.
-        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has; None: all have as
-            many.
+        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has;
+            None: all have as many.
         results: names of what the graph returns.
-        ends: for the last stage, where each leaf of the model's output is: ("value", number) or ("constant", itself).
-        evaluation: it was traced with all of the model in evaluation mode, and is always run as it was traced.
-        evaluates: traced in training, does it compute in evaluation mode what the model does; that is compared first.
+        ends: for the last stage, where each leaf of the model's output is: ("value", number) or
+            ("constant", itself).
+        evaluation: it was traced with all of the model in evaluation mode, and is always run as it
+            was traced.
+        evaluates: traced in training, does it compute in evaluation mode what the model does; that
+            is compared first.
     """
 
     module: fx.GraphModule
@@ -175,7 +193,9 @@ class GraphFn(PartFn):
     device: torch.device
     origin: ModuleAttributes | None
     evaluates: bool = False
-    _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+    _moved: dict[torch.device, tuple[fx.GraphModule, dict[str, Tensor]]] = field(
+        default_factory=dict, repr=False
+    )
 
     who = "this stage"
 
@@ -183,24 +203,32 @@ class GraphFn(PartFn):
         return "traced graph"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
-        """The function with its parameters; the graph itself keeps nothing, so all runs share it."""
+        """The function with its parameters; the graph itself keeps nothing, so all runs share
+        it."""
         self.check(params, state)
         return BoundGraph(self, params)
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
-        """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or statistics."""
+        """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or
+        statistics."""
         train = bool(extras.get("train", False))
         if not (train or self.evaluation or self.evaluates):
             raise PlanError(
-                "this stage was traced in training mode and cannot run in evaluation mode: the model does something "
-                "else there; split it again after model.eval()"
+                "this stage was traced in training mode and cannot run in evaluation mode: the "
+                "model does something else there; split it again after model.eval()"
             )
         state = extras.get("state") or {}
         fresh = {name: state[name].clone() for name in self.writes}
         module, consts = self._on(params, state, x)
-        inputs = self.signature.values(x) if self.first else {self.x[0]: x} if len(self.x) == 1 else x
+        inputs = (
+            self.signature.values(x) if self.first else {self.x[0]: x} if len(self.x) == 1 else x
+        )
         inputs = {**inputs, **extras.get("skips", {})}
-        sources: dict[str, Mapping[str, Any]] = {"param": params, "buffer": {**state, **fresh}, "const": consts}
+        sources: dict[str, Mapping[str, Any]] = {
+            "param": params,
+            "buffer": {**state, **fresh},
+            "const": consts,
+        }
         collected: dict[str, NormStats] | None = {} if train and self.norms else None
         before = _mode.train, _mode.norms
         _mode.train, _mode.norms = train or self.evaluation, collected
@@ -210,7 +238,9 @@ class GraphFn(PartFn):
             _mode.train, _mode.norms = before
         flat = {**inputs, **dict(zip(self.results, results, strict=True))}
         if self.last:
-            y = self.signature.output([flat[value] if kind == "value" else value for kind, value in self.ends])
+            y = self.signature.output(
+                [flat[value] if kind == "value" else value for kind, value in self.ends]
+            )
         else:
             y = flat[self.y[0]] if len(self.y) == 1 else {name: flat[name] for name in self.y}
         stash = {name: flat[name] for name in self.stash}
@@ -221,8 +251,11 @@ class GraphFn(PartFn):
             stats = {"norms": collected or {}, "written": written, "rows": rows}
         return Out(y, stash, stats) if stash or stats else y
 
-    def _on(self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree) -> tuple[fx.GraphModule, Any]:
-        """The graph and its constants on the stage's device; the trace names the device of the example."""
+    def _on(
+        self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree
+    ) -> tuple[fx.GraphModule, Any]:
+        """The graph and its constants on the stage's device; the trace names the device of the
+        example."""
         held = [*params.values(), *state.values()] or flatten(x)[0]
         device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
         if device == self.device:
@@ -239,7 +272,9 @@ class BoundGraph:
 
     def __init__(self, owner: GraphFn, params: Mapping[str, Tensor]) -> None:
         self.owner, self.params = owner, params
-        self.places = {id(draw): draw.path for draw in owner.module.modules() if isinstance(draw, Draw)}
+        self.places = {
+            id(draw): draw.path for draw in owner.module.modules() if isinstance(draw, Draw)
+        }
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
         """Run this part of the model on one microbatch."""
@@ -251,7 +286,8 @@ class BoundGraph:
 
 
 CommitBuffer = Callable[[Tensor, tuple[Tensor, ...], tuple[int, ...]], Tensor]
-"""``(old, written, rows) -> new`` of a buffer: what it was, what each microbatch wrote, and how many rows that had."""
+"""``(old, written, rows) -> new`` of a buffer: what it was, what each microbatch wrote, and how
+many rows that had."""
 
 
 def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -262,7 +298,10 @@ def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) ->
     >>> fp.models.mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
     tensor([2.])
     """
-    parts = [value.to(wide(value)) * (count / sum(rows)) for value, count in zip(written, rows, strict=True)]
+    parts = [
+        value.to(wide(value)) * (count / sum(rows))
+        for value, count in zip(written, rows, strict=True)
+    ]
     return torch.stack(parts).sum(0).to(old.dtype)
 
 
@@ -278,20 +317,25 @@ def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) 
 
 
 class CommitGraph:
-    """The commit of a traced stage: batch norm layers, and the other buffers that its forward writes.
+    """The commit of a traced stage: batch norm layers, and the other buffers that its forward
+    writes.
 
-    Every microbatch wrote these buffers from the same old state. If a value does not depend on the inputs, all
-    microbatches wrote the same one. For the others ``commits`` has a function each.
+    Every microbatch wrote these buffers from the same old state. If a value does not depend on the
+    inputs, all microbatches wrote the same one. For the others ``commits`` has a function each.
     """
 
     def __init__(
-        self, norms: Mapping[str, Running], written: Sequence[str], commits: Mapping[str, CommitBuffer]
+        self,
+        norms: Mapping[str, Running],
+        written: Sequence[str],
+        commits: Mapping[str, CommitBuffer],
     ) -> None:
         self.norms, self.written = CommitLayers(norms), tuple(written)
         self.commits = {name: commits[name] for name in written if name in commits}
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """Return the buffers after one batch. Raises PlanError where a function returns another kind of tensor."""
+        """Return the buffers after one batch. Raises PlanError where a function returns another
+        kind of tensor."""
         collected = [entry for entry in stats if entry]
         if not collected:
             return state
@@ -304,8 +348,8 @@ class CommitGraph:
             made: Any = new[name]
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
                 raise PlanError(
-                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer is a tensor"
-                    f"{_form(old)}; let it return such a tensor"
+                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer "
+                    f"is a tensor{_form(old)}; let it return such a tensor"
                 )
         return new
 
@@ -326,7 +370,10 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
             for node in part.graph.nodes:
                 node.args = map_aggregate(node.args, swap)
                 node.kwargs = map_aggregate(node.kwargs, swap)
-                if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[0] == old.type:
+                if (
+                    node.target is torch.ops.higher_order.wrap_with_autocast
+                    and node.args[0] == old.type
+                ):
                     node.args = (new.type, *node.args[1:])
             part.recompile()
     return moved

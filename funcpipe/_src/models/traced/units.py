@@ -24,11 +24,13 @@ def units_of_graph(
 ) -> tuple[Units, list[int]]:
     """The units, and the number of the node at which each begins.
 
-    ``movable``: a unit that no stage can begin with begins at the nearest operation that one can (`free`), and is one
-    with its neighbour where that is all of it; then any cut between units is legal.
+    ``movable``: a unit that no stage can begin with begins at the nearest operation that one can
+    (`free`), and is one with its neighbour where that is all of it; then any cut between units is
+    legal.
 
-    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer outside of any. Of lists
-    in lists the outermost counts, unless that gives fewer units with parameters than stages.
+    A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer
+    outside of any. Of lists in lists the outermost counts, unless that gives fewer units with
+    parameters than stages.
     """
     lists = [
         path
@@ -37,7 +39,9 @@ def units_of_graph(
     ]
     allowed = free(captured) if movable else None
     for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
-        units, starts = _units(captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed)
+        units, starts = _units(
+            captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed
+        )
         if sum(map(bool, units.parameters)) >= (num_stages or 1):
             return units, starts
     return _units(captured, model, [], measure, allowed)
@@ -52,17 +56,24 @@ def _units(
 ) -> tuple[Units, list[int]]:
     body = captured.body
     blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
-    containers = {path[:i] for path in blocks for i, letter in enumerate(path) if letter == "."} | {""}
+    containers = {path[:i] for path in blocks for i, letter in enumerate(path) if letter == "."} | {
+        ""
+    }
     starts: list[int] = []
     names: list[str] = []
-    for number, name in enumerate(blocks):  # what a container does between its layers belongs to the layer before
+    for number, name in enumerate(
+        blocks
+    ):  # what a container does between its layers belongs to the layer before
         if name not in containers and (not names or name != names[-1]):
             names.append(name)
             starts.append(number if starts else 0)
     if not names:
         names, starts = ["model"], [0]
     if allowed is not None:
-        first = {place: name for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))}
+        first = {
+            place: name
+            for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
+        }
         names, starts = list(first.values())[::-1], list(first)[::-1]
     bounds = [*starts, len(body)]
     counted: set[str] = set()
@@ -92,4 +103,8 @@ def _alive(captured: Captured, body: Sequence[fx.Node], stop: int) -> int:
     """Bytes of a row of what is made before a position and read after it."""
     before = set(body[:stop])
     alive = {value for node in body[stop:] for value in node.all_input_nodes if value in before}
-    return sum(row_bytes(value.meta.get("val")) for value in alive if isinstance(value.meta.get("val"), Tensor))
+    return sum(
+        row_bytes(value.meta.get("val"))
+        for value in alive
+        if isinstance(value.meta.get("val"), Tensor)
+    )
