@@ -206,8 +206,10 @@ def test_files_that_pages_name_exist(page):
     """A path of ours in a page is one that is there; so is every relative link."""
     text = page.read_text()
     named = set(re.findall(r"`((?:funcpipe|tests|docs|notebooks)/[\w/.-]*\w)`", text))
-    rooms = "|".join(path.name for path in (ROOT / "funcpipe").iterdir() if path.is_dir())
-    named |= {f"funcpipe/{path}" for path in re.findall(rf"`((?:{rooms})/\w+\.py)`", text)}
+    folders = "|".join(
+        path.name for path in (ROOT / "funcpipe" / "_src").iterdir() if path.is_dir()
+    )
+    named |= {f"funcpipe/_src/{path}" for path in re.findall(rf"`((?:{folders})/\w+\.py)`", text)}
     assert [] == sorted(path for path in named if not (ROOT / path).exists())
     links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
     assert [] == sorted(link for link in links if not (page.parent / link).exists())

@@ -319,7 +319,7 @@ FACES = [fp, fp.schedules, fp.batches, fp.models, fp.typing]
 
 
 def public(face: ModuleType) -> dict[str, object]:
-    """What a face exports, but for other faces and rooms."""
+    """What a face exports, but for other public modules."""
     return {n: v for n, v in vars(face).items() if not n.startswith("_") and callable(v)}
 
 

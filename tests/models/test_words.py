@@ -1,4 +1,4 @@
-"""What the rooms about models say alike: sizes that do not fit, faults all at once, and one kind of
+"""What all folders about models say alike: sizes that do not fit, faults all at once, and one kind of
 bound function."""
 
 import pytest
