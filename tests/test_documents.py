@@ -36,7 +36,9 @@ MODULES = [
 ]
 # Not rglob: docs/notebooks is a link, and docs/_build may hold copies.
 PAGES = [
-    path for folder in (".", "howto", "reference") for path in sorted((DOCS / folder).glob("*.md"))
+    path
+    for folder in (".", "howto", "internals", "reference")
+    for path in sorted((DOCS / folder).glob("*.md"))
 ]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WRITE = os.environ.get("FUNCPIPE_PAGES") == "write"
