@@ -18,8 +18,8 @@ import torch
 from torch.distributed.pipelining import schedules as theirs
 
 import funcpipe as fp
-from funcpipe import demo
 from funcpipe.__main__ import main
+from funcpipe._src.cli import demo
 from funcpipe._src.cli.words import FAMILIES
 
 ROOT = Path(__file__).parent.parent

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from results import add_option, write
 
 import funcpipe as fp
 
@@ -55,6 +57,7 @@ def by_hand(params, x, microbatches: int, order) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=100)
+    add_option(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -66,6 +69,7 @@ def main() -> None:
         "| stages, M | arm | us per action | over the loop, us | of the loop "
         "|\n|---|---|---:|---:|---:|"
     )
+    rows: list[dict[str, Any]] = []
     for stages, microbatches in [(2, 8), (2, 32), (4, 32)]:
         params = tuple({"w": torch.randn(8, 8) / 3, "b": torch.zeros(8)} for _ in range(stages))
         schedule = fp.schedules.one_f_one_b(stages, microbatches)
@@ -103,6 +107,7 @@ def main() -> None:
                         times[f"{name}, bound"].append(result.stats.seconds / unit)
                         times.setdefault(f"{name}, whole run", []).append(whole / unit)
         base = statistics.median(times["by hand"])
+        size = {"stages": stages, "microbatches": microbatches}
         for name, samples in times.items():
             median = statistics.median(samples)
             ratio = statistics.median(a / b for a, b in zip(samples, times["by hand"], strict=True))
@@ -110,6 +115,8 @@ def main() -> None:
                 f"| {stages}, {microbatches} | {name} | {median:.1f} | {median - base:+.1f} | "
                 f"{ratio:.2f} |"
             )
+            rows.append({**size, "arm": name, "us": median, "ratio": ratio})
+    write(given.json, rows)
 
 
 if __name__ == "__main__":

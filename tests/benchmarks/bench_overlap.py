@@ -105,7 +105,7 @@ def decode(index: int) -> tuple[Tensor, Tensor]:
     return interpolate(turned, size=(SIZE, SIZE), mode="area"), LABELS[rows]
 
 
-def network(device: str) -> tuple[fp.Plan, tuple[fp.core.tree.Tree, ...]]:
+def network(device: str) -> tuple[fp.Plan, tuple[fp._src.core.tree.Tree, ...]]:
     """Two stages on one lane."""
     torch.manual_seed(0)
     model = nn.Sequential(

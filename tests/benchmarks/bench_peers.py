@@ -61,6 +61,7 @@ import torch.nn.functional as F
 from peers_processes import ALONE, OWN, SCHEDULES, RankError, Ranks
 from peers_samples import Sample, Spent, Summary, here, peak, summary, take
 from peers_work import KINDS, LANES, Work, gradients
+from results import add_option, write
 from torch import Tensor
 
 import funcpipe as fp
@@ -418,6 +419,23 @@ def table(
         yield f"| {first} | {ratios} | {by_round} | {memory} | {this.clean}/{this.count} |"
 
 
+def rows_of(
+    arms: list[Arm], samples: dict[str, list[Sample]], needs: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """The same figures for a file: seconds and MiB."""
+    for arm in arms:
+        this, need = summary(samples[str(arm)]), needs[str(arm)]
+        yield {
+            "system": arm.system,
+            "schedule": arm.name,
+            "remat": arm.remat,
+            "seconds": this.quartiles,
+            "mib": need if need == need else None,
+            "clean": this.clean,
+            "samples": this.count,
+        }
+
+
 def _ratio(ours: Summary | None, this: Summary) -> str:
     """Of the medians; none where one was disturbed, or left out."""
     return "-" if ours is None or ours.noisy or this.noisy else f"{ours.median / this.median:.2f}"
@@ -450,6 +468,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=240.0, help="how long to repeat disturbed samples"
     )
+    add_option(parser)
     given = parser.parse_args()
     if given.depth % LANES or given.batch % given.microbatches:
         parser.error(
@@ -475,6 +494,7 @@ def main() -> None:
     )
     for line in table(arms, samples, needs):
         print(line)
+    write(given.json, list(rows_of(arms, samples, needs)))
 
 
 if __name__ == "__main__":

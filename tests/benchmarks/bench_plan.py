@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from results import add_option, write
 from torch.distributed.pipelining import schedules as theirs
 
 from funcpipe._src.data.stage import Stage
@@ -87,8 +88,9 @@ def seconds(work: Callable[..., int], size: tuple[int, int, int], *more: Any) ->
     return perf_counter() - start
 
 
-def every_family(size: tuple[int, int, int], repeats: int) -> None:
+def every_family(size: tuple[int, int, int], repeats: int) -> list[dict[str, Any]]:
     """Each against the class of torch that does the same, or the nearest."""
+    rows: list[dict[str, Any]] = []
     for name, (family, cls) in FAMILIES.items():
         pairs = [(seconds(ours, size, family), seconds(torchs, size, cls)) for _ in range(repeats)]
         mine, other = (statistics.median(times) for times in zip(*pairs, strict=True))
@@ -96,6 +98,10 @@ def every_family(size: tuple[int, int, int], repeats: int) -> None:
             f"{name}: funcpipe {mine:.3f}  torch {cls} {other:.3f}  ratio {other / mine:.1f}x",
             flush=True,
         )
+        rows.append(
+            {"size": size, "family": name, "torch's class": cls, "funcpipe": mine, "torch": other}
+        )
+    return rows
 
 
 def main() -> None:
@@ -114,7 +120,9 @@ def main() -> None:
     parser.add_argument(
         "--largest", default="256,2,4096", help="devices,chunks,microbatches; funcpipe alone"
     )
+    add_option(parser)
     options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     print(
         "interleaved 1F1B: build + check + lower, median s (range) of",
         options.repeats,
@@ -125,6 +133,15 @@ def main() -> None:
         size = (devices, chunks, microbatches)
         pairs = [(seconds(ours, size), seconds(torchs, size)) for _ in range(options.repeats)]
         mine, other = zip(*pairs, strict=True)
+        rows.append(
+            {
+                "size": size,
+                "family": "interleaved",
+                "torch's class": "ScheduleInterleaved1F1B",
+                "funcpipe": statistics.median(mine),
+                "torch": statistics.median(other),
+            }
+        )
         shown = [f"{statistics.median(t):.4f} ({min(t):.4f}-{max(t):.4f})" for t in (mine, other)]
         ratio = statistics.median(other) / statistics.median(mine)
         print(
@@ -133,7 +150,9 @@ def main() -> None:
             flush=True,
         )
     print(f"every family at p,v,m = {options.families}, median s of {min(3, options.repeats)}")
-    every_family(tuple(map(int, options.families.split(","))), min(3, options.repeats))
+    size = tuple(map(int, options.families.split(",")))
+    rows += every_family(size, min(3, options.repeats))
+    write(options.json, rows)
     devices, chunks, microbatches = map(int, options.largest.split(","))
     print(
         f"interleaved at {options.largest}: {seconds(ours, (devices, chunks, microbatches)):.1f} s"

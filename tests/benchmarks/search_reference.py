@@ -1,5 +1,5 @@
 """The shortest schedule by CP-SAT: a model of its own, to hold `fp.search` against. Knows nothing
-of `funcpipe.lab`.
+of `funcpipe._src.search`.
 
 Times are whole numbers here. Where residuals do not move to the host, memory follows from the
 orders alone, and any start that the constraints allow will do. Where they do, the clock decides

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from modules.zoo import batch, zoo
+from models.zoo import batch, zoo
 from torch import nn
 
 import funcpipe as fp

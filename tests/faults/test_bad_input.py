@@ -355,7 +355,7 @@ def test_inference_tensors_everywhere(rig, executor):
     """Row 18: batch, parameters and state made under inference_mode; modules with buffers and
     in-place layers."""
     plan = rig.plan(SCHEDULES[0])
-    made = lambda tree: fp.core.tree.map_leaves(
+    made = lambda tree: fp._src.core.tree.map_leaves(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree
     )
     with torch.inference_mode():

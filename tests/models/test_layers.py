@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from common import same, snapshot
-from modules.zoo import batch, reference, zoo
+from models.zoo import batch, reference, zoo
 from torch import Tensor, nn
 
 import funcpipe as fp

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, ids
-from modules.zoo import ZOO
+from models.zoo import ZOO
 
 import funcpipe as fp
 from funcpipe import schedules as S

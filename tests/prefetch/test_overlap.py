@@ -823,7 +823,7 @@ def test_a_pipeline_is_just_the_last_stage():
 
     def train(params, batch):
         result = fp.run(plan, params, batch, threads_per_lane=1)
-        new = fp.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, result.grads)
+        new = fp._src.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, result.grads)
         return new, result.loss
 
     run = fp.batches.overlap(batches, [fp.batches.to_device("cpu"), fp.batches.Fold(train, params)])

@@ -119,7 +119,7 @@ def go(recorder, form, *, depth=2, stop=None, **options):
     run = fp.batches.overlap(batches, made, depth=depth, devices=[DEVICE], **options)
     with recorder.watching():
         for number, result in enumerate(run):
-            used.append(fp.core.tree.map_leaves(lambda leaf: leaf * 2, result))
+            used.append(fp._src.core.tree.map_leaves(lambda leaf: leaf * 2, result))
             torch.ones(5)  # the host goes on
             del result
             if number == stop:
@@ -152,7 +152,7 @@ def expected(form, count=COUNT):
             )
             old = state
             state, batch = step(state, batch)
-        used.append(fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch))
+        used.append(fp._src.core.tree.map_leaves(lambda leaf: leaf * 2, batch))
     return used, state
 
 
@@ -211,11 +211,11 @@ def test_without_depth_a_stream_of_ones_own_is_left_alone(backend):
     ]
     with recorder.watching():
         used = [
-            fp.core.tree.map_leaves(lambda leaf: leaf * 2, batch)
+            fp._src.core.tree.map_leaves(lambda leaf: leaf * 2, batch)
             for batch in fp.batches.overlap(data(), stages, depth=0)
         ]
     assert recorder.finish() == []
-    want = [fp.core.tree.map_leaves(lambda leaf: leaf * 2, scale(batch)) for batch in data()]
+    want = [fp._src.core.tree.map_leaves(lambda leaf: leaf * 2, scale(batch)) for batch in data()]
     assert same(used, want)
 
 

@@ -214,7 +214,7 @@ def test_a_scaled_run_through_an_overlap():
         params, scale = state
         result = fp.run(plan, params, batch, loss_scale=float(scale.scale), threads_per_lane=1)
         grads, found = fp.batches.unscale(scale, result.grads)
-        new = fp.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, grads)
+        new = fp._src.core.tree.map_leaves(lambda p, g: p.detach() - 0.1 * g, params, grads)
         return (
             fp.batches.select(found, params, new),
             fp.batches.update_scale(scale, found, interval=2),

@@ -269,7 +269,7 @@ def never_makes_ranks(rank, size):
     plan = multiplied()
     if rank == 1:
         time.sleep(14.0)
-        fp.runtime.ranks._made[0, 1] += 1  # as if it had made ranks
+        fp._src.processes.ranks._made[0, 1] += 1  # as if it had made ranks
         return "slept"
     try:
         with fp.ranks(plan, timeout=1.0):

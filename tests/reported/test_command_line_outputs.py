@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import funcpipe as fp
-from funcpipe import cli, cli_words, demo
+from funcpipe import cli
+from funcpipe._src.cli import demo, words
 
 
 @pytest.fixture
@@ -67,9 +68,9 @@ def test_an_output_with_slices_is_written_where_it_can_be(tmp_path, monkeypatch,
 def test_a_file_that_exists_is_left_as_it_is_until_it_is_written(tmp_path):
     file = tmp_path / "x.json"
     file.write_text("old")
-    assert "" == cli_words.unwritable(str(file))
+    assert "" == words.unwritable(str(file))
     assert "old" == file.read_text()
-    assert "" == cli_words.unwritable(str(tmp_path / "new.json"))
+    assert "" == words.unwritable(str(tmp_path / "new.json"))
     assert [file] == [*tmp_path.iterdir()]
 
 

@@ -153,7 +153,7 @@ def test_a_family_stands_in_every_list() -> None:
     }
     assert interleaved in families
     lists = {
-        "FAMILIES in funcpipe/cli_words.py": FAMILIES.values(),
+        "FAMILIES in funcpipe/_src/cli/words.py": FAMILIES.values(),
         "PUBLISHED in funcpipe/_src/search/starting_points.py": PUBLISHED,
         "CASES in tests/schedules/test_golden_families.py": CASES,
         "docs/zoo.md": [

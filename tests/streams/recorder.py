@@ -13,6 +13,7 @@ wait is for nothing.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import traceback
@@ -44,9 +45,10 @@ def _site() -> str:
     stack = traceback.extract_stack(limit=12)
     shared = "/streams.py"  # every stage of an overlap waits and records in there
     batches = [
-        f for f in stack if "/funcpipe/batches/" in f.filename and not f.filename.endswith(shared)
+        f for f in stack if "/_src/prefetch/" in f.filename and not f.filename.endswith(shared)
     ]
-    frames = batches or [f for f in stack if "/runtime/" in f.filename]
+    run = re.compile(r"/_src/(engine|stages|devices|optimizing|replicas|processes)/")
+    frames = batches or [f for f in stack if run.search(f.filename)]
     return f"{frames[-1].name}: {frames[-1].line}"
 
 
