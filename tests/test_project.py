@@ -75,6 +75,7 @@ def test_the_whole_check_lints_types_builds_the_site_and_tests():
         "basedpyright",
         "sphinx-build -q -W",
         "readme_command 2",
+        "python -m pytest -n 2 -m slow",
     ):
         assert f"\n{command}" in script or f' "$({command}' in script, command
 
