@@ -103,7 +103,8 @@ def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple
 
     Args:
         rows: of the leaves; None: none has any.
-        ready: of ready-made microbatches, 0 where nothing has rows; None: there are no such.
+        ready: of ready-made microbatches, 0 where nothing has rows (metadata: the other leaves
+            alone decide how many rows each microbatch has); None: there are no such.
         limit: how many microbatches there may be.
 
     Raises:
@@ -112,6 +113,8 @@ def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple
     if ready is None:
         return tuple(sizes(rows, limit) if rows is not None else [1] * limit)
     parts = tuple([size or 1 for size in ready])
+    if rows is not None and not any(ready) and len(ready) <= rows:
+        return tuple(sizes(rows, len(ready)))
     if rows is not None and rows != sum(parts):
         raise BatchError(
             f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), other leaves have "
