@@ -60,6 +60,7 @@ from funcpipe._src.engine.graphs import graphs as graphs
 from funcpipe._src.engine.lanes import lanes as lanes
 from funcpipe._src.engine.place import place as place
 from funcpipe._src.engine.run import run as run
+from funcpipe._src.engine.run import value_and_grad as value_and_grad
 from funcpipe._src.engine.sequential import run_sequential as run_sequential
 from funcpipe._src.engine.vjp import vjp as vjp
 from funcpipe._src.lower.plan import make_plan as make_plan

@@ -36,3 +36,32 @@ from funcpipe._src.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe._src.schedules.v_shape import v_half as v_half
 from funcpipe._src.schedules.v_shape import v_min as v_min
 from funcpipe._src.schedules.v_shape import zbv as zbv
+
+_OTHER_NAMES = {
+    "gpipe": "fill_drain",
+    "afab": "fill_drain",
+    "f_then_b": "fill_drain",
+    "onef1b": "one_f_one_b",
+    "pipedream_flush": "one_f_one_b",
+    "dapple": "one_f_one_b",
+    "interleaved_1f1b": "interleaved",
+    "bfs": "looped_bfs",
+    "breadth_first": "looped_bfs",
+    "zb_h1": "zero_bubble",
+    "zb1p": "zero_bubble",
+    "zb_1p": "zero_bubble",
+    "zb2p": "zb_h2",
+    "zb_2p": "zb_h2",
+    "zb_v": "zbv",
+    "dualpipe": "dualpipe_v",
+    "v_zb": "zbv",
+    "checkpoint": "remat",
+}
+"""Names of schedules in papers and other libraries, in lower case, and their names here."""
+
+
+def __getattr__(name: str) -> object:
+    """Raise AttributeError that names the schedule which has this name elsewhere."""
+    here = _OTHER_NAMES.get(name.lower().removeprefix("schedule"))
+    hint = f"; this schedule is fp.schedules.{here}" if here else ""
+    raise AttributeError(f"module 'funcpipe.schedules' has no attribute {name!r}{hint}", name=name)

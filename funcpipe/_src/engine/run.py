@@ -1,13 +1,15 @@
-"""run: runs a plan on a batch."""
+"""run: run a plan on a batch. value_and_grad: the same with the signature of JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
-from funcpipe._src.core.errors import StageError
+from funcpipe._src.core.errors import PlanError, StageError
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
@@ -120,3 +122,52 @@ def _run(
     plan: Plan, params: Sequence[Tree], batch: Any, executor: ExecutorLike, options: RunOptions
 ) -> Result:
     return executor_for(executor, plan).run(plan, params, batch, options)
+
+
+def value_and_grad(
+    plan: Plan, **options: Any
+) -> Callable[..., tuple[tuple[Tensor, Result], tuple[Tree, ...]]]:
+    """Return a function that computes the loss and the gradients of a batch, as in JAX.
+
+    ``fp.value_and_grad(plan)(params, batch)`` returns ``(loss, result), grads``. It calls `run`
+    and reads ``loss`` and ``grads`` from the `Result`. New state and outputs are in ``result``,
+    which takes the place of JAX's auxiliary output.
+
+    >>> double = fp.stage(lambda w, x: x * w)
+    >>> schedule = fp.schedules.one_f_one_b(2, 2)
+    >>> plan = fp.make_plan([double, double], schedule, loss=nn.functional.mse_loss, devices="cpu")
+    >>> weights, x = (torch.tensor(2.0), torch.tensor(3.0)), torch.ones(4)
+    >>> (loss, result), grads = fp.value_and_grad(plan)(weights, (x, 0 * x))
+    >>> loss, grads
+    (tensor(36.), (tensor(36.), tensor(24.)))
+
+    Args:
+        plan: a plan whose schedule has backwards.
+        options: keyword arguments of every `run`, such as ``executor`` or ``trainable``.
+
+    Returns:
+        A function ``(params, batch, **options)``. Its options, such as ``state`` and ``seed``, go
+        to `run` and replace options of the same name.
+
+    Raises:
+        PlanError: the plan has no loss, or its schedule has no backwards.
+        TypeError: `run` has no option of this name.
+    """
+    if not isinstance(plan, Plan) or plan.loss is None or not plan.schedule.has_backward:
+        raise PlanError(
+            "value_and_grad takes a plan with a loss and backwards: make_plan(stages, schedule, "
+            f"loss=fn) with a schedule such as fp.schedules.one_f_one_b; got {plan!r}"
+        )
+    unknown = sorted(set(options) - set(signature(run).parameters))
+    if unknown:
+        raise TypeError(f"value_and_grad got an option that fp.run does not have: {unknown[0]!r}")
+
+    def computed(
+        params: Sequence[Tree], batch: Any, **more: Any
+    ) -> tuple[tuple[Tensor, Result], tuple[Tree, ...]]:
+        result = run(plan, params, batch, **(options | more))
+        assert result.loss is not None
+        assert result.grads is not None
+        return (result.loss, result), result.grads
+
+    return computed
