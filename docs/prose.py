@@ -45,7 +45,7 @@ class Prose(NamedTuple):
 def paragraphs(text: str) -> list[str]:
     """Return the paragraphs and list items of a Markdown page, without code, tables and markup."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    text = re.sub(r"^(\s*)(```+|:::+).*?^\1\2\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^( *)(```+|:::+).*?^\1\2\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     found: list[str] = []
     new = True

@@ -1,4 +1,4 @@
-"""Draw the picture of ``docs/data_flow.md`` from a plan: ``python docs/pictures/data_flow.py``.
+"""Draw the picture of ``docs/internals/data_flow.md`` from a plan: ``python docs/pictures/data_flow.py``.
 
 Boxes and arrows follow from the plan's program. An arrow is a pool: the slots for one kind of value
 between two lanes, or between the caller and a lane.

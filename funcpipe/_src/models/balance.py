@@ -343,9 +343,9 @@ def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
     """Borders of parts that each take at most ``bottleneck``, first parts as long as can be; None:
     there are none."""
     count, last = len(problem.speeds), len(problem.comm) - 1
-    free = not any(problem.comm) and _all_alone(
-        problem, bottleneck
-    )  # then a part that ends later is never worse
+    # Without borders, and if each layer fits alone, a part that ends later is never worse. Without
+    # the table of `_covered`, 10,000 layers in 64 parts take a second.
+    free = not any(problem.comm) and _all_alone(problem, bottleneck)
     covered = None if free else _covered(problem, bottleneck)
     if covered is not None and not covered[0][0]:
         return None

@@ -138,6 +138,8 @@ class _Computing:
 
     def __enter__(self) -> None:
         self._settings.__enter__()
+        # A cached cast is one graph node: two uses of a weight would be summed in the small type.
+        # The cache belongs to the process: a thread that leaves autocast empties it.
         self._cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._on_this_thread = torch.autograd.set_multithreading_enabled(False)
