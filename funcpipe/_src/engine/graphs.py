@@ -159,6 +159,8 @@ class Graphs:
             return self._obstacle
         if options.record:
             return "record=True measures its actions"
+        if options.observe is not None:
+            return "observe= sees its values"
         if options.ranges:
             return "ranges=True names its actions"
         if options.timeout is not None:

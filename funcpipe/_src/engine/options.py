@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
+from funcpipe._src.stages.observed import Observer
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -30,6 +31,7 @@ class RunOptions:
     check: str | Sequence[str] = ()
     record: bool = False
     ranges: bool = False
+    observe: Observer | None = None
     timeout: float | None = None
     optimizer: Any = None
     max_norm: float | None = None

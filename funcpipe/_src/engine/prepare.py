@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,7 @@ from funcpipe._src.stages.bound import Bound, Program, Shares
 from funcpipe._src.stages.check_finite import FiniteBound
 from funcpipe._src.stages.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe._src.stages.eager import EagerBound
+from funcpipe._src.stages.observed import ObservedBound, Observer
 from funcpipe._src.stages.rng import Keys
 from funcpipe._src.stages.trainable import (
     is_marked,
@@ -270,7 +272,9 @@ def prepare(
         Keys(seed, plan.stages, first),
         options.optimizer is None,
     )  # a step writes into parameters
-    bounds = _bind(plan, here, bindable, states, trained, keys, shares, checks, guard=guard)
+    bounds = _bind(
+        plan, here, bindable, states, trained, keys, shares, checks, options.observe, guard=guard
+    )
     program = program_for(plan, cut.num_microbatches, halves=halves)
     used = "used" in checks
     return Prepared(
@@ -366,11 +370,13 @@ def _bind(
     keys: Keys,
     shares: Shares,
     checks: set[str],
+    observer: Observer | None,
     *,
     guard: bool,
 ) -> dict[int, Bound]:
     """Bind every stage that is here to its parameters and state."""
     bounds: dict[int, Bound] = {}
+    lock = Lock()  # observers are called by one lane at a time
     for index in sorted(here):
         part, params, state = plan.stages[index], trees[index], states[index]
         loss = plan.loss if index == plan.num_stages - 1 else None
@@ -382,6 +388,8 @@ def _bind(
             raise PlanError(f"{names_of(plan.stages)[index]}: {error}") from None
         if "finite" in checks:
             bound = FiniteBound(bound, params, index, shares)
+        if observer is not None:
+            bound = ObservedBound(bound, part, params, observer, lock)
         bounds[index] = bound
     return bounds
 

@@ -171,6 +171,11 @@ def refuse_options(options: RunOptions) -> None:
         options.threads_per_lane,
         options.timeout,
     )
+    if options.observe is not None and not callable(options.observe):
+        raise PlanError(
+            "observe is a function (action, name, value), called for each value of each action; "
+            f"got {options.observe!r}"
+        )
     if not isinstance(options.ranges, bool):
         raise PlanError(f"ranges is True or False; got {options.ranges!r}")
     if feeds is not None and not isinstance(feeds, Mapping):

@@ -16,6 +16,7 @@ from funcpipe._src.data.result import Result
 from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.options import ExecutorLike, RunOptions
 from funcpipe._src.stages.context import outside_of_graphs
+from funcpipe._src.stages.observed import Observer
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -31,6 +32,7 @@ def run(
     loss_scale: float = 1.0,
     record: bool = False,
     ranges: bool = False,
+    observe: Observer | None = None,
     executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
@@ -70,6 +72,13 @@ def run(
         ranges: every action is a range of torch.profiler, named as it is printed (``2F3``), and of
             NVTX on CUDA devices. (Other threads are seen by a profiler with
             ``profile_all_threads``; the how-to on profilers has it.)
+        observe: a function ``(action, name, value)`` that is called for each value of each action:
+            ``"input"``, ``"skip NAME"``, ``"feed NAME"`` and ``"target"`` before a forward,
+            ``"output"``, ``"stash NAME"``, ``"loss"`` and ``"auxiliary loss"`` after it;
+            ``"output gradient"`` and ``"stash gradient NAME"`` before a backward, ``"input
+            gradient"``, ``"skip gradient NAME"`` and ``"parameter gradients"`` (the sums so far, by
+            name) after it. Tensors are detached and read-only. Calls are made on the threads of
+            lanes, one at a time. None costs nothing.
         executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers,
             profilers and hooks work), `lanes` (threads kept between runs), `graphs` (one CUDA
             graph), anything else with ``run(plan, params, batch, options)``, or None: threads where
@@ -108,6 +117,7 @@ def run(
         check=check,
         record=record,
         ranges=ranges,
+        observe=observe,
         timeout=timeout,
         optimizer=optimizer,
         max_norm=max_norm,

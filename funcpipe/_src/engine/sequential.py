@@ -26,6 +26,7 @@ from funcpipe._src.lower.skips import routes
 from funcpipe._src.stages.bound import Gradients, StageArgs
 from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads, outside_of_graphs
 from funcpipe._src.stages.drawing import CatchDraws
+from funcpipe._src.stages.observed import Observer
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -41,6 +42,7 @@ def run_sequential(
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
+    observe: Observer | None = None,
 ) -> Result:
     """What `run` must equal: every microbatch through all stages and back, one after the other, on
     this thread.
@@ -64,6 +66,7 @@ def run_sequential(
         loss_scale=loss_scale,
         threads_per_lane=threads_per_lane,
         check=check,
+        observe=observe,
     )
     try:
         return outside_of_graphs(_run)(plan, params, batch, options)
