@@ -19,26 +19,40 @@ def script_of(page):
     return re.search(r"^```py\n(?P<code># train.py\n.*?)^```\n", text, flags=re.M | re.S)["code"]
 
 
+def final_loss(script, count):
+    """What a script prints under torchrun with so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=200)
+    assert 0 == done.returncode, done.stderr
+    return float(done.stdout.strip())
+
+
 def test_the_script_runs_with_one_process_and_with_two(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(script_of("processes.md"))
-    losses = []
-    for count in (1, 2):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(count),
-            script,
-        ]
-        done = subprocess.run(
-            [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=200
-        )
-        assert 0 == done.returncode, done.stderr
-        losses.append(float(done.stdout.strip()))
+    losses = [final_loss(script, count) for count in (1, 2)]
     assert losses[0] == losses[1] < 0.4
+
+
+@pytest.mark.slow
+def test_the_script_with_replicas_runs_with_whole_and_with_sharded_parameters(tmp_path):
+    """Both train as the script for one pipeline does, up to rounding."""
+    script = tmp_path / "train.py"
+    script.write_text(script_of("processes.md"))
+    wanted = pytest.approx(final_loss(script, 1), rel=1e-5)
+    code = script_of("replicas.md")
+    script.write_text(code)
+    assert final_loss(script, 4) == wanted
+    page = (PAGES / "replicas.md").read_text()
+    changes = re.search(
+        r"^```py\n(split = .*?)^\.\.\.\n( +params = .*?)^```\n", page, flags=re.M | re.S
+    )
+    code = re.sub(r"^split = .*?(?=^plan = )", changes[1], code, flags=re.M | re.S)
+    code = re.sub(r"^ +params = .*?\n", changes[2], code, flags=re.M)
+    assert "shard=True" in code
+    script.write_text(code)
+    assert final_loss(script, 4) == wanted
 
 
 DIES = """
