@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # for `common`, the helpers that several folders share
+# For `common`, the helpers that several folders share.
+sys.path.insert(0, str(Path(__file__).parent))
 
 settings.register_profile(
     "suite", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]

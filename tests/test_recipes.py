@@ -1,5 +1,5 @@
-"""docs/howto/recipes.md: what a recipe trains is what plain loops train, to the tolerance that the
-page says.
+"""docs/howto/recipes.md and libraries.md: what a recipe trains is what plain loops train, to the
+tolerance that the pages say.
 
 Each section is run by itself, from its own text. The loops here know nothing of funcpipe: they
 train the same model on whole batches, with the other library's own loop where it has one, or over
@@ -21,8 +21,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-PAGE = Path(__file__).parents[1] / "docs" / "howto" / "recipes.md"
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.M | re.S))
+PAGES = [
+    Path(__file__).parents[1] / "docs" / "howto" / f"{name}.md" for name in ("recipes", "libraries")
+]
+SECTIONS = {
+    heading: section
+    for page in PAGES
+    for heading, section in re.findall(
+        r"^## (.*?)\n(.*?)(?=^## |\Z)", page.read_text(), flags=re.M | re.S
+    )
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +48,7 @@ def recipe(heading: str) -> dict[str, Any]:
     """The names that a section leaves when all its blocks have run."""
     blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", SECTIONS[heading], flags=re.M | re.S)
     scope: dict[str, Any] = {"__name__": "recipe"}
-    exec(compile("\n".join(blocks), f"{PAGE.name}: {heading}", "exec", dont_inherit=True), scope)
+    exec(compile("\n".join(blocks), heading, "exec", dont_inherit=True), scope)
     return scope
 
 
@@ -76,7 +84,7 @@ def llama(scope: dict[str, Any]) -> tuple[nn.Module, DataLoader, DataLoader]:
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**scope["sizes"], num_hidden_layers=4))
-    examples, collate = scope["counting"], scope["collate"]
+    examples, collate = scope["examples"], scope["collate"]
     shuffled = torch.Generator().manual_seed(0)
     train = DataLoader(
         examples[:48], batch_size=8, shuffle=True, collate_fn=collate, generator=shuffled
@@ -97,7 +105,7 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
 
 def test_a_loop_like_the_trainers():
     transformers = pytest.importorskip("transformers")
-    scope = recipe("A loop like the Hub's Trainer")
+    scope = recipe("Train like transformers' Trainer")
     model, train, test = llama(scope)
     optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
     rates = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 6)
@@ -117,7 +125,7 @@ def test_a_loop_like_the_trainers():
     with torch.no_grad():
         counts = [(batch["labels"][:, 1:] != -100).sum() for batch in test]
         tested = [model(**batch).loss * count for batch, count in zip(test, counts, strict=True)]
-    assert scope["tested"] == pytest.approx(float(sum(tested) / sum(counts)), rel=1e-5)
+    assert scope["test_loss"] == pytest.approx(float(sum(tested) / sum(counts)), rel=1e-5)
     prompt = scope["prompt"]
     said = model.generate(
         prompt,
@@ -127,7 +135,7 @@ def test_a_loop_like_the_trainers():
         pad_token_id=0,
     )
     assert (1, 8) == said.shape
-    assert torch.equal(scope["said"], said)
+    assert torch.equal(scope["generated"], said)
 
 
 def test_the_trainer_itself_makes_the_same_model():
@@ -135,7 +143,7 @@ def test_the_trainer_itself_makes_the_same_model():
     the recipe's parameters."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
-    scope = recipe("A loop like the Hub's Trainer")
+    scope = recipe("Train like transformers' Trainer")
     model, train, _ = llama(scope)
     batches = [
         batch for _ in range(2) for batch in train
@@ -232,12 +240,12 @@ def test_lightning():
     assert_rounded(scope["losses"], losses)
     assert 12 == scope["trainer"].global_step
     x, y = data.tensors
-    assert scope["tested"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    assert scope["test_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
 
     def go_on(epochs: int, path: Path | None) -> list[float]:
         module = scope["Pipelined"](three_layers()[0])
         trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=epochs, default_root_dir="again", **scope["quiet"]
+            accelerator="cpu", max_epochs=epochs, default_root_dir="again", **scope["silent"]
         )
         trainer.fit(module, *scope["loaders"], ckpt_path=path)
         return module.losses
@@ -324,7 +332,7 @@ def test_torchopt():
 
 def test_modules_of_your_own():
     """The modules called one after the other: every bit of five steps."""
-    scope = recipe("Dataclasses and modules of your own as parameters")
+    scope = recipe("Use dataclasses as parameters")
     torch.manual_seed(0)
     first, second = (
         scope["Perceptron"]([scope["linear"](32, 8), scope["linear"](32, 32)]),
@@ -354,7 +362,7 @@ def test_modules_of_your_own():
 
 def test_a_tracker():
     """Watching changes no bit; every step is told once, a timeline every tenth."""
-    scope = recipe("A tracker")
+    scope = recipe("Log metrics")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     batches = [(torch.randn(30, 16), torch.randint(0, 4, (30,))) for _ in range(12)]
@@ -365,7 +373,7 @@ def test_a_tracker():
         losses.append(over_microbatches(model, F.cross_entropy, x, y).item())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
-    tracked = scope["tracked"]
+    tracked = scope["logged"]
     assert [numbers["loss"] for numbers in tracked] == losses
     assert_rounded([numbers["norm"] for numbers in tracked], norms)
     assert [0, 10] == [step for step, numbers in enumerate(tracked) if "bubble" in numbers]
@@ -378,8 +386,8 @@ def test_a_tracker():
 
 def test_class_imbalance():
     """The losses of the whole batches; the means of microbatches' means are others."""
-    scope = recipe("Class imbalance")
-    x, y, importance = scope["x"], scope["y"], scope["importance"]
+    scope = recipe("Handle class imbalance")
+    x, y, importance = scope["x"], scope["y"], scope["row_weights"]
     counts = torch.tensor([int((y == label).sum()) for label in range(4)])
     assert counts.max() > 3 * counts.min() > 0
 
@@ -430,6 +438,6 @@ def test_class_imbalance():
 
 
 def test_every_recipe_is_tested():
-    """A section of the page without a test would be text."""
+    """A section of the pages without a test would be text."""
     tested = set(re.findall(r'recipe\("(.*?)"\)', Path(__file__).read_text()))
     assert tested == set(SECTIONS)

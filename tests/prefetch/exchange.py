@@ -136,14 +136,13 @@ def sharded(world):
 
 
 def adapter(ebc):
-    """The stages of torchrec's TrainPipelineSparseDist, as functions: nothing of the model is
-    rewritten."""
+    """Return the stages of torchrec's TrainPipelineSparseDist as functions of a batch."""
 
-    def dist_start(batch):  # the splits are under way
+    def dist_start(batch):  # begin to exchange the sizes
         context = ebc.create_context()
         return {**batch, "context": context, "ids": ebc.input_dist(context, batch["ids"])}
 
-    def dist_wait(batch):  # they are there: the ids themselves are under way
+    def dist_wait(batch):  # the sizes are known: begin to exchange the ids
         return {**batch, "ids": batch["ids"].wait()}
 
     def train(weight, batch):
@@ -151,7 +150,7 @@ def adapter(ebc):
         found = ebc.compute_and_output_dist(batch["context"], batch["ids"].wait()).wait()
         embedded = found.values().view(ROWS, -1, DIM)
         loss = (predict(leaf, batch["dense"], embedded) - batch["label"]).square().mean()
-        loss.backward()  # updates the tables
+        loss.backward()  # the backward updates the tables
         dist.all_reduce(leaf.grad)
         return weight - LEARNING_RATE * leaf.grad, loss.detach()
 

@@ -50,7 +50,7 @@ def test_the_exchange_runs_ahead(kind, tmp_path):
 
 def test_the_how_to_shows_the_adapter():
     """The page's adapter is the tested one, line for line."""
-    page = (ROOT / "docs" / "howto" / "overlap.md").read_text()
+    page = (ROOT / "docs" / "howto" / "exchange_inputs.md").read_text()
     text = EXAMPLE.read_text()
     adapter = text[text.index("def adapter(ebc):") : text.index("def with_torchrec")].rstrip()
     assert adapter in page
