@@ -33,6 +33,7 @@ from funcpipe._src.compiled.programs import Programs
 from funcpipe._src.engine.lanes import Lanes
 from funcpipe._src.processes.team import Team
 from funcpipe._src.replicas.replicas import Replicas
+from funcpipe.testing import first_difference, record_values
 
 
 class Pair(NamedTuple):
@@ -2431,3 +2432,18 @@ def other_lengths(rank, size):
         ):
             fp.run(plan, fp.place(plan, params, ranks), given, executor=ranks)
     return []
+
+
+def observed(rank, size):
+    """An observer sees the values of the stages that are here, and they are those of the oracle."""
+    stages, params = causal.chain(("point", "point"))
+    schedule = fp.schedules.one_f_one_b(2, 4)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    x, target = causal.batch(8, 6)
+    wanted = record_values(plan, params, (x, target), executor="sequential")
+    with fp.ranks(plan, timeout=30.0) as ranks:
+        placed = fp.place(plan, params, ranks)
+        found = record_values(plan, placed, (x, target), executor=ranks)
+    wrong = [] if first_difference(found, wanted) is None else ["a value"]
+    here = {key for key in wanted.values if key[0].stage % size == rank}
+    return wrong + [key for key in here ^ found.values.keys()]

@@ -29,3 +29,9 @@ def test_sequences_of_different_lengths(pools):
     """Before anything runs."""
     for wrong in pools(2).all("other_lengths"):
         assert [] == wrong
+
+
+def test_observers_see_the_values_of_their_process(pools):
+    """By `run(observe=)`, each rank for its own stages."""
+    for wrong in pools(2).all("observed", seconds=60):
+        assert [] == wrong
