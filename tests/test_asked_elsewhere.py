@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funcpipe as fp
+from funcpipe.testing import first_difference, record_values
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "asked_elsewhere.md").read_text()
@@ -278,6 +279,33 @@ def test_parts_of_equal_time():
     """pytorch#53438: stages balanced by measured times, not by layers."""
     cost = fp.Cost(forward=[1, 1, 1, 5], backward=[2, 2, 2, 10])
     assert (3, 1) == fp.models.balance(cost, 2)
+
+
+def test_a_function_sees_each_action():
+    """pytorch#167897: hooks on the actions of a schedule."""
+    split, seen = fp.split(mlp(), 2), []
+    plan = plan_of(split, fp.schedules.one_f_one_b(2, 2))
+    fp.run(
+        plan,
+        split.params,
+        batch(),
+        executor="serial",
+        observe=lambda action, name, value: seen.append(f"{action} {name}"),
+    )
+    assert seen[:3] == ["0F0 input", "0F0 output", "0F1 input"]
+
+
+def test_the_first_action_that_differs():
+    """pytorch#169152: where two runs begin to differ."""
+    split = fp.split(mlp(), 2)
+    plan = plan_of(split, fp.schedules.one_f_one_b(2, 2))
+    other = {name: value + 1e-3 for name, value in split.params[1].items()}
+    records = [
+        record_values(plan, params, batch()) for params in (split.params, (split.params[0], other))
+    ]
+    found = first_difference(*records)
+    assert found is not None
+    assert (str(found.action), found.name) == ("1F0", "output")
 
 
 def test_every_row_has_its_test_and_every_test_its_row():

@@ -2446,4 +2446,4 @@ def observed(rank, size):
         found = record_values(plan, placed, (x, target), executor=ranks)
     wrong = [] if first_difference(found, wanted) is None else ["a value"]
     here = {key for key in wanted.values if key[0].stage % size == rank}
-    return wrong + [key for key in here ^ found.values.keys()]
+    return [*wrong, *(here ^ found.values.keys())]
