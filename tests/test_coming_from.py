@@ -30,6 +30,7 @@ def test_every_peer_that_the_table_calls_run_has_a_program():
     assert {"torch.distributed.pipelining", "torchgpipe"} < set(PROGRAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", PROGRAMS)
 def test_their_program_prints_the_loss_of_ours(peer, tmp_path):
     if importlib.util.find_spec(peer.split(".")[0]) is None:

@@ -138,6 +138,7 @@ def test_a_loop_like_the_trainers():
     assert torch.equal(scope["generated"], said)
 
 
+@pytest.mark.slow
 def test_the_trainer_itself_makes_the_same_model():
     """transformers' Trainer, with its own groups, windows, clipping and count of tokens, ends at
     the recipe's parameters."""

@@ -122,6 +122,7 @@ def test_a_run_of_more_sizes_than_are_kept(executor, again):
     assert [1, 1] == [len(one.program.found) for one in made]
 
 
+@pytest.mark.slow
 def test_runs_that_share_a_stage():
     """Lanes of several runs drop each other's programs all the time."""
     eager, made = fp.stage(layer), fp.compile_stage(fp.stage(layer), fuse=False, max_programs=1)

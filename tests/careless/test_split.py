@@ -428,6 +428,7 @@ def test_peft(traced):
 # -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dropout"), [("llama", 0.0), ("bert", 0.2)])
 def test_blocks_with_an_attention_mask_compile(name, dropout):
     model, inputs = zoo(name, dropout=dropout), batch(name)

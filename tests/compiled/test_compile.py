@@ -311,6 +311,7 @@ def test_what_is_cheap_is_computed_again():
     assert "R.of(" not in str(found.backward)
 
 
+@pytest.mark.slow
 def test_long_chains_are_computed_again():
     """Longer than Python's stack is deep."""
 

@@ -178,6 +178,7 @@ def test_size_is_asked_of_what_stays():
         assert same(eager.grads, programs.grads)
 
 
+@pytest.mark.slow
 def test_large_on_the_way_to_what_stays():
     """A large value that both a microbatch and a kept one need is made by both; its own parts are
     still made once."""

@@ -823,6 +823,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "says"), CASES.values(), ids=CASES)
 def test_runs_are_right_on_a_torch_without_them(hidden, says):
     """Without hooks' names a pipe in a checkpointed region is refused; everything else goes on."""

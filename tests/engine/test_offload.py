@@ -609,6 +609,7 @@ def test_what_is_away_cannot_be_modified():
     assert_same_result(fp.run_sequential(pure, (torch.ones(N),), batch()[0]), result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("out", [True, False], ids=["O", "L"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])

@@ -383,6 +383,7 @@ def test_an_interrupt_while_steps_are_undone_waits_until_they_are(monkeypatch):
     twins.run()
 
 
+@pytest.mark.slow
 def test_casts_of_weights_go_with_their_batch():
     """Under autocast compiled stages cast their weights once a run; of batches that are done
     nothing is left."""

@@ -136,6 +136,7 @@ except fp.RunTimeout as error:
 """
 
 
+@pytest.mark.slow
 def test_code_that_holds_the_interpreters_lock():
     """No Python can run, so Python's own timer prints the stacks; when the lock is free again the
     run may just go on."""

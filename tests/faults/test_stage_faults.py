@@ -107,6 +107,7 @@ def watching(go, rig, started):
         started += rig.calls
 
 
+@pytest.mark.slow
 def test_the_whole_process_holds_no_tensor_more(rig, executor):
     """Row 1, 2: not only what stages make: every tensor object is counted."""
     for kind in "FB":

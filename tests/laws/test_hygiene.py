@@ -180,6 +180,7 @@ def go(plan, executor):
     return fp.run(plan, params, (x, x) if plan.loss else x, executor=executor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
     "schedule", [*(s for s, _ in HELD), fp.schedules.fill_drain(S, M, backward=False)], ids=ids

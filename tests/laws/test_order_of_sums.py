@@ -65,6 +65,7 @@ def data(stages, rows, dtype=torch.float32):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_order_of_w(random):

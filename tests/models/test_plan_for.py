@@ -37,6 +37,7 @@ def test_no_other_cut_is_better_under_the_published_schedules():
     assert choice.timeline.makespan == pytest.approx(best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 40.0, 16.0])
 def test_everything_that_is_chosen_fits_together(limit):
     """Sizes, stages, schedule, memory; the table has every way, best first."""

@@ -54,6 +54,7 @@ def prepare(x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     [

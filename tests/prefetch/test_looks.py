@@ -151,6 +151,7 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_ten_thousand_batches():
     """Memory, threads and files stay as they are, with a fault every 100th batch."""

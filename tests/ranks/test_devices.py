@@ -10,6 +10,7 @@ FOUR = [number for number, schedule in enumerate(ALL) if schedule.num_devices ==
 """Schedules of four lanes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "host", "one device", "mixed"])
 def test_the_bits_and_the_order(pools, way):
     """Straight from device to device, over hosts, on a device that both have, and where every other
@@ -23,6 +24,7 @@ def test_the_bits_and_the_order(pools, way):
     assert everything == ({"freed", "joined"} if way == "joined" else {"freed"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "reduced"), [("joined", False), ("joined", True), ("host", True), ("mixed", False)]
 )
@@ -35,6 +37,7 @@ def test_replicas(pools, way, reduced):
     assert any(joined for _, _, joined in results) is (way != "host")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -52,6 +55,7 @@ def test_replicas_that_step_on_devices(pools, way, kind, together):
         assert [] == faults
 
 
+@pytest.mark.slow
 def test_every_wait_is_needed(pools):
     """Without the wait for a value, for a slot, or the word to the allocator, the order is
     broken."""
@@ -66,6 +70,7 @@ def test_every_wait_is_needed(pools):
         assert any(pools(2).all("without_a_wait", number)[1][1] for number in numbers[2:12]), site
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["joined", "host"])
 @pytest.mark.parametrize("rows", [(8, 10), (8, 3)])
 def test_parts_of_parameters(pools, way, rows):

@@ -66,6 +66,7 @@ def test_a_process_that_ends_is_named(pools, act):
         assert 2 == results[rank].rank, results[rank].trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_process_that_ends_in_the_middle_of_a_value_is_named(pools, tmp_path, who, number):
@@ -78,6 +79,7 @@ def test_a_process_that_ends_in_the_middle_of_a_value_is_named(pools, tmp_path, 
     assert results[1 - who].seconds < within(6)  # with what it takes to make and to send the values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["stop", "forever"])
 def test_a_process_that_hangs_is_named_with_what_all_do(pools, act):
     pool = pools(SIZE)
@@ -102,6 +104,7 @@ def test_a_process_that_hangs_is_named_with_what_all_do(pools, act):
         pool.whole = False
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(pool):
     """It has left its ranks in order, so the others do not wait for the timeout."""
     results = pool.run("without", 3)
@@ -112,6 +115,7 @@ def test_a_rank_that_does_not_come_is_named(pool):
     assert "left" in results[3]
 
 
+@pytest.mark.slow
 def test_a_rank_may_leave_before_all_know_of_the_end(pools):
     assert 1 == len({*pools(3).all("late_at_the_end")})
 

@@ -28,6 +28,7 @@ def final_loss(script, count):
     return float(done.stdout.strip())
 
 
+@pytest.mark.slow
 def test_the_script_runs_with_one_process_and_with_two(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(script_of("processes.md"))
@@ -121,6 +122,7 @@ def test_the_demo_in_two_processes_proves_its_numbers(tmp_path):
     assert proofs[0].startswith("proven: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "fault"),
     [

@@ -38,6 +38,7 @@ def test_several_batches_of_what_lanes_cannot_step(pools, kind):
         assert max(walks) == (4 if kind in ("norm", "compiled") else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "reduced", "sharded", "fails", "clips", "uneven"])
 def test_several_batches_of_replicas(pools, kind):
     """Each S waits for the sums of its batch alone; with other numbers of microbatches all go one

@@ -148,6 +148,7 @@ def test_errors_name_the_rank_in_the_pipeline_and_the_process_of_the_job(four):
     assert "rank 1 (process 3) failed" in also[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_rank_that_never_calls_run_is_named(two, before):
     (rank, process, text), other = two.all("process_tasks.never_runs", before)
@@ -155,6 +156,7 @@ def test_a_rank_that_never_calls_run_is_named(two, before):
     assert "rank 1 is outside of a run" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_calls_ranks_is_named(two):
     (rank, process, text), _ = two.all("process_tasks.never_makes_ranks")
     assert (rank, process) == (1, 1)

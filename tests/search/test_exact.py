@@ -168,6 +168,7 @@ def test_a_proof_where_backwards_take_less_as_a_whole(seeds):
     assert {fp.Kind.B, fp.Kind.I, fp.Kind.W} <= kinds
 
 
+@pytest.mark.slow
 def test_microbatches_overtake_where_moves_are_slow():
     """Found where the other moves of a search find 199: number 36 of the benchmark. The proof, of
     189, is a matter of luck."""

@@ -64,6 +64,7 @@ def best_of(problem, built):
     return min(timelines, key=lambda timeline: timeline.span)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", LINE, ids=[f"{row[0]}x{row[1]}-{row[6]}" for row in LINE])
 @pytest.mark.parametrize("share", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_greedy_schedules_on_a_line_are_zb_1p_and_zb_2p(row, share):
@@ -94,6 +95,7 @@ def test_bounds_of_the_tables(row):
         assert share == pytest.approx((bound - work) / bound, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 8])
 def test_what_cannot_be_beaten_is_known_to_be(at):
     """Two rows of table 5 are optimal: the greedy schedule is as short as the bound. A search comes

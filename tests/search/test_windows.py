@@ -23,6 +23,7 @@ def never():
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("allowed", "seeds", "sharp"),
     [
@@ -59,6 +60,7 @@ def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
     assert equal >= sharp * len(seeds)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.integers(0, 10**9))
 def test_no_order_beats_the_windows(seed):

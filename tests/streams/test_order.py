@@ -121,6 +121,7 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=RO
     return call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "executor"),
     # The host's own order between threads is that of their inboxes, which the recorder does not
@@ -235,6 +236,7 @@ def fails_while_a_residual_comes_back(recorder, where):
         gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["two devices", "one device"])
 def test_a_run_that_fails_waits_for_what_comes_back(place, backend):
     recorder = backend()

@@ -62,6 +62,7 @@ def train(stages, params, state, schedule, devices, how, watching=nullcontext):
     return used, [leaf.detach().clone() for leaf in fp.leaves(params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 # Statistics of runs that are alone are committed by the caller, whom the recorder does not see.
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ def test_arguments_that_do_not_fit(call, text):
     assert text in str(error.value)
 
 
+@pytest.mark.slow
 def test_checking_leaves_nothing():
     """No tensor stays, whether the stage is good, bad, or raises."""
     counted = []

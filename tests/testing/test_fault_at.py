@@ -138,6 +138,7 @@ def test_functions_change_what_is_there(executor):
     assert 2 == len(seen)  # of the output and of the stash
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_nothing_of_a_failed_run_is_reachable(kind):
     """A fault that is a type keeps nothing."""

@@ -175,6 +175,7 @@ def timelines(draw_one: st.DrawFn) -> Timeline:
     return Timeline(made.spans, made.num_devices, peak, unit, name=name)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(timelines(), st.integers(40, 260))
 def test_text_is_never_wider_than_asked_and_has_a_row_for_each_device(

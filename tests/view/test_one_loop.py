@@ -72,6 +72,7 @@ def marked(draw, schedule):
     return fp.schedules.gather_params(schedule) if draw(st.booleans()) else schedule
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_random_plans_take_as_long_in_plan_order(data):

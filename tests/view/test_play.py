@@ -65,6 +65,7 @@ def skipping(count, cost):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
@@ -117,6 +118,7 @@ def test_residuals_are_those_of_the_order(data):
     assert list(fp.simulate(schedule, cost).peak) == pytest.approx(peaks, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_a_plan_is_its_schedule_and_waits_for_slots(data):

@@ -463,6 +463,7 @@ def test_devices_that_the_run_chose_are_those_of_the_gradients() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_huge_pages_stay_small() -> None:
     """Every action is drawn, or none is and the page says where to see them."""
     for microbatches, is_drawn in ((52, True), (86, False)):

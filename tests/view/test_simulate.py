@@ -143,6 +143,7 @@ TABLE_8 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row[0]}x{row[1]}_{row[2]}")
 def test_table_5_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
     """The cells of 1F1B, 1F1B-I and ZB-H1 within half of the last digit."""
@@ -158,6 +159,7 @@ def test_table_5_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
     assert list(row[7:]) == pytest.approx(simulated, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_8, ids=lambda row: f"{row[0]}x{row[1]}")
 def test_table_8_of_the_zero_bubble_paper(row: tuple[float, ...]) -> None:
     """The cells of 1F1B, 1F1B-I (the paper's lack p hops) and ZB-H1 within half of the last
@@ -350,6 +352,7 @@ def brute_force(schedule: Schedule, cost: Cost) -> dict[Action, tuple[float, flo
         times = new
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, max_examples=150)
 @given(priced())
 def test_the_clock_agrees_with_brute_force(given: tuple[Schedule, Cost]) -> None:
@@ -378,6 +381,7 @@ def test_the_makespan_is_bounded_by_work_and_by_every_chain(given: tuple[Schedul
     assert timeline.span >= max(work) - 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, max_examples=150)
 @given(priced())
 def test_the_critical_path_is_a_chain_as_long_as_the_makespan(given: tuple[Schedule, Cost]) -> None:
