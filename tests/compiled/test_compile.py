@@ -11,6 +11,7 @@ import pickle
 import random
 import threading
 import weakref
+from itertools import groupby
 
 import pytest
 import torch
@@ -1000,11 +1001,11 @@ def test_warmup_makes_all_that_a_step_needs():
     assert 4 == fp.warmup(plan, params, batch, state=state, progress=told.append)
     assert 0 == fp.warmup(plan, params, batch, state=state)
     assert same(before, (snapshot((params, state, batch)), torch.get_rng_state()))
-    assert [0, 1, 2, 3, 4, 5, 6] == [one.done for one in told]
     assert {6} == {one.total for one in told}
-    assert [*["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2, "done"] == [
-        one.phase for one in told
-    ]
+    # A slow machine is told the same again.
+    assert [0, 1, 2, 3, 4, 5, 6] == [done for done, _ in groupby(one.done for one in told)]
+    phases = [phase for phase, _ in groupby(one.phase for one in told)]
+    assert [*["stage 0 ('s0')", "stage 1 ('s1')", "stage 2 ('s2')"] * 2, "done"] == phases
     fp.run(plan, params, batch, state=state, seed=0)
     assert [2, 2] == [len(stage.program.found) for stage in stages[1:]]
 
