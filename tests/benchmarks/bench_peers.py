@@ -175,7 +175,7 @@ def funcpipe(work: Work, opened: ExitStack) -> Iterator[Arm]:
             count = LANES * each
             if work.depth % count:
                 continue
-            per, model = work.depth // count, work.model(fp)
+            per, model = work.depth // count, work.model(fp.models)
             parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
             stages, params, state = zip(*map(fp.from_module, parts), strict=True)
             if backend:

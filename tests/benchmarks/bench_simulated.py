@@ -69,7 +69,7 @@ def cases(work: Work) -> list[Case]:
     ]
     found: list[Case] = []
     for name, count, compiled, family, other in rows:
-        per, model = work.depth // count, work.model(fp)
+        per, model = work.depth // count, work.model(fp.models)
         stages, params, state = zip(
             *(fp.from_module(model[i * per : (i + 1) * per]) for i in range(count)), strict=True
         )

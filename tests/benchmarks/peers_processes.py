@@ -227,7 +227,7 @@ def _own(rank: int, name: str, work: Work) -> Pipeline:
     import funcpipe as fp
 
     family, each, backend = OWN[name]
-    count, model = LANES * each, work.model(fp)
+    count, model = LANES * each, work.model(fp.models)
     per = work.depth // count
     parts: list[nn.Sequential] = [model[i * per : (i + 1) * per] for i in range(count)]
     stages, params, state = zip(*map(fp.from_module, parts), strict=True)
@@ -266,7 +266,7 @@ def _alone(rank: int, name: str, work: Work) -> Pipeline:
     gradients to compare."""
     import funcpipe as fp
 
-    model, per = work.model(fp), work.depth // LANES
+    model, per = work.model(fp.models), work.depth // LANES
     with torch.no_grad(), work.casting():
         chunks = work.x.chunk(work.microbatches)
         x = torch.cat([model[: rank * per](chunk) for chunk in chunks]) if rank else work.x

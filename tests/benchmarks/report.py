@@ -48,7 +48,10 @@ SYSTEMS = {
 }
 """The columns of the tables: the systems of bench_peers.py that count for each."""
 
-ARMS = "microbatch loop|^funcpipe(, compiled)?(, processes)?, .*never|torch"
+ARMS = (
+    "1 thread, microbatch loop|torch pipelining|torchgpipe.*never|"
+    "^funcpipe(, compiled)?(, processes)?, (1F1B|fill-drain|zero-bubble|interleaved), .*never"
+)
 
 
 def peers() -> dict[tuple[str, int], Record]:
