@@ -204,7 +204,7 @@ def test_a_step_of_a_result_with_a_scaler(setting):
     fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, result, scaler=scaler)
     torch.testing.assert_close(params[0]["w"], before[0]["w"] - result.grads[0]["w"] / 8)
     other = fp.run(plan, params, batch, loss_scale=4.0)
-    with pytest.raises(fp.PlanError, match="scaler's scale is 8 and the run's was 4"):
+    with pytest.raises(fp.PlanError, match="scaler's scale is 8, but the run had the loss scale 4"):
         fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, other, scaler=scaler)
 
 

@@ -181,7 +181,7 @@ def test_devices_are_as_many_as_lanes_and_exist():
         for call in (lambda p=plan: fp.place(p, params), lambda p=plan: fp.run(p, params, batch())):
             with pytest.raises(
                 fp.PlacementError,
-                match=r"the plan's devices are not here; make it with fp.devices\(n\)",
+                match=r"devices that this process does not have; .*devices=fp.devices\(n\)\)",
             ):
                 call()
 

@@ -351,7 +351,7 @@ def test_optimizers_over_other_tensors_are_refused():
     other = torch.optim.SGD(copy.deepcopy(whole).parameters(), lr=0.1)
     with pytest.raises(
         fp.PlanError,
-        match=r"the optimizer holds none .* make it after fp.place, over the very params",
+        match=r"the optimizer holds none .* make it after fp.place, with the params",
     ):
         fp.step(other, params, fp.run(plan, params, batch()))
 
@@ -435,7 +435,7 @@ def test_accumulate_takes_results_of_one_plan():
     for given, mend in (
         (result, r"accumulate\(\[first, second\]\)"),
         ([], "one or more results"),
-        ([result.grads], "takes results of fp.run; among them came: tuple"),
+        ([result.grads], "takes results of fp.run; some are not results: tuple"),
         (
             [result, fp.run(plan_of(stages), others, batch())],
             "result 1 has gradients of other leaves",

@@ -327,9 +327,9 @@ def test_a_result_that_was_stepped_is_not_stepped_again():
     optimizer = MAKERS["sgd"](fp.leaves(params))
     result = fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before = snapshot(params)
-    with pytest.raises(fp.PlanError, match=r"the run has stepped .*leave fp\.step out"):
+    with pytest.raises(fp.PlanError, match=r"the run has already stepped .*leave fp\.step out"):
         fp.step(optimizer, params, result)
-    with pytest.raises(fp.PlanError, match="these runs stepped"):
+    with pytest.raises(fp.PlanError, match="these runs have already stepped"):
         fp.accumulate([result, result])
     assert same(before, snapshot(params))
     assert same(result.norm, fp.global_norm(result))

@@ -463,7 +463,7 @@ def test_too_few_lanes_are_refused(rig, schedule):
             rig,
             go,
             fp.PlanError,
-            f"these lanes are {plan.num_devices}",
+            f"these are {plan.num_devices} lanes",
             f"the plan has {other.num_devices}",
             r"fp\.lanes\(plan\)",
         )

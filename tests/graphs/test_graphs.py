@@ -245,7 +245,7 @@ REASONS = {
             schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))
         ),
         {},
-        "the host keeps step",
+        "the host waits for copies",
     ),
     "finite": (linear_plan, {"check": ["used", "finite"]}, "check= looks"),
 }
@@ -287,7 +287,7 @@ def test_targets_that_count_evenly(tapes):
                 assert_same_result(fp.run_sequential(plan, params, (x, labels)), result)
                 assert (None if summed else float((labels != -100).sum())) == result.weight
                 assert ("graph" == result.stats.executor) == graph, result.stats.reason
-                assert graph or "how much its microbatches count" in result.stats.reason
+                assert graph or "the weights of its microbatches depend on" in result.stats.reason
             assert graphs.count == 1
 
 
@@ -311,7 +311,7 @@ def test_where_there_are_none():
     plan, params = linear_plan()
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
-    assert result.stats.reason == "not a graph: cpu has none"
+    assert result.stats.reason == "not a graph: cpu has no graphs"
     assert_same_result(fp.run_sequential(plan, params, data()), result)
 
 
@@ -324,7 +324,7 @@ def test_lanes_on_two_devices_are_no_graph(tapes):
     meta = (params[0], {"w": params[1]["w"].to("meta")})
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, meta, data()[0], executor=graphs)
-    assert "its lanes lie on cpu, meta, and a graph is of one device" in result.stats.reason
+    assert "its lanes are on cpu, meta, and a graph works on one device" in result.stats.reason
 
 
 class Config:
@@ -549,7 +549,7 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
 def test_whose_they_are(tapes):
     plan, params = linear_plan()
     other, _ = linear_plan()
-    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match="of another plan"):
+    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match="for another plan"):
         fp.run(other, params, data(), executor=graphs)
     with pytest.raises(fp.FuncpipeError, match="closed"):
         fp.run(plan, params, data(), executor=graphs)
@@ -645,7 +645,7 @@ def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
-    assert result.stats.reason == "not a graph: its programs are graphs themselves"
+    assert result.stats.reason == "not a graph: its compiled stages are graphs themselves"
 
 
 # -- backend="cudagraphs"
@@ -779,6 +779,6 @@ def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
-    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has none\) and runs as it is"):
+    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has no graphs\) and runs as it is"):
         result = fp.run(graphs, params, data(), executor="serial")
     torch.testing.assert_close(result.grads, fp.run_sequential(plan, params, data()).grads)

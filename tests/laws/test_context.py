@@ -349,6 +349,6 @@ def test_lanes_serve_many_runs():
     )
     with (
         fp.lanes(plan) as lanes,
-        pytest.raises(fp.PlanError, match=r"these lanes are 2, the plan has 1"),
+        pytest.raises(fp.PlanError, match=r"these are 2 lanes, but the plan has 1"),
     ):
         fp.run(wrong, PARAMS, (X, X), executor=lanes)

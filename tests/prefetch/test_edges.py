@@ -416,7 +416,7 @@ def test_containers_that_move_themselves_are_whole():
 
 
 def test_a_batch_that_cannot_move_says_so():
-    with pytest.raises(fp.BatchError, match="a Plain is no tree and has no to"):
+    with pytest.raises(fp.BatchError, match="a Plain is not a tree and has no method to"):
         next(fp.batches.overlap([Plain(torch.ones(1))], [fp.batches.to_device("meta")]))
     assert list(fp.batches.overlap([1, "two"], [fp.batches.to_device("cpu")])) == [1, "two"]
 
@@ -465,7 +465,7 @@ def test_a_batch_that_cannot_move_says_so():
             "devices is a sequence of torch devices",
         ),
         (lambda: fp.batches.to_device(None), "to_device takes a device"),
-        (lambda: fp.batches.loss_scale(1e39), "that single precision has"),
+        (lambda: fp.batches.loss_scale(1e39), "within single precision"),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(call, words):

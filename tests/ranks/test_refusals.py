@@ -112,9 +112,9 @@ def test_programs_that_could_hang():
     ("what", "words"),
     [
         ("three", "say which rank has which lane"),
-        ("idle", "ranks [1] have none"),
-        ("unknown", "[7] are no ranks"),
-        ("few", "it names 2"),
+        ("idle", "ranks [1] have no lane"),
+        ("unknown", "[7] are not ranks"),
+        ("few", "it has 2 entries"),
         ("mesh", "none of them is 'pp'"),
         ("no mesh", "mesh is a DeviceMesh"),
         ("timeout", "timeout is a number"),

@@ -57,7 +57,7 @@ def test_what_is_not_finished_is_refused_by_all(pools, tmp_path):
     for (first, second, third), *steps in pools(2).all("unfinished", tmp_path):
         assert first == second
         assert (
-            f"what was saved to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
+            f"an earlier save to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
         )
         assert "(of rank 1) is not finished" in third
         assert [1, 5] == steps

@@ -1,8 +1,10 @@
-"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch alone.
+"""Keyed randomness: a draw depends only on the seed, the layer, the draw's number and the
+microbatch.
 
-CPU operations share one generator per process and ``F.dropout`` takes none, so every random
-operation of a forward is caught (`drawing`) and given a generator seeded by its key. Where the draw
-happens is read from the Python stack: the innermost layer of the stage whose method is running.
+CPU operations share one generator per process, and ``F.dropout`` takes no generator. So `drawing`
+catches every random operation of a forward, and this module runs it with a generator that is seeded
+by a key. The Python stack shows which layer draws: the innermost layer of the stage whose method
+runs.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ _global_draw = threading.Lock()
 
 
 def fold_in(seed: int, data: int | str) -> int:
-    """A new seed from a seed and a number (or a name): the step of training, the rank, the epoch.
+    """Make a new seed from a seed and a number or a name, such as the training step or the epoch.
+
+    Use it to give each step its own seed: ``fp.run(..., seed=fp.fold_in(seed, step))``. The name
+    and the idea are those of ``jax.random.fold_in``.
 
     >>> fp.fold_in(0, 1) == fp.fold_in(0, 1), fp.fold_in(0, 1) == fp.fold_in(1, 0)
     (True, False)
 
     Args:
         seed: any int.
-        data: what to fold in.
+        data: an int or a str. An int and its decimal text give different seeds.
 
     Returns:
-        63 bits, by a hash (BLAKE2b).
+        An int from 0 to 2**63 - 1, a BLAKE2b hash.
 
     Raises:
-        PlanError: the seed is no int, or the data is neither an int nor a name.
+        PlanError: ``seed`` is not an int, or ``data`` is neither an int nor a str.
     """
     try:
         return _mix(operator.index(seed), data if isinstance(data, str) else operator.index(data))
