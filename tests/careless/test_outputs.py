@@ -94,7 +94,8 @@ def test_inputs_cut_along_another_axis_need_a_rule_before_anything_runs():
 
     x = torch.arange(8.0).reshape(2, 4)
     with pytest.raises(
-        fp.BatchError, match=r"cut along axis 1, and nothing says how outputs are joined.*merge=1"
+        fp.BatchError,
+        match=r"cut along axis 1, so the plan must say along which axis to join .*merge=1",
     ):
         fp.run(plan_of(turned, count=2), ((),), fp.Axis(x, 1))
     assert not calls

@@ -143,7 +143,7 @@ def test_a_loss_without_a_graph_is_refused(loss):
     _, stages, params = parts()
     with pytest.raises(
         fp.PlanError,
-        match="no gradient reached any of the parameters: the loss hangs on none of them",
+        match="no gradient reached any parameter: the loss depends on none of them",
     ):
         fp.run(plan_of(stages, loss=loss), params, batch())
 
@@ -260,7 +260,7 @@ def test_a_plan_that_backs_up_is_not_run_without_gradients():
         with (
             mode,
             pytest.raises(
-                fp.PlanError, match=r"evaluate with the forwards alone: .*schedule.forwards\(\)"
+                fp.PlanError, match=r"to evaluate, make a plan of forwards: .*schedule.forwards\(\)"
             ),
         ):
             fp.run(plan, params, batch())

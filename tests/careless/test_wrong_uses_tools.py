@@ -236,9 +236,7 @@ def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
 def test_the_source_the_depth_and_what_a_fold_returns():
     data = torch.utils.data.TensorDataset(*batch())
     for source in (5, data):
-        with pytest.raises(
-            fp.PlanError, match="the source of an overlap is an iterable of batches"
-        ):
+        with pytest.raises(fp.PlanError, match="the source of overlap is an iterable of batches"):
             list(fp.batches.overlap(source, [abs]))
     for depth in (-1, 2.5):
         with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):

@@ -61,7 +61,7 @@ def test_of_functions_by_their_sizes():
 def test_arrays_are_no_parameters():
     with pytest.raises(
         fp.PlanError,
-        match=r"params\[0\]\['w'\] is a ndarray, and gradients are of tensors: torch.from_numpy",
+        match=r"params\[0\]\['w'\] is a ndarray, but only tensors get gradients: torch.from_numpy",
     ):
         squares(
             lambda params, x: x @ torch.as_tensor(params["w"]), {"w": np.eye(4, dtype="float32")}
@@ -189,7 +189,7 @@ def test_a_batch_is_inputs_and_target():
         (lambda x, y: (fp.Microbatches(x), y), "inputs is cut into 8 microbatches, the plan has 4"),
         (
             lambda x, y: (x.requires_grad_() * 1, y),
-            r"no gradient goes from a run into its batch.*x.detach\(\)",
+            r"fp.run computes no gradients of its batch.*x.detach\(\)",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_torchs_habit_of_backward_is_told_what_to_do():
     optimizer.zero_grad()
     with pytest.raises(
         fp.PlanError,
-        match=r"the backwards have run already: .* fp.step\(optimizer, params, result\)",
+        match=r"the backwards have already run: .* fp.step\(optimizer, params, result\)",
     ):
         result.loss.backward()
 
@@ -511,6 +511,6 @@ def test_a_step_before_the_pullback_is_refused():
 def test_vjp_is_for_plans_without_a_loss():
     _, plan, params = setup()
     with pytest.raises(
-        fp.PlanError, match="vjp is for plans without a loss, .* fp.run gives its gradients"
+        fp.PlanError, match="vjp takes a plan without a loss, .* fp.run computes its gradients"
     ):
         fp.vjp(plan, params, batch()[0])

@@ -662,7 +662,7 @@ def test_each_batch_is_recorded():
 def test_gradients_that_are_spent_are_not_asked_for():
     twins = Twins()
     result = twins.batches()[-1]
-    with pytest.raises(fp.PlanError, match=r"spent as run_batches stepped.*result\.norm"):
+    with pytest.raises(fp.PlanError, match=r"run_batches has already stepped.*result\.norm"):
         fp.global_norm(result)
     with pytest.raises(fp.PlanError, match="the run has already stepped"):
         fp.step(twins.optimizers[0], twins.rows[0], result)
@@ -677,7 +677,7 @@ def test_no_batches_and_a_generator_of_some():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": None}, "was given no optimizer"),
+        ({"optimizer": None}, "the run got no optimizer"),
         ({"optimizer": torch.optim.SGD}, "SGD is a class"),
         ({"max_norm": -1.0}, "max_norm is a number from 0"),
         (
@@ -710,12 +710,12 @@ def test_what_cannot_run_is_refused_before_anything_runs(options, message, execu
 def test_schedulers_that_do_not_fit():
     twins = Twins()
     plateau = lr_scheduler.ReduceLROnPlateau(twins.optimizers[0])
-    with pytest.raises(fp.PlanError, match="ReduceLROnPlateau wants the loss of each batch"):
+    with pytest.raises(fp.PlanError, match="ReduceLROnPlateau needs the loss of each batch"):
         fp.run_batches(
             twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=plateau
         )
     other = lr_scheduler.StepLR(twins.optimizers[1], 1)
-    with pytest.raises(fp.PlanError, match="scheduler is of another optimizer"):
+    with pytest.raises(fp.PlanError, match="scheduler has another optimizer"):
         fp.run_batches(
             twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=other
         )

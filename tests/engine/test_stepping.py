@@ -276,7 +276,7 @@ def test_modules_with_state(compiled):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "steps .S., and the run was given no optimizer"),
+        ({}, "steps .S., but the run got no optimizer"),
         ({"optimizer": torch.optim.SGD}, "SGD is a class"),
         ({"optimizer": 3}, "optimizer first"),
         (

@@ -451,7 +451,7 @@ def test_results_that_hide_tensors(tapes):
     params = ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
         results = [fp.run(plan, params, data(seed=seed), executor=graphs) for seed in range(3)]
-        assert "a result holds a Metrics" in results[0].stats.reason
+        assert "a result contains a Metrics" in results[0].stats.reason
         assert graphs.count == 0
     assert len({float(one.aux[0][0].value) for one in results}) == 3
 
@@ -538,7 +538,7 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
         fp.run(plan, params, batch, executor=graphs)
         inner = fp.stage(lambda p, x: x + fp.run(plan, params, (x, x), executor=graphs).loss)
         outer = fp.make_plan([inner], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
-        with pytest.raises(fp.FuncpipeError, match="inside of a stage"):
+        with pytest.raises(fp.FuncpipeError, match="within a stage"):
             fp.run(outer, ((),), data()[0])
         with pytest.raises(fp.FuncpipeError, match="torch.func"):
             torch.func.vmap(lambda t: t * fp.run(plan, params, batch, executor=graphs).loss)(
@@ -558,7 +558,9 @@ def test_whose_they_are(tapes):
     halves = fp.make_plan(plan.stages, fp.schedules.fill_drain(2, 2), devices="cpu")
     with (
         fp.graphs(halves) as graphs,
-        pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"),
+        pytest.raises(
+            fp.PlanError, match=r"fp\.graphs\(plan\) and fp\.ranks\(plan\) work with fp\.run only"
+        ),
     ):
         fp.vjp(halves, params, data()[0], executor=graphs)
 
@@ -779,6 +781,6 @@ def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
-    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has no graphs\) and runs as it is"):
+    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has none\) and runs as it is"):
         result = fp.run(graphs, params, data(), executor="serial")
     torch.testing.assert_close(result.grads, fp.run_sequential(plan, params, data()).grads)

@@ -228,7 +228,7 @@ def test_a_run_inside_a_stage_is_refused(executor, call):
     """The error has the coordinates of the outer stage and names what to use."""
     inner = train()
     plan = train(lambda: call(inner, PARAMS, (X, X)))
-    with pytest.raises(fp.StageError, match=r"inside of a stage.*fp\.apply.*fp\.compose") as info:
+    with pytest.raises(fp.StageError, match=r"within a stage.*fp\.apply.*fp\.compose") as info:
         fp.run(plan, PARAMS, (X, X), executor=executor)
     assert isinstance(info.value, fp.FuncpipeError)
     assert "0F0" == info.value.funcpipe.action

@@ -307,7 +307,7 @@ def test_a_tensor_of_stages_on_two_devices_is_copied_in_every_call():
     assert made.ties == (((0, "0.weight"), (1, "1.weight")),)
     model[1].weight = nn.Parameter(torch.ones(4, 4))
     made = Stages(model, made.layout, deferred=False)
-    with pytest.raises(fp.PlacementError, match=r"1\.weight is on cpu, but stage 1 runs on meta"):
+    with pytest.raises(fp.PlacementError, match=r"1\.weight lies on cpu, stage 1 runs on meta"):
         made.gather()
 
 
@@ -419,7 +419,7 @@ def test_dtypes_and_moves_to_where_it_is_are_not():
 def test_layers_that_were_moved_are_noticed():
     pipe = fp.Pipe(linears(), devices="cpu")
     pipe[1].to("meta")
-    with pytest.raises(fp.PlacementError, match=r"1\.weight is on meta, but stage \d runs on cpu"):
+    with pytest.raises(fp.PlacementError, match=r"1\.weight lies on meta, stage \d runs on cpu"):
         pipe(data())
 
 

@@ -173,7 +173,7 @@ def test_an_error_is_not_hidden_by_a_slow_source():
         next(run)
         threads = ours()
         raise KeyError("mine")
-    assert "still at work: funcpipe source" in caught.value.__notes__
+    assert "these threads still work: funcpipe source" in caught.value.__notes__
     release.set()
     for one in threads:
         one.join(20)
@@ -582,6 +582,6 @@ def test_memory_that_nobody_can_record_is_told(recorder):
     batches = [Blind(torch.ones(3)) for _ in range(5)]
     with (
         recorder.watching(),
-        pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"),
+        pytest.warns(UserWarning, match=r"batch \(Blind\) cannot record a stream"),
     ):
         next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))

@@ -386,7 +386,7 @@ def several_batches(rank, size, kind):
                 before = everything_of(ours, mine)
                 with pytest.raises(
                     fp.RanksError,
-                    match="as many batches on every rank: rank 0 was given 4; rank 1 was given 3",
+                    match="same number of batches on every rank: rank 0 got 4; rank 1 got 3",
                 ):
                     fp.run_batches(plan, ours, given[: 4 - rank], **more)
                 with pytest.raises(fp.RanksError, match="max_norm"):

@@ -59,7 +59,7 @@ def test_other_runs(pools, what, words):
         ("no params", fp.PlanError, ("params has None for stages",)),
         ("other feeds", fp.BatchError, ("which no stage declares",)),
         ("vjp", fp.PlanError, ("fp.ranks(plan)",)),
-        ("lanes", fp.PlanError, ("these ranks have 4 lanes, the plan has 2",)),
+        ("lanes", fp.PlanError, ("these ranks have 4 lanes, but the plan has 2",)),
         ("object between stages", fp.StageError, ("cannot go to another process",)),
     ],
 )

@@ -84,7 +84,8 @@ def test_pipelines_beside_each_other_do_not_share_a_path(pools, tmp_path):
     first, second = sorted(said[::2])
     assert [""] * 4 == first
     assert all(
-        "two that save to one path destroy each other's checkpoints" in text for text in second
+        "two pipelines that save to one path destroy each other's checkpoints" in text
+        for text in second
     )
     assert all("the pipeline of processes " in text for text in second)
     assert [[1, 2, 3, 4]] * 4 == [row[1] for row in rows]

@@ -95,7 +95,6 @@ class DeviceStream:
         return materialized(tensor if lies else self.backend.copy(tensor, self.device))
 
     # -- over the host
-    # -------------------------------------------------------------------------------
 
     def copies_on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Begin to copy to page-locked memory, inside of `after`."""
@@ -134,7 +133,6 @@ class DeviceStream:
         return self._given(copies, reader)
 
     # -- straight away
-    # -------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], event: Any) -> None:
         """Begin to send tensors, after an event."""

@@ -161,7 +161,6 @@ class Peer:
         return self._socket.fileno()
 
     # -- writing
-    # -------------------------------------------------------------------------------
 
     def send(self, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> bool:
         """Send a frame. Tensors are dense and must not change until they are written. Returns
@@ -232,7 +231,6 @@ class Peer:
                 select.select([], [self], [], 0.1)
 
     # -- reading
-    # -------------------------------------------------------------------------------
 
     def read(self) -> int:
         """Read once what has come, and return the count of bytes. Raises LostError: the connection
@@ -303,7 +301,6 @@ class Peer:
                 del body
 
     # -- its end
-    # -------------------------------------------------------------------------------
 
     def shut(self) -> None:
         """End the connection. Threads that wait at either end wake up. Bytes that were written

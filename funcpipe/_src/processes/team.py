@@ -114,7 +114,6 @@ class Team:
         self.caller = self.channel(0)
 
     # -- its members
-    # -------------------------------------------------------------------------------
 
     def start(self, settle: Callable[[], None]) -> None:
         """Start the team's threads, each with ``settle`` first."""
@@ -140,7 +139,6 @@ class Team:
             return self._channels[number]
 
     # -- sending
-    # -------------------------------------------------------------------------------
 
     def send(
         self, rank: int, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()
@@ -173,7 +171,6 @@ class Team:
             self.send(rank, Head(kind, self.run), json.dumps(what).encode())
 
     # -- reading
-    # -------------------------------------------------------------------------------
 
     def lead(self, box: Inbox) -> None:
         """Read what others send until something lies in the box; return at once where another
@@ -207,7 +204,6 @@ class Team:
         raise Stop
 
     # -- what others send
-    # -------------------------------------------------------------------------------
 
     def value(self, rank: int, frame: Head, known: KnownForm) -> Pieces:
         """Read the tensors of a value, and deliver it to its lane."""
@@ -306,7 +302,6 @@ class Team:
             self.lost(LostError(self.rank, text))
 
     # -- waiting for others
-    # -------------------------------------------------------------------------------
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every process gives, by rank. Raises Alarm."""
@@ -360,7 +355,6 @@ class Team:
         return self.answer(key)
 
     # -- failures
-    # -------------------------------------------------------------------------------
 
     @contextmanager
     def alarming(self, alarm: Callable[[], None]) -> Generator[None]:
@@ -424,7 +418,6 @@ class Team:
                 self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
 
     # -- its end
-    # -------------------------------------------------------------------------------
 
     def cut(self) -> None:
         """End all connections, which ends all waits, here and elsewhere."""

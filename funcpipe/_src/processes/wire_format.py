@@ -249,7 +249,6 @@ def _form_of(data: bytes) -> TreeForm:
 
 
 # -- leaves
-# -------------------------------------------------------------------------------
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -321,7 +320,6 @@ def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS
 
 
 # -- containers
-# -------------------------------------------------------------------------------
 
 
 class _Number(int):

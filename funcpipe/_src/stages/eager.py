@@ -144,7 +144,6 @@ class EagerBound:
         return self._phase
 
     # -- forward
-    # -------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run the stage; with ``keep`` the residual is what its backward needs.
@@ -377,7 +376,6 @@ class EagerBound:
         )
 
     # -- backward
-    # -------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -492,7 +490,6 @@ class EagerBound:
         return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
 
     # -- the end
-    # -------------------------------------------------------------------------------
 
     def rebase(self, state: Tree | None) -> None:
         """Begin the next batch: the parameters were stepped; the aliases have their memory."""
