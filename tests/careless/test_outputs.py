@@ -68,14 +68,14 @@ def test_what_does_not_fit_its_rule_is_refused_with_every_place():
     x = torch.randn(7, 4)
     with pytest.raises(
         fp.BatchError,
-        match=r"outputs has shapes .* axis 0 is not that of the rows \(3, 2, 2\).*merge=",
+        match=r"outputs has shapes .* axis 0 does not have the rows of the microbatches \(3, 2, 2\).*merge=",
     ):
         fp.run(plan_of(lambda p, x: x.T), ((),), x)
     with pytest.raises(
         fp.BatchError, match=r"outputs\[0\] has shapes.*no mean(.|\n)*outputs\[1\].*no axis 2"
     ):
         fp.run(plan_of(lambda p, x: (x, x), ("mean", 2)), ((),), x)
-    with pytest.raises(fp.BatchError, match="of which there is no mean"):
+    with pytest.raises(fp.BatchError, match="which have no mean"):
         fp.run(plan_of(lambda p, x: x.long().sum(0), "mean"), ((),), x)
     with pytest.raises(fp.BatchError, match="merge= has another structure than the outputs"):
         fp.run(plan_of(lambda p, x: x, {"a": 0}), ((),), x)

@@ -227,7 +227,7 @@ def test_one_layer_twice_is_tied_or_refused():
     given = torch.randn(8, 4), torch.randn(8, 4)
     _, stages, params = parts(whole)
     with pytest.raises(
-        fp.PlanError, match=r"one tensor in two stages; say so.*make_plan\(..., ties=\["
+        fp.PlanError, match=r"one tensor in two stages; tie them.*make_plan\(..., ties=\["
     ):
         fp.run(plan_of(stages, loss=F.mse_loss), params, given)
     split = fp.split(whole, 2)

@@ -170,7 +170,7 @@ def test_a_batch_is_inputs_and_target():
     [
         (
             lambda x, y: (x.numpy(), y.numpy()),
-            r"inputs is a ndarray with rows but no tensor: torch.from_numpy\(inputs\)",
+            r"inputs is a ndarray with rows, not a tensor: torch.from_numpy\(inputs\)",
         ),
         (lambda x, y: (x, y.numpy()), r"target is a ndarray"),
         (lambda x, y: (["a"] * 8, y), "inputs is a list with one str for each of 8 rows"),
@@ -186,7 +186,10 @@ def test_a_batch_is_inputs_and_target():
             "leaves differ in rows: inputs has 5, target has 8",
         ),
         (lambda x, y: (fp.Axis(x, 5), y), "has shape .* and no axis 5"),
-        (lambda x, y: (fp.Microbatches(x), y), "inputs is cut into 8 microbatches, the plan has 4"),
+        (
+            lambda x, y: (fp.Microbatches(x), y),
+            "inputs has 8 ready-made microbatches, but the plan has 4",
+        ),
         (
             lambda x, y: (x.requires_grad_() * 1, y),
             r"fp.run computes no gradients of its batch.*x.detach\(\)",
@@ -289,7 +292,7 @@ def test_state_that_is_forgotten_or_of_another_order_is_refused():
     split, plan = normed()
     given = torch.randn(8, 4), torch.randn(8, 4)
     with pytest.raises(
-        fp.PlanError, match="state= is missing: .* the result.state of the one before"
+        fp.PlanError, match="state= is missing: .* the result.state of the batch before"
     ):
         fp.run(plan, split.params, given)
     with pytest.raises(fp.PlanError, match=r"state lacks '1.running_mean'; is it '3.running_mean'"):

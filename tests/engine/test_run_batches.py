@@ -688,7 +688,7 @@ def test_no_batches_and_a_generator_of_some():
         ({"timeout": "x"}, "timeout is a number of seconds"),
         ({"batches": 3}, "batches is a list of batches as fp.run takes them; got a int"),
         ({"seed": "x"}, "seed is an int"),
-        ({"scheduler": 3}, "a int is none"),
+        ({"scheduler": 3}, "a int is not one"),
         ({"executor": "fast"}, "executor is"),
     ],
 )

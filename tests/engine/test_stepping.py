@@ -309,7 +309,7 @@ def test_an_optimizer_for_a_schedule_that_does_not_step():
 def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
     params = layers()
     schedule = fp.schedules.step_params(fp.schedules.fill_drain(STAGES, MICROBATCHES))
-    with pytest.raises(fp.PlanError, match=r"steps \(S\), and vjp"):
+    with pytest.raises(fp.PlanError, match=r"steps \(S\), but vjp"):
         fp.vjp(
             fp.make_plan([fp.stage(stage)] * STAGES, schedule, devices="cpu", outputs=True),
             params,

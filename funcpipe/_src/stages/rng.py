@@ -66,8 +66,8 @@ def _mix(*parts: int | str) -> int:
 class Keys:
     """The keys of one run: the seed, and the stage that draws at each path.
 
-    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's
-    first.
+    Microbatches are numbered over all replicas. ``first`` is the number of this replica's first
+    microbatch.
     """
 
     def __init__(self, seed: int | None, stages: Sequence[Stage], first: int = 0) -> None:
@@ -76,12 +76,11 @@ class Keys:
         self.owners: dict[str, tuple[int, int]] = {}
 
     def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
-        """The path of a drawing layer; unique in the model, so the place of the cuts does not
-        matter.
+        """Return the path of a drawing layer, which is unique in the model.
 
-        Only where two stages have layers of the same path (they come from separate modules) the
-        stage's name is put before it. A function stage draws by its name. The part of a composition
-        is the one that runs, or as given.
+        So the draws do not depend on the cuts. If two stages come from separate modules and have
+        layers with the same path, the stage's name comes first. A function stage draws by its name.
+        ``part`` is the simple stage within a composition, by default the running one.
         """
         part = self._part(stage, part)
         return (
@@ -89,15 +88,15 @@ class Keys:
         )
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
-        """The seed of the generator of a draw."""
+        """Return the generator's seed for a draw."""
         return _mix(self.seed or 0, path, nth, self.first + microbatch)
 
     def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
-        """Refuse a draw without a seed, without a path of its own, or at a path that another stage
-        draws at.
+        """Check that a draw has a seed and its own path.
 
         Raises:
-            DrawError: for such a draw; ``what`` is the operation.
+            DrawError: there is no seed, no path, or another stage draws at the same path. ``what``
+                is the operation.
         """
         if self.seed is None:
             raise DrawError(
@@ -121,7 +120,7 @@ class Keys:
         if owner != (stage, id(part)):
             raise DrawError(
                 f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would "
-                "draw the same; give each stage its own name (name=)"
+                "draw equal numbers; give each stage its own name (name=)"
             )
 
     def _part(self, stage: int, part: Stage | None) -> Stage:
@@ -137,12 +136,12 @@ class Keys:
 
 
 class KeyedDraws(CatchDraws):
-    """Inside of it, random operations of one task draw from generators seeded by their keys.
+    """A context in which random operations of one action use generators seeded by their keys.
 
     Attributes:
-        counts: draws so far by path.
-        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region,
-            with how many draws each made.
+        counts: the number of draws so far, by path.
+        replays: in a recomputation, the number of draws within ``torch.utils.checkpoint`` regions,
+            by path. None: this is not a recomputation.
     """
 
     __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
@@ -162,11 +161,12 @@ class KeyedDraws(CatchDraws):
         self.means: list[MeanOverTargets] | None = None
 
     def forget(self) -> None:
-        """Begin the next task: forget the draws of the last one."""
+        """Begin the next action: reset the counts of draws."""
         self.counts, self.regions = {}, {}
 
     def replay(self) -> KeyedDraws | None:
-        """What draws the same again in a backward; None: no checkpoint region drew."""
+        """Return the context for a backward that repeats draws; None: no checkpoint region
+        drew."""
         replays = {
             path: self.counts[path] for path, region in self.regions.items() if region is not None
         }
@@ -182,8 +182,8 @@ class KeyedDraws(CatchDraws):
         twin = twin_of(func, device.type)
         if kwargs.get("generator") is not None:
             raise DrawError(
-                f"stage {self.stage} draws with a generator of its own in {func}; a stage is "
-                "pure, so leave the generator out: run(..., seed=) keys every draw"
+                f"stage {self.stage} draws with its own generator in {func}, so the draw would not "
+                "depend on the run's seed; leave the generator out: run(..., seed=) keys all draws"
             )
         if twin is not None:
             generator = torch.Generator(device)
@@ -194,25 +194,30 @@ class KeyedDraws(CatchDraws):
             return self._draw(generator, func, lambda: func(*args, **kwargs))
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
-        """Run an operation with a generator seeded by its key. Attention without dropout could
-        draw, but does not."""
+        """Run an operation with a generator seeded by its key.
+
+        Count the draw only if the generator has moved: attention without dropout draws nothing.
+        """
         layer, region, depth = locate(self.places)
         path = self._path(layer)
         nth = self.counts.get(path, 0)
-        if self.replays is not None:  # a recomputation inside a backward
+        if self.replays is not None:  # a recomputation within a backward
             nth %= self.replays.get(path, 1)
         generator.manual_seed(self.keys.number(path, nth, self.microbatch))
         start = generator.get_state()
         try:
             return call()
-        finally:  # a recomputed region leaves by an error as soon as it has its values
+        finally:  # torch ends a recomputed region by an exception as soon as it has its values
             if not torch.equal(generator.get_state(), start):
                 self._check(func, layer, path, region, depth)
                 self.counts[path] = self.counts.get(path, 0) + 1
 
     def _path(self, layer: str) -> str:
-        """The path of a draw. A recomputation is outside of the part of a composition that asked
-        for it: of all that may be repeated it is the one that it can be."""
+        """Return the path of a draw.
+
+        A recomputation runs outside the composition's part that drew first, so its path may lack
+        the part's name. Then use the only known path that fits.
+        """
         path = self.keys.path(self.stage, layer)
         if self.replays is None or path in self.replays:
             return path
@@ -225,7 +230,7 @@ class KeyedDraws(CatchDraws):
         return like[0] if len(like) == 1 else path
 
     def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
-        """Refuse a draw that has no key, or that a backward could not repeat."""
+        """Raise DrawError for a draw without a key, or that a backward could not repeat."""
         if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(
@@ -236,15 +241,15 @@ class KeyedDraws(CatchDraws):
         self.keys.claim(self.stage, layer, func)
         if depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(
-                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and "
-                "outside of it, or in several; the recomputation could not draw the same. Use "
-                f"fp.schedules.remat instead of checkpoint for stage {self.stage}"
+                f"{path!r} draws random numbers both within a torch.utils.checkpoint region and "
+                "outside it, or in several regions, so the recomputation could not repeat the "
+                f"draws; use fp.schedules.remat instead of checkpoint for stage {self.stage}"
             )
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
-    """The layer that draws, the innermost checkpoint region around it, and the number of regions
-    around it."""
+    """Find the layer that draws, the innermost checkpoint region around it, and the number of
+    regions."""
     layer: str | None = None
     regions: list[Any] = []
     for frame in frames():
@@ -258,8 +263,10 @@ def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
 
 @contextmanager
 def borrowed(device: torch.device) -> Generator[torch.Generator]:
-    """The device's own generator, for operations that take none; its state is put back
-    afterwards."""
+    """Return a context with the device's global generator, whose state is restored afterwards.
+
+    For operations that accept no generator.
+    """
     with _global_draw:
         generator = default_generator(device)
         state = generator.get_state()
@@ -270,7 +277,7 @@ def borrowed(device: torch.device) -> Generator[torch.Generator]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The process-wide generator of a device."""
+    """Return the global generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)
