@@ -217,6 +217,7 @@ class BatchTree:
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
             if self.has_cache_keys:
+                # Pieces of equal size have equal shapes and layouts, so they share one key.
                 length = slices[len(out) % len(slices)] if slices else 0
                 if (size, length) not in keys:
                     keys[size, length] = border_key_or_none(border)

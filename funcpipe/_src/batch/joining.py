@@ -173,6 +173,7 @@ def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[i
 
 def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
     if all(isinstance(value, Tensor) for value in values) and rule != "each":
+        # A single value is copied, too: the caller may write into it while a residual uses it.
         if isinstance(rule, int):
             return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
         if rule == "mean":

@@ -174,6 +174,7 @@ def look(
     rows, row_faults = _rows([*trees.values()])
     length, length_faults = _length([*trees.values()])
     row_faults += length_faults
+    # Lists with one value per row are found only if the number of rows is certain.
     faults += row_faults or [fault for tree in trees.values() for fault in tree.listed(rows)]
     ready = {name: len(tree.ready) for name, tree in trees.items() if tree.ready is not None}
     limit = plan.num_microbatches

@@ -64,7 +64,7 @@ def shares_of(
             f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; "
             "leave it out"
         )
-        error.everywhere = True
+        error.everywhere = True  # all processes have the same weights, so each raises by itself
         raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
@@ -87,11 +87,14 @@ def weighed(batch: Batch, plan: Plan) -> Weighed:
         return Weighed(None, whole=False, fault=str(error))  # a process with all values may succeed
 
 
-def settled(told: Sequence[Weighed]) -> tuple[float, ...] | None:
+def settled(by_process: Sequence[Weighed]) -> tuple[float, ...] | None:
     """Return the weights that a replica's processes agree on; None: rows. Raises RanksError."""
-    sure = [each for each in told if each.whole]
-    known = {each.weights for each in sure or told if sure or each.weights is not None}
-    fault = next((each.fault for each in told if each.fault), "")
+    # A process that had all values is right; without one, take the weights that some could compute.
+    complete = [each for each in by_process if each.whole]
+    known = {
+        each.weights for each in complete or by_process if complete or each.weights is not None
+    }
+    fault = next((each.fault for each in by_process if each.fault), "")
     if len(known) > 1 or (not known and fault):
         reason = f"the ranks computed {sorted(map(str, known))}" if known else fault
         raise RanksError(

@@ -104,9 +104,9 @@ def load(
         trees = stage_trees(model, params, state, group.stages, saving=False)
         found = [entry for entry in entries(model, trees, group.stages) if entry.leaf is not None]
         manifest = read_manifest(Path(path))
-        own = {entry.name: entry for entry in found}
-        tensors = _read_model(Path(path), manifest, model, own, group.stages)
-        notes = _casts(own, tensors)
+        entry_of = {entry.name: entry for entry in found}
+        tensors = _read_model(Path(path), manifest, model, entry_of, group.stages)
+        notes = _casts(entry_of, tensors)
         restored: dict[str, Any] = {}
         if optimizer is not None:
             wanted = {key: manifest.moments[key] for key in moments_of(found, manifest.moments)}

@@ -192,7 +192,7 @@ def save(
             f"optimizer{end}": moments,
         }
         faults = [fault for row in rows.values() for fault in unwritable(row)]
-        title = "these tensors cannot be written, and nothing was:"
+        title = "these tensors cannot be written, and nothing was written:"
         raise_all(title, faults, CheckpointError, most=8)
         target = Path(path).resolve()
         header = SaveHeader(
@@ -307,14 +307,13 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
 
 
 def _gather(group: SaveGroup, row: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """Return whole tensors in the first replica. All replicas give their parts of spread
-    tensors."""
-    whole: dict[str, Tensor] = {}
+    """Gather spread tensors from all replicas; return whole tensors in the first replica."""
+    tensors: dict[str, Tensor] = {}
     for name, tensor in sorted(row.items()):  # the optimizers of replicas may have another order
         gathered = group.whole(tensor)
         if group.replica == 0:
-            whole[name] = gathered.detach().clone() if copy else gathered
-    return whole
+            tensors[name] = gathered.detach().clone() if copy else gathered
+    return tensors
 
 
 def _discard(group: SaveGroup, path: Path, folder: str) -> None:

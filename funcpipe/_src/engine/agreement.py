@@ -113,7 +113,7 @@ def agree(
         RanksError: the words do not fit together. Every process raises it, because all processes
             have the same words.
     """
-    if len(words) == 1:
+    if len(words) == 1:  # one process: there is nothing to compare
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
@@ -182,9 +182,9 @@ def agree(
     )
 
 
-def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
+def weights_of_all(weighed: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
     """Return the weights of the microbatches of each replica. Raises RanksError."""
-    weights = [settled(group) for group in told]
+    weights = [settled(group) for group in weighed]
     known = tuple([each for each in weights if each is not None])
     if known and len(known) < len(weights):
         raise RanksError(

@@ -58,34 +58,34 @@ def apply(
             a feed or a state is missing.
     """
     argument: Any = stages
-    parts: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
-    refuse_others("apply", parts, "apply([first, second], params, inputs)")
-    routes(parts)
-    refuse_changed_models(parts)
+    listed: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
+    refuse_others("apply", listed, "apply([first, second], params, inputs)")
+    routes(listed)
+    refuse_changed_models(listed)
     faults = [
-        f"{name} has {len(trees)} trees for {len(parts)} stages"
+        f"{name} has {len(trees)} trees for {len(listed)} stages"
         for name, trees in (("params", params), ("state", state))
-        if trees is not None and len(trees) != len(parts)
+        if trees is not None and len(trees) != len(listed)
     ]
-    for label, part in zip(names_of(parts), parts, strict=True):
-        missing = [name for name in part.feeds if name not in (feeds or {})]
+    for label, stage in zip(names_of(listed), listed, strict=True):
+        missing = [name for name in stage.feeds if name not in (feeds or {})]
         faults += [
             f"{label} declares the feed {name!r}, which is not given: feeds={{{name!r}: ...}}"
             for name in missing
         ]
-        if part.state and state is None:
+        if stage.state and state is None:
             faults.append(f"{label} has state, which is not given: state=(one tree per stage)")
     raise_all("apply cannot call these stages:", faults)
-    states = ((),) * len(parts) if state is None else tuple(state)
+    states = ((),) * len(listed) if state is None else tuple(state)
     bound = [
-        part.bind(weights, values)
-        for part, weights, values in zip(parts, params, states, strict=True)
+        stage.bind(weights, values)
+        for stage, weights, values in zip(listed, params, states, strict=True)
     ]
-    keys = Keys(seed, parts)
+    keys = Keys(seed, listed)
     calls = (
         bound if seed is None else [_keyed(keys, index, call) for index, call in enumerate(bound)]
     )
-    return chain(parts, calls, inputs, {"feeds": feeds or {}, "train": train}, states)
+    return chain(listed, calls, inputs, {"feeds": feeds or {}, "train": train}, states)
 
 
 def _keyed(keys: Keys, index: int, call: BoundFn) -> Callable[..., Any]:

@@ -245,6 +245,7 @@ class Execution:
             lane.measure()
         if options.ranges:
             lane.steps = [ranged(step, program, place.device) for step in lane.steps]
+        # Wrapped last, so that the wait for gathered parameters is not in an action's measured time.
         if ready.spread:
             lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
         return lane
@@ -292,6 +293,7 @@ class Execution:
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
         """Add values of the caller for the next part, one per microbatch."""
         self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
+        # Values on a device need a copy or an event, so the lanes must call `send` for them.
         if not are_on_host(pieces):
             for lane in self.lanes:
                 if lane.from_caller is not None:
@@ -340,7 +342,7 @@ class Execution:
             for stage, microbatch, slot in lane.program.taken.get(role, ()):
                 if lane.slots[slot] is not None:
                     out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
-                    lane.slots[slot] = None
+                    lane.slots[slot] = None  # so that `check_empty` finds only values that leak
         return out
 
     def reductions(self) -> dict[int, Reduction]:

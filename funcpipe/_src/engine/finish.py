@@ -87,6 +87,7 @@ def finish(
     loss, weight, losses, aux, late = _fold_losses(ready, ended)
     if loss is not None:
         loss.backward = _no_backward
+    # With late weights the backwards ran with the factor 1, so divide the sums once, here.
     factor = 1.0 / weight if late and weight else 1.0
     grads = gradients(ready, sums, factor) if backward and sums is not None else None
     if backward:  # last, because any other error is more specific

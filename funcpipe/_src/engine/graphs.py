@@ -203,6 +203,7 @@ class Graphs:
         except TraceError as error:
             return str(error)
         device = plan_devices(self.plan)[0]
+        # Only parameters and state: the batch is copied to the device from anywhere.
         if not all(same_device(tensor.device, device) for tensor in taken.tensors[:count]):
             return f"parameters or state are not on {device}"
         if any(tensor.is_meta for tensor in taken.tensors):
@@ -224,6 +225,7 @@ class Graphs:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
+        # `step` runs several times. Its last call is the recording, and leaves its trees here.
         parts: list[Any] = []
 
         def step(copies: Sequence[Tensor]) -> list[Tensor]:

@@ -97,12 +97,13 @@ class Lane:
         """
         slots, came, coming, place = self.slots, self._came, self.coming, self.place
         number = self.done
-        self.begun = number + 1
+        self.begun = number + 1  # before the action: other threads read which action is running
         for instruction in self.parts[number]:
             if type(instruction) is Run:
                 call, _, reads, writes = instruction
                 values = [*map(slots.__getitem__, reads)]
                 if coming:
+                    # Popped: after one wait, all later work on this stream comes after the event.
                     for slot in reads:
                         place.wait(coming.pop(slot, None))
                 results = self.steps[call](values, instruction)
@@ -130,6 +131,8 @@ class Lane:
                 level.sent = sent = level.sent + 1
                 if sent - level.freed > level.most:
                     level.most = sent - level.freed
+                # Consume the notice: the slot there is taken until its lane frees it again. Without
+                # that, the next value would overwrite one that is not read yet.
                 free = came.pop(end)
                 put(
                     into,

@@ -152,6 +152,7 @@ class Lanes(LaneExecutor):
             if watch is not None:
                 watch.start()
             with self.watched(partial(done.put, _ALARM)):
+                # One number per lane. A failure ends the wait early, so that the others are stopped.
                 for _ in executions[0].lanes:
                     if _take(done, watch) == _ALARM or failures:
                         break
@@ -232,8 +233,8 @@ class Lanes(LaneExecutor):
         lane = execution.lanes[seat]
         try:
             compute_with(execution.ready.threads)
-            place, (own, seats) = lane.place, self.seat(lane.program.lane)
-            pin([own], seats, self._cores)
+            place, (number, count) = lane.place, self.seat(lane.program.lane)
+            pin([number], count, self._cores)
             place.backend.use(place.device)
             with (
                 execution.context.computing(),
@@ -255,6 +256,7 @@ class Lanes(LaneExecutor):
             failures.append((execution.position(lane), execution.failure(lane, error)))
         finally:
             lane.thread = 0
+            # Last: the caller reads `failures` as soon as it gets this number.
             done.put(lane.program.lane)
 
 
@@ -375,10 +377,10 @@ def _find_lent_twice(plan: Plan) -> list[str]:
     """
     lanes_of: dict[int, set[int]] = {}
     names: dict[int, str] = {}
-    for stage, whole in enumerate(plan.stages):
-        for part in whole.simple():
+    for stage, composed in enumerate(plan.stages):
+        for simple in composed.simple():
             for key, (name, _) in (
-                {} if isinstance(part.fn, Bindable) else lent_modules(part.fn)
+                {} if isinstance(simple.fn, Bindable) else lent_modules(simple.fn)
             ).items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name

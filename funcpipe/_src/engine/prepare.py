@@ -234,12 +234,15 @@ def prepare(
     ready = uncut.of_target, uncut.rows_unclear
     word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
 
+    # After this exchange all processes have the same words. So every process raises an error that
+    # follows from them, and none waits for a process that has raised alone.
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
     if agreed.is_new:
         compare_numbers(part, plan, trees, states, spread)
     own = agreed.parts[part.replica]
     slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
+    # Another process may have seen leaves with rows that this process lacks: then cut again.
     if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
         cut = uncut.cut(own, slices, agreed.merged)
     by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)

@@ -134,6 +134,7 @@ class Loop:
                 for _ in self.forward(m, keep=schedule.has_backward):
                     if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
                         self.switches.check()
+                # Last stage first, because a backward needs the gradient from the next stage.
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
@@ -220,6 +221,8 @@ class Loop:
             bound.backward_weight(self.residuals.pop((stage, m)))
             return
         y = self.grads.pop((stage, m), None)
+        # Later poppers first, as in the effects table: another order of addition would round
+        # differently, and the oracle would not be bit-identical to `run`.
         stash = {
             name: [
                 self._to(self.skip_grads.pop((name, popper, m)), stage)

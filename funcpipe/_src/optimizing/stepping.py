@@ -161,7 +161,7 @@ class Stepping:
         self._moved = True
         held = {id(leaf) for group in part.param_groups for leaf in group["params"]}
         stepped = [entry for entry in entries if id(entry.leaf) in held]
-        self.undo.keep(entry.leaf for entry in stepped)
+        self.undo.keep(entry.leaf for entry in stepped)  # before the step, which may be undone
         with _no_autocast(stepped):
             apply_gradients(part, stepped)
 

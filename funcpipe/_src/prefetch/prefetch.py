@@ -309,6 +309,7 @@ class Overlap(Iterator[Any]):
 
     def _close(self, timeout: float | None) -> str:
         """End the overlap from outside its loop, and return the names of threads that are left."""
+        # The loop is in `__next__`: it finds the end, and waits for the threads itself.
         if not self._busy.acquire(blocking=False):
             self._shared.stop()
             return ""
@@ -373,6 +374,7 @@ class Overlap(Iterator[Any]):
         shared, index = self._shared, self.index
         if self._inline:
             with self._modes.entered():
+                # The first call also runs the ticks that fill the pipeline; later calls run one.
                 for tick in range(self._tick, index + 1):
                     for row in self._inline:
                         if tick + row.plan.lead >= self._start:
@@ -397,7 +399,7 @@ class Overlap(Iterator[Any]):
         shared.reached = (index + 1, state)
         for row in self._rows:
             if row.plan.thread:
-                row.room.put(True)
+                row.room.put(True)  # one batch was returned, so each thread may make one more
         if self._report:
             self._report(self._progress())
         return result
@@ -422,6 +424,7 @@ class Overlap(Iterator[Any]):
                     }
                 row.streams = StreamSet(here.devices, made[key])
             if row.plan.thread:
+                # A row may be `lead` batches ahead of the next batch for the loop.
                 for _ in range(row.plan.lead + 1):
                     row.room.put(True)
                 patience = _LONGEST if row.number else _PATIENCE

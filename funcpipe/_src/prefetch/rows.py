@@ -129,7 +129,7 @@ class OverlapState:
         ]
         versions = [(place, leaf, version(leaf)) for place, leaf in tensors]
         self.states[number] = OldState(tree, self.here.marks(), versions)
-        self.states.pop(number - self._lag - 1, None)
+        self.states.pop(number - self._lag - 1, None)  # no stage reads further back than the lag
 
     def old_state(self, batch: int, lag: int) -> OldState:
         """Return the state after ``batch - lag`` batches, or the oldest state."""

@@ -277,6 +277,7 @@ def plan_of(
         lead = stage.lead
         if lead is None:
             later = max((after.lead or 0 for after in stages[number + 1 :]), default=0)
+            # Rounded up, so that every stage runs ahead of the loop by at least one batch.
             even = -(-depth * (len(stages) - number) // len(stages))
             lead = min(limit, max(later, even), depth if stage.lag is None else stage.lag)
         if lead > depth > 0:

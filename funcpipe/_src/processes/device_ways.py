@@ -108,6 +108,7 @@ class DeviceWays:
             )
             with self._gate:
                 self._groups.append(group)
+            # `abort` may have come while the group was made, and has not seen it.
             if self._is_over:
                 self.abort()
         stream = DeviceStream(ends.name, ends.backend, ends.device, group, ends.seat)

@@ -96,6 +96,7 @@ class Monitor:
             self._beat(monotonic())
             seconds = min(_LONG, self.timeout / 40) if has_devices else 0.0
             came = reading.read(_TICK if reading.has_unwritten else seconds)
+            # More bytes probably follow at once, so do not pause.
             if came is not None and (has_devices or came >= _LARGE or reading.has_unwritten):
                 continue
             pause = _TICK if came else min(2 * pause, _IDLE)

@@ -215,7 +215,7 @@ class Peer:
                 break
             while left and count >= len(left[0][0]):
                 count -= len(left.popleft()[0])
-            if count:
+            if count:  # the write ended within a piece: keep the rest
                 piece, kept = left[0]
                 left[0] = memoryview(piece)[count:], kept
         left.clear()  # all was written, or the connection has ended
@@ -278,12 +278,14 @@ class Peer:
         while True:
             yield memoryview(head)
             frame = Head(*_HEAD.unpack(head))
+            # A damaged length must not make this process allocate all memory.
             if frame.length > machine_memory():
                 raise ValueError(f"a frame of {frame.length} bytes is larger than the memory")
             if frame.kind in (FrameKind.VALUE, FrameKind.JOINED):
                 if frame.length:
                     body = _room(frame.length)
                     yield memory_view(body)
+                    # A number that comes again replaces its form: the sender has begun again.
                     self._forms[frame.other] = KnownForm(unpack_form(bytes(memory_view(body))))
                 known = self._forms[frame.other]
                 if frame.kind == FrameKind.VALUE:

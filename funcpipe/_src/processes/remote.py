@@ -135,6 +135,8 @@ class RemoteLane(Mailbox):
             post = self._sending(key, item[0])
             if key in self._taken:
                 self._team.look()  # the notice of the free slot may have arrived
+            # Under the gate: the reading thread may call `freed` between the check and the entry.
+            # Then the value would wait forever.
             with self._gate:
                 if key in self._taken:
                     self._held[key] = post

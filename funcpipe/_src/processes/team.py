@@ -131,6 +131,8 @@ class Team:
         with self._gate:
             if number not in self._channels:
                 self._channels[number] = made = ByteChannel(self, number)
+                # A new channel must also see who has left, and that the team has failed; otherwise
+                # its reader would wait forever.
                 for rank in self._closed:
                     made.put(rank, None)
                 if self.failure is not None:
@@ -233,6 +235,7 @@ class Team:
         with self._gate:
             arrivals = self._arrivals.get(key)
             if arrivals is None:
+                # The lane has not begun yet: keep the message. Drop those of finished runs.
                 if frame.run > self._ended:
                     self._early.setdefault(key, []).append((rank, job))
                 return
@@ -247,6 +250,7 @@ class Team:
             self._begin(key, arrivals)
 
     def _begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
+        # Both under the gate: a message that came in between would stay in `_early` forever.
         with self._gate:
             self._arrivals[key] = arrivals
             early = self._early.pop(key, [])

@@ -86,14 +86,14 @@ def refuse_different(
         replicas: the number of replicas.
         names: the name of each process in errors.
     """
-    told, size = [digests for digests, _ in everyone], len(everyone) // replicas
+    by_process, size = [digests for digests, _ in everyone], len(everyone) // replicas
     ties = [
         [*dict.fromkeys(place for row in rows for place in row)]
         for rows in zip(*[ties for _, ties in everyone])
     ]
     faults: list[str] = []
-    for number, mine in enumerate(told[size:], size):
-        first = told[number % size]
+    for number, mine in enumerate(by_process[size:], size):
+        first = by_process[number % size]
         faults += [
             f"{place}: {names[number]} has other numbers than {names[number % size]}"
             for place, digest in mine.items()
@@ -104,7 +104,7 @@ def refuse_different(
         members = [
             (place, each[place], names[rank])
             for place in places
-            for rank, each in enumerate(told[:size])
+            for rank, each in enumerate(by_process[:size])
             if place in each
         ]
         faults += [

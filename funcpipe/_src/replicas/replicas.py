@@ -192,6 +192,8 @@ class Replicas:
     ) -> list[Tensor | None]:
         """Return the sums of gradients over all replicas. DTensors are summed by local parts."""
         sums: list[Tensor | None] = [None] * len(gradients)
+        # Each phase begins for all gradients of a window before the next phase waits for the first,
+        # so that their transfers overlap. All replicas use the same windows: no deadlock.
         for numbers in _windows(gradients):
             added = {
                 number: self._add(here(gradients[number]), cuts.get(number)) for number in numbers
@@ -202,6 +204,7 @@ class Replicas:
                 sums[number] = total if here(gradient) is gradient else dtensor_of(total, gradient)
             self._channel.drain()
             for number in numbers:
+                # Free the memory only after the stream has used it.
                 self._over([here(gradients[number])])
                 here(gradients[number]).untyped_storage().resize_(0)
         return sums
@@ -228,6 +231,7 @@ class Replicas:
 
         def share() -> Callable[[], Tensor]:
             take()
+            # Added in the order of the replicas, by one replica for all: bit-identical everywhere.
             total = reduce(add, rooms)
             if cut is not None:
                 return lambda: total
@@ -289,7 +293,7 @@ class Replicas:
         if stream is not None:
             different = {id(tensor): tensor for rank, tensor in theirs.items() if rank != self.me}
             copies = dict(zip(different, stream.copies_on_host([*different.values()]), strict=True))
-            stream.over().synchronize()
+            stream.over().synchronize()  # sockets send host memory, so the copies must be complete
             theirs = {rank: copies[id(theirs[rank])] for rank in others}
         for rank in others:
             if theirs[rank].numel():

@@ -53,6 +53,7 @@ class ComparedLeaves:
 
     def settle(self) -> None:
         """Record that the new leaves were compared and are equal everywhere."""
+        # Drop freed leaves: a new tensor may get the id of a freed one.
         self._known = {key: each for key, each in self._known.items() if each() is not None}
         self._known |= {id(leaf): ref(leaf) for leaf in self._new}
         self._in_a_row += bool(self._new)

@@ -59,6 +59,8 @@ def fold_in(seed: int, data: int | str) -> int:
 
 
 def _mix(*parts: int | str) -> int:
+    # The first letter of the type keeps 1 and "1" apart, and the separator keeps ("a", "bc") and
+    # ("ab", "c") apart. Shifted to 63 bits, a valid seed for every generator.
     text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
