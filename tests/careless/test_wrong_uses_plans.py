@@ -165,7 +165,7 @@ def test_weight_decay_by_hand_inside_of_the_loss_is_refused():
         return F.cross_entropy(y, target) + sum(p.square().sum() for p in whole.parameters())
 
     with pytest.raises(
-        fp.PlanError, match=r"the loss computes with parameters themselves, .* fp.Out\(y, loss="
+        fp.PlanError, match=r"the loss closes over parameters of the stages, .* fp.Out\(y, loss="
     ):
         fp.run(plan_of(stages, loss=loss), params, batch())
 

@@ -343,9 +343,9 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
         fp.save(tmp_path / "a", training.split, training.params[:1])
     with pytest.raises(fp.CheckpointError, match="step is a whole number"):
         fp.save(tmp_path / "a", training.split, training.params, step=-1)
-    with pytest.raises(fp.CheckpointError, match="what fp.split returns, or a plan"):
+    with pytest.raises(fp.CheckpointError, match="the result of fp.split, or a plan"):
         fp.save(tmp_path / "a", model(), training.params)
-    with pytest.raises(fp.CheckpointError, match="what fp.split returns, or a plan; got a tuple"):
+    with pytest.raises(fp.CheckpointError, match="the result of fp.split, or a plan; got a tuple"):
         fp.save(training.split, training.params, tmp_path / "a")
     other = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
     with pytest.raises(fp.CheckpointError, match="that are not in params"):

@@ -202,7 +202,7 @@ def test_ready_made_microbatches():
     assert "has 3 ready-made microbatches, but the plan has 2" in refused(
         2, fp.Microbatches([torch.ones(1)] * 3)
     )
-    assert "is cut into 0 microbatches" in refused(2, fp.Microbatches([]))
+    assert "has 0 ready-made microbatches" in refused(2, fp.Microbatches([]))
     assert "differ in number" in refused(
         3, parts, feeds={"f": fp.Microbatches([1, 2, 3])}, names=["f"]
     )

@@ -79,7 +79,7 @@ def test_a_fork_is_told():
         try:
             next(run)
         except fp.FuncpipeError as error:
-            return "fork has none of its threads" in str(error)
+            return "forked process has none of its threads" in str(error)
 
     run = fp.batches.overlap(range(5), [lambda x: x])
     next(run)

@@ -587,7 +587,7 @@ def test_one_loop_for_one_overlap():
     run = fp.batches.overlap(
         range(5), [lambda x: x, fp.batches.Fold(lambda s, x: (s, next(run)), 0)]
     )
-    with pytest.raises(fp.FuncpipeError, match="by two at once"):
+    with pytest.raises(fp.FuncpipeError, match="two threads ask this overlap"):
         next(run)
 
 

@@ -437,9 +437,9 @@ def graphs(plan: Plan) -> Graphs:
     """Record whole runs of a plan as CUDA graphs, and replay them.
 
     Use graphs if kernels are so short that the GPU waits for Python. A replay runs no Python of the
-    stages and launches no single kernels. The gradients, the loss and the state are those of other
-    executors. A graph needs more memory: it has its own copies of parameters, state and batch, and
-    keeps all memory of a run.
+    stages and launches no single kernels. Results equal the results of other executors. A graph
+    needs more memory: it has its own copies of parameters, state and batch, and keeps all memory of
+    a run.
 
     ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch, executor=graphs)``
 

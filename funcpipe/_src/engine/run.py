@@ -66,9 +66,9 @@ def run(
         seed: an int, the key of all random numbers. Give another seed in each step. None, the
             default: a stage that draws raises `DrawError`.
         trainable: the leaves that get gradients. None, the default: the leaves with
-            ``requires_grad``, or all floating-point leaves if no leaf has it. Else True or False, a
-            function ``(name, leaf) -> bool`` with the names of `named_leaves`, or a tuple with a
-            bool or a tree of bools per stage.
+            ``requires_grad``, or all floating-point leaves if no leaf has it. True or False: all or
+            none. A function ``(name, leaf) -> bool``, with the names of `named_leaves`. Or a tuple
+            with a bool or a tree of bools per stage.
         loss_scale: a factor of the gradients, for mixed precision. The loss is not multiplied.
         record: measure the start and end of each action, for ``result.timeline``.
         ranges: make each action a range of torch.profiler, named like ``2F3``. On CUDA devices also

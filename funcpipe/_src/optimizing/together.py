@@ -1,8 +1,8 @@
 """Run several batches together: each lane runs one batch after the other, without waiting.
 
 A lane begins a batch as soon as it has stepped its stages for the batch before and committed their
-state, while other lanes still compute (arXiv 2401.10241, section 4). Whether the steps were right
-is known when all lanes are done. `run_batches` decides what to do if they were not.
+state. Other lanes may still compute then (arXiv 2401.10241, section 4). Whether the steps were
+right is known when all lanes are done. `run_batches` decides what to do if they were not.
 """
 
 from __future__ import annotations

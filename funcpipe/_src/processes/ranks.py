@@ -34,7 +34,8 @@ def ranks(
 
     Start the processes with torchrun. Each process calls `ranks`, and then makes the same runs in
     the same order. A process has some lanes of the plan, and their stages, ``ranks.stages``.
-    Results are bit-identical to a run in one process.
+    Results are bit-identical to a run in one process. With replicas, gradients are equal up to
+    rounding, because they are summed in the order of the replicas.
 
     - Parameters, state, gradients: a process gives and gets trees for its own stages, and None for
       all other stages. ``fp.place(plan, params, ranks)`` returns this form.

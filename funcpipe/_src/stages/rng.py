@@ -33,8 +33,8 @@ _global_draw = threading.Lock()
 def fold_in(seed: int, data: int | str) -> int:
     """Make a new seed from a seed and a number or a name, such as the training step or the epoch.
 
-    Use it to give each step its own seed: ``fp.run(..., seed=fp.fold_in(seed, step))``. The name
-    and the idea are those of ``jax.random.fold_in``.
+    Use it to give each step its own seed: ``fp.run(..., seed=fp.fold_in(seed, step))``. The
+    function is named after ``jax.random.fold_in``.
 
     >>> fp.fold_in(0, 1) == fp.fold_in(0, 1), fp.fold_in(0, 1) == fp.fold_in(1, 0)
     (True, False)
