@@ -245,7 +245,7 @@ class Execution:
             lane.measure()
         if options.ranges:
             lane.steps = [ranged(step, program, place.device) for step in lane.steps]
-        # Wrapped last, so that the wait for gathered parameters is not in an action's measured time.
+        # Wrapped last, so that an action's measured time excludes the wait for parameters.
         if ready.spread:
             lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
         return lane

@@ -152,7 +152,7 @@ class Lanes(LaneExecutor):
             if watch is not None:
                 watch.start()
             with self.watched(partial(done.put, _ALARM)):
-                # One number per lane. A failure ends the wait early, so that the others are stopped.
+                # One number per lane. A failure ends the wait early, to stop the other lanes.
                 for _ in executions[0].lanes:
                     if _take(done, watch) == _ALARM or failures:
                         break
