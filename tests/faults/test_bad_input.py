@@ -65,7 +65,7 @@ BATCHES = {
     "no pair": (X, r"\(inputs, target\)", "Tensor"),
     "too many microbatches": (
         (fp.Microbatches([X] * (M + 1)), T),
-        f"inputs is cut into {M + 1}",
+        f"inputs has {M + 1} ready-made microbatches",
         f"the plan has {M}",
     ),
     "microbatch without rows": (

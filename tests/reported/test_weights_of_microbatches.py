@@ -90,7 +90,7 @@ def test_padding_that_comes_in_a_later_run_is_refused():
 
 def test_weights_of_classes_inside_a_loss_of_ones_own_are_refused():
     model, x, _ = tokens()
-    with pytest.raises(fp.BatchError, match="classes have weights"):
+    with pytest.raises(fp.BatchError, match="the loss is a mean with class weights"):
         run(model, Criterion(weight=torch.rand(20)), (x, x))
 
 
