@@ -328,7 +328,7 @@ BAD = [
     bad("kept", keeps("x"), "keeps its input"),
     bad("kept", keeps("y"), "keeps its input"),
     bad("kept", keeps("all"), "keeps its input"),
-    bad("random", own_generator, "a generator of its own"),
+    bad("random", own_generator, "draws with its own generator"),
     bad("random", seeds, "the global generator of torch"),
     bad("random", python_random, "the global generator of random"),
     bad("settings", sets_grad_mode, "changes the grad mode from True to False"),

@@ -104,7 +104,7 @@ def test_class_weights_count():
         abs(float(result.loss - sum(loss(*rows) for rows in zip(x.split(2), target.split(2))) / 4))
         > 1e-3
     )
-    with pytest.raises(fp.BatchError, match="classes have weights"):
+    with pytest.raises(fp.BatchError, match="the loss is a mean with class weights"):
         fp.run(plan_of(lambda y, t: loss(y, t)), numbers(), (x, target))
 
 
@@ -221,7 +221,8 @@ def test_accumulated_parts_are_one_batch(loss):
     assert total.weight == again.weight
     mean = fp.run(plan_of(F.mse_loss, 2), numbers(), (x, x))
     with pytest.raises(
-        fp.PlanError if summed else AssertionError, match="means and sums" if summed else "no match"
+        fp.PlanError if summed else AssertionError,
+        match="are means and some are sums" if summed else "no match",
     ):
         assert not fp.accumulate([parts[0], mean]), "no match"
 

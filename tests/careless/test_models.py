@@ -151,7 +151,7 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
     batch = torch.randn(4, 2), torch.randn(4, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(
-        fp.PlanError, match=r"a batch changes that of stage [01].*plan\.state.*result\.state"
+        fp.PlanError, match=r"a batch changes the state of stage [01].*plan\.state.*result\.state"
     ):
         fp.run(plan, split.params, batch)
     assert fp.run(plan, split.params, batch, state=plan.state).state is not None
@@ -204,7 +204,7 @@ def test_a_step_of_a_result_with_a_scaler(setting):
     fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, result, scaler=scaler)
     torch.testing.assert_close(params[0]["w"], before[0]["w"] - result.grads[0]["w"] / 8)
     other = fp.run(plan, params, batch, loss_scale=4.0)
-    with pytest.raises(fp.PlanError, match="scaler's scale is 8 and the run's was 4"):
+    with pytest.raises(fp.PlanError, match="scaler's scale is 8, but the run had the loss scale 4"):
         fp.step(torch.optim.SGD(fp.leaves(params), lr=1.0), params, other, scaler=scaler)
 
 
@@ -222,7 +222,7 @@ def test_results_that_cannot_be_stepped_say_why(setting):
         match=r"params\[0\]\['v'\] has no gradient(.|\n)*grads\[0\]\['w'\] belongs to no",
     ):
         fp.step(optimizer, ({"v": params[0]["w"]}, params[1]), result)
-    with pytest.raises(fp.PlanError, match="the backwards have run already.*fp.step"):
+    with pytest.raises(fp.PlanError, match="the backwards have already run.*fp.step"):
         result.loss.backward()
     assert float(pickle.loads(pickle.dumps(result.loss))) == float(result.loss)
 

@@ -68,14 +68,14 @@ def test_what_does_not_fit_its_rule_is_refused_with_every_place():
     x = torch.randn(7, 4)
     with pytest.raises(
         fp.BatchError,
-        match=r"outputs has shapes .* axis 0 is not that of the rows \(3, 2, 2\).*merge=",
+        match=r"outputs has shapes .* axis 0 does not have the rows of the microbatches \(3, 2, 2\).*merge=",
     ):
         fp.run(plan_of(lambda p, x: x.T), ((),), x)
     with pytest.raises(
         fp.BatchError, match=r"outputs\[0\] has shapes.*no mean(.|\n)*outputs\[1\].*no axis 2"
     ):
         fp.run(plan_of(lambda p, x: (x, x), ("mean", 2)), ((),), x)
-    with pytest.raises(fp.BatchError, match="of which there is no mean"):
+    with pytest.raises(fp.BatchError, match="which have no mean"):
         fp.run(plan_of(lambda p, x: x.long().sum(0), "mean"), ((),), x)
     with pytest.raises(fp.BatchError, match="merge= has another structure than the outputs"):
         fp.run(plan_of(lambda p, x: x, {"a": 0}), ((),), x)
@@ -94,7 +94,8 @@ def test_inputs_cut_along_another_axis_need_a_rule_before_anything_runs():
 
     x = torch.arange(8.0).reshape(2, 4)
     with pytest.raises(
-        fp.BatchError, match=r"cut along axis 1, and nothing says how outputs are joined.*merge=1"
+        fp.BatchError,
+        match=r"cut along axis 1, so the plan must say along which axis to join .*merge=1",
     ):
         fp.run(plan_of(turned, count=2), ((),), fp.Axis(x, 1))
     assert not calls

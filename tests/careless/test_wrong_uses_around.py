@@ -86,7 +86,7 @@ def test_run_inside_of_torch_func_or_of_a_stage_is_refused():
     given = batch()
     with pytest.raises(fp.FuncpipeError, match=r"transform fp.apply\(stages, params, inputs\)"):
         torch.func.grad(lambda params: fp.run(plan, params, given).loss)(params)
-    with pytest.raises(fp.FuncpipeError, match="called inside of a stage of another run"):
+    with pytest.raises(fp.FuncpipeError, match="called within a stage of another run"):
         squares(lambda _, x: fp.run(plan, params, given).loss * x, ())
 
 

@@ -216,7 +216,7 @@ def backward_that_frees(params, x):
 )
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_a_stage_that_calls_backward_itself_is_refused(function, executor):
-    with pytest.raises(fp.PlanError, match=r"calls backward itself, and that is what the run does"):
+    with pytest.raises(fp.PlanError, match=r"calls backward itself, but the run calls backward"):
         squares(function, {"w": torch.eye(4)}, executor=executor)
     plan = plan_of([fp.stage(function)], loss=F.mse_loss)
     with pytest.raises(fp.PlanError, match="calls backward itself"):
@@ -248,7 +248,7 @@ def under_no_grad(params, x):
 )
 def test_where_no_parameter_gets_a_gradient_the_run_says_so(function):
     with pytest.raises(
-        fp.PlanError, match=r"no gradient reached any of the parameters.*schedule.forwards\(\)"
+        fp.PlanError, match=r"no gradient reached any parameter.*schedule.forwards\(\)"
     ):
         squares(function, {"w": torch.eye(4)})
 

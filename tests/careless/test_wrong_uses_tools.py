@@ -178,13 +178,15 @@ def test_compile_and_programs_take_stages():
 def test_lanes_and_graphs_of_other_plans_or_after_their_end_are_refused():
     _, plan, params = setup()
     _, other, _ = setup()
-    told = r"these graphs are of another plan; make them with fp.graphs\(plan\)"
+    told = r"these graphs were made for another plan; make graphs for this one: fp.graphs\(plan\)"
     with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match=told):
         fp.run(other, params, batch(), executor=graphs)
     with fp.lanes(plan) as lanes:
         pass
     for ended in (graphs, lanes):
-        with pytest.raises(fp.FuncpipeError, match="are closed; run inside of their with block"):
+        with pytest.raises(
+            fp.FuncpipeError, match="are closed; call fp.run within their with block"
+        ):
             fp.run(plan, params, batch(), executor=ended)
 
 
@@ -205,7 +207,10 @@ async def waits(x):
     [
         (lambda x: x, "stages are a sequence of functions, BatchStage or Fold; got a function"),
         (["cpu"], "stage 0 is a function, a BatchStage or a Fold; got a str"),
-        ([yields], "stage 0: 'yields' yields, so a call of it computes nothing; return the batch"),
+        (
+            [yields],
+            "stage 0: 'yields' yields, so a call computes nothing; use a function that returns",
+        ),
         ([fp.batches.BatchStage(waits)], "stage 0: 'waits' is async"),
         (
             [fp.stage(lambda params, x: x)],
@@ -213,7 +218,7 @@ async def waits(x):
         ),
         (
             [fp.batches.Fold(lambda s, x: (s, x), 0), abs],
-            "stage 0 is a Fold, and only the last can be one",
+            "stage 0 is a Fold, and only the last stage can be a Fold",
         ),
         ([fp.batches.Fold(0, lambda s, x: (s, x))], "fn= is a function; got a int"),
         (
@@ -231,9 +236,7 @@ def test_stages_of_an_overlap_are_functions_of_a_batch(stages, told):
 def test_the_source_the_depth_and_what_a_fold_returns():
     data = torch.utils.data.TensorDataset(*batch())
     for source in (5, data):
-        with pytest.raises(
-            fp.PlanError, match="the source of an overlap is an iterable of batches"
-        ):
+        with pytest.raises(fp.PlanError, match="the source of overlap is an iterable of batches"):
             list(fp.batches.overlap(source, [abs]))
     for depth in (-1, 2.5):
         with pytest.raises(fp.PlanError, match="depth is a whole number from 0"):
@@ -246,7 +249,7 @@ def test_the_source_the_depth_and_what_a_fold_returns():
     ):
         fp.batches.to_device("gpu")
     with pytest.raises(
-        fp.BatchError, match="to_device has devices for other branches than this batch has"
+        fp.BatchError, match="the devices of to_device have another structure than this batch"
     ):
         list(fp.batches.overlap([{"x": torch.ones(1)}], [fp.batches.to_device({"y": "cpu"})]))
 
@@ -281,7 +284,9 @@ def test_training_in_the_loop_or_in_the_last_stage_is_right():
 
 
 def test_windows_that_are_kept_for_later_say_that_they_are_over():
-    with pytest.raises(fp.PlanError, match=r"this window is over: .* keep it: list\(window\)"):
+    with pytest.raises(
+        fp.PlanError, match=r"this window is over: .* keep its items: list\(window\)"
+    ):
         [list(window) for window in list(fp.batches.windows(range(5), 2))]
     kept = [list(window) for window in fp.batches.windows(range(5), 2)]
     assert kept == [[0, 1], [2, 3], [4]]
@@ -291,7 +296,7 @@ def test_windows_that_are_kept_for_later_say_that_they_are_over():
         list(window)
     assert [list(window) for window in used] == [[], []]  # they had been used
     for size in (0, range(3)):
-        with pytest.raises(fp.PlanError, match="a window has a whole number of items from 1"):
+        with pytest.raises(fp.PlanError, match="the size of a window is a positive int"):
             fp.batches.windows(range(3), size)
 
 

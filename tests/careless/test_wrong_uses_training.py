@@ -61,7 +61,7 @@ def test_of_functions_by_their_sizes():
 def test_arrays_are_no_parameters():
     with pytest.raises(
         fp.PlanError,
-        match=r"params\[0\]\['w'\] is a ndarray, and gradients are of tensors: torch.from_numpy",
+        match=r"params\[0\]\['w'\] is a ndarray, but only tensors get gradients: torch.from_numpy",
     ):
         squares(
             lambda params, x: x @ torch.as_tensor(params["w"]), {"w": np.eye(4, dtype="float32")}
@@ -170,7 +170,7 @@ def test_a_batch_is_inputs_and_target():
     [
         (
             lambda x, y: (x.numpy(), y.numpy()),
-            r"inputs is a ndarray with rows but no tensor: torch.from_numpy\(inputs\)",
+            r"inputs is a ndarray with rows, not a tensor: torch.from_numpy\(inputs\)",
         ),
         (lambda x, y: (x, y.numpy()), r"target is a ndarray"),
         (lambda x, y: (["a"] * 8, y), "inputs is a list with one str for each of 8 rows"),
@@ -186,10 +186,13 @@ def test_a_batch_is_inputs_and_target():
             "leaves differ in rows: inputs has 5, target has 8",
         ),
         (lambda x, y: (fp.Axis(x, 5), y), "has shape .* and no axis 5"),
-        (lambda x, y: (fp.Microbatches(x), y), "inputs is cut into 8 microbatches, the plan has 4"),
+        (
+            lambda x, y: (fp.Microbatches(x), y),
+            "inputs has 8 ready-made microbatches, but the plan has 4",
+        ),
         (
             lambda x, y: (x.requires_grad_() * 1, y),
-            r"no gradient goes from a run into its batch.*x.detach\(\)",
+            r"fp.run computes no gradients of its batch.*x.detach\(\)",
         ),
     ],
 )
@@ -289,7 +292,7 @@ def test_state_that_is_forgotten_or_of_another_order_is_refused():
     split, plan = normed()
     given = torch.randn(8, 4), torch.randn(8, 4)
     with pytest.raises(
-        fp.PlanError, match="state= is missing: .* the result.state of the one before"
+        fp.PlanError, match="state= is missing: .* the result.state of the batch before"
     ):
         fp.run(plan, split.params, given)
     with pytest.raises(fp.PlanError, match=r"state lacks '1.running_mean'; is it '3.running_mean'"):
@@ -325,7 +328,7 @@ def test_torchs_habit_of_backward_is_told_what_to_do():
     optimizer.zero_grad()
     with pytest.raises(
         fp.PlanError,
-        match=r"the backwards have run already: .* fp.step\(optimizer, params, result\)",
+        match=r"the backwards have already run: .* fp.step\(optimizer, params, result\)",
     ):
         result.loss.backward()
 
@@ -351,7 +354,7 @@ def test_optimizers_over_other_tensors_are_refused():
     other = torch.optim.SGD(copy.deepcopy(whole).parameters(), lr=0.1)
     with pytest.raises(
         fp.PlanError,
-        match=r"the optimizer holds none .* make it after fp.place, over the very params",
+        match=r"the optimizer holds none .* make it after fp.place, with the params",
     ):
         fp.step(other, params, fp.run(plan, params, batch()))
 
@@ -435,7 +438,7 @@ def test_accumulate_takes_results_of_one_plan():
     for given, mend in (
         (result, r"accumulate\(\[first, second\]\)"),
         ([], "one or more results"),
-        ([result.grads], "takes results of fp.run; among them came: tuple"),
+        ([result.grads], "takes results of fp.run; some are not results: tuple"),
         (
             [result, fp.run(plan_of(stages), others, batch())],
             "result 1 has gradients of other leaves",
@@ -511,6 +514,6 @@ def test_a_step_before_the_pullback_is_refused():
 def test_vjp_is_for_plans_without_a_loss():
     _, plan, params = setup()
     with pytest.raises(
-        fp.PlanError, match="vjp is for plans without a loss, .* fp.run gives its gradients"
+        fp.PlanError, match="vjp takes a plan without a loss, .* fp.run computes its gradients"
     ):
         fp.vjp(plan, params, batch()[0])

@@ -89,7 +89,7 @@ def test_graphs_that_are_refused_are_told(heard):
         for _ in range(2):
             fp.run(plan, PARAMS, BATCH, executor=graphs)
     refused = [entry for entry in heard() if "no graph" in entry[1]]
-    message = "a run of 1F1B is no graph: cpu has none"
+    message = "a run of 1F1B is not a graph: cpu has no graphs"
     assert refused == [("INFO", message), ("DEBUG", message)]
 
 

@@ -324,7 +324,7 @@ def test_wrong_trainable_is_refused():
         ((True,), "1 entries for 2"),
         ("all", r"trainable is True, False, a function.*got .all."),
         (({"w": True}, True), r"trainable\[0\]"),
-        ((dict.fromkeys(params_of()[0], True), True), "not floating.*steps"),
+        ((dict.fromkeys(params_of()[0], True), True), "not floating-point tensors.*steps"),
     ):
         with pytest.raises(fp.PlanError, match=reason):
             fp.run(plan, params_of(), (torch.ones(4, 2), None), trainable=trainable)

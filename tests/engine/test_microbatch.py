@@ -199,10 +199,10 @@ def test_ready_made_microbatches():
     assert [[0, 1, 2], [3]] == [feeds["f"].tolist() for _, feeds in seen]
     assert fp.Microbatches is type(result.outputs)
     assert same(tuple(parts), tuple(result.outputs))
-    assert "is cut into 3 microbatches, the plan has 2" in refused(
+    assert "has 3 ready-made microbatches, but the plan has 2" in refused(
         2, fp.Microbatches([torch.ones(1)] * 3)
     )
-    assert "is cut into 0 microbatches" in refused(2, fp.Microbatches([]))
+    assert "has 0 ready-made microbatches" in refused(2, fp.Microbatches([]))
     assert "differ in number" in refused(
         3, parts, feeds={"f": fp.Microbatches([1, 2, 3])}, names=["f"]
     )

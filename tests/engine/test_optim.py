@@ -438,8 +438,8 @@ def test_misplaced_tensors_are_all_named():
             ),
             torch.ones(2),
         )
-    assert "params[0]['a'] lies on meta, stage 0 runs on cpu" in str(caught.value)
-    assert "params[1]['b'] lies on cpu, stage 1 runs on meta" in str(caught.value)
+    assert "params[0]['a'] is on meta, but stage 0 runs on cpu" in str(caught.value)
+    assert "params[1]['b'] is on cpu, but stage 1 runs on meta" in str(caught.value)
     assert "'c'" not in str(caught.value)
 
 

@@ -287,7 +287,7 @@ def test_a_batch_that_fails_leaves_all_as_it_was(at, place, executor):
     assert groups == twins.optimizers[0].state_dict()["param_groups"]
     notes = "\n".join(caught.value.__notes__)
     assert "in batch 1 of these" in notes
-    assert "no batch of these is stepped" in notes
+    assert "run_batches has undone all steps" in notes
     fails.aim(None)
     twins.run(executor=executor)
 
@@ -663,9 +663,9 @@ def test_each_batch_is_recorded():
 def test_gradients_that_are_spent_are_not_asked_for():
     twins = Twins()
     result = twins.batches()[-1]
-    with pytest.raises(fp.PlanError, match=r"spent as run_batches stepped.*result\.norm"):
+    with pytest.raises(fp.PlanError, match=r"run_batches has already stepped.*result\.norm"):
         fp.global_norm(result)
-    with pytest.raises(fp.PlanError, match="the run has stepped"):
+    with pytest.raises(fp.PlanError, match="the run has already stepped"):
         fp.step(twins.optimizers[0], twins.rows[0], result)
 
 
@@ -678,15 +678,18 @@ def test_no_batches_and_a_generator_of_some():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": None}, "was given no optimizer"),
+        ({"optimizer": None}, "the run got no optimizer"),
         ({"optimizer": torch.optim.SGD}, "SGD is a class"),
         ({"max_norm": -1.0}, "max_norm is a number from 0"),
-        ({"batches": BATCHES[0][0]}, "batches is a list of what run takes as batch; got a Tensor"),
-        ({"batches": b"ab"}, "batches is a list of what run takes as batch; got a bytes"),
+        (
+            {"batches": BATCHES[0][0]},
+            "batches is a list of batches as fp.run takes them; got a Tensor",
+        ),
+        ({"batches": b"ab"}, "batches is a list of batches as fp.run takes them; got a bytes"),
         ({"timeout": "x"}, "timeout is a number of seconds"),
-        ({"batches": 3}, "batches is a list of what run takes as batch; got a int"),
+        ({"batches": 3}, "batches is a list of batches as fp.run takes them; got a int"),
         ({"seed": "x"}, "seed is an int"),
-        ({"scheduler": 3}, "a int is none"),
+        ({"scheduler": 3}, "a int is not one"),
         ({"executor": "fast"}, "executor is"),
     ],
 )
@@ -708,12 +711,12 @@ def test_what_cannot_run_is_refused_before_anything_runs(options, message, execu
 def test_schedulers_that_do_not_fit():
     twins = Twins()
     plateau = lr_scheduler.ReduceLROnPlateau(twins.optimizers[0])
-    with pytest.raises(fp.PlanError, match="ReduceLROnPlateau wants the loss of each batch"):
+    with pytest.raises(fp.PlanError, match="ReduceLROnPlateau needs the loss of each batch"):
         fp.run_batches(
             twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=plateau
         )
     other = lr_scheduler.StepLR(twins.optimizers[1], 1)
-    with pytest.raises(fp.PlanError, match="scheduler is of another optimizer"):
+    with pytest.raises(fp.PlanError, match="scheduler has another optimizer"):
         fp.run_batches(
             twins.plan, twins.rows[0], BATCHES, optimizer=twins.optimizers[0], scheduler=other
         )
@@ -725,7 +728,7 @@ class Own(torch.optim.SGD):
 
 def test_optimizers_of_others_and_schedules_without_steps():
     twins = Twins(functools.partial(Own, lr=0.1))
-    with pytest.raises(fp.PlanError, match="Own is none of torch's own"):
+    with pytest.raises(fp.PlanError, match="Own is not one of torch's own"):
         twins.batches()
     with pytest.raises(fp.PlanError, match=r"has no S.*step_params\(schedule\)"):
         fp.run_batches(plan_of(steps=False), layers(), BATCHES)

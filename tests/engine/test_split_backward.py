@@ -311,7 +311,7 @@ def test_a_backward_that_writes_into_its_gradient_is_refused():
         lambda x, a: (Writes.apply(x).flatten(0, 1) + a(x.flatten(0, 1))).view_as(x), a=linear()
     )
     with pytest.raises(
-        fp.PlanError, match=r"writes into the gradient.*return a new one: grad \* 2"
+        fp.PlanError, match=r"writes into its incoming gradient.*return a new tensor: grad \* 2"
     ):
         both(model, [SPLIT], executor="serial")
 

@@ -276,7 +276,7 @@ def test_modules_with_state(compiled):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "steps .S., and the run was given no optimizer"),
+        ({}, "steps .S., but the run got no optimizer"),
         ({"optimizer": torch.optim.SGD}, "SGD is a class"),
         ({"optimizer": 3}, "optimizer first"),
         (
@@ -309,7 +309,7 @@ def test_an_optimizer_for_a_schedule_that_does_not_step():
 def test_halves_do_not_step_and_the_oracle_leaves_it_alone():
     params = layers()
     schedule = fp.schedules.step_params(fp.schedules.fill_drain(STAGES, MICROBATCHES))
-    with pytest.raises(fp.PlanError, match=r"steps \(S\), and vjp"):
+    with pytest.raises(fp.PlanError, match=r"steps \(S\), but vjp"):
         fp.vjp(
             fp.make_plan([fp.stage(stage)] * STAGES, schedule, devices="cpu", outputs=True),
             params,
@@ -327,9 +327,9 @@ def test_a_result_that_was_stepped_is_not_stepped_again():
     optimizer = MAKERS["sgd"](fp.leaves(params))
     result = fp.run(plan, params, (X, TARGET), optimizer=optimizer)
     before = snapshot(params)
-    with pytest.raises(fp.PlanError, match=r"the run has stepped .*leave fp\.step out"):
+    with pytest.raises(fp.PlanError, match=r"the run has already stepped .*leave fp\.step out"):
         fp.step(optimizer, params, result)
-    with pytest.raises(fp.PlanError, match="these runs stepped"):
+    with pytest.raises(fp.PlanError, match="these runs have already stepped"):
         fp.accumulate([result, result])
     assert same(before, snapshot(params))
     assert same(result.norm, fp.global_norm(result))

@@ -65,7 +65,7 @@ BATCHES = {
     "no pair": (X, r"\(inputs, target\)", "Tensor"),
     "too many microbatches": (
         (fp.Microbatches([X] * (M + 1)), T),
-        f"inputs is cut into {M + 1}",
+        f"inputs has {M + 1} ready-made microbatches",
         f"the plan has {M}",
     ),
     "microbatch without rows": (
@@ -463,7 +463,7 @@ def test_too_few_lanes_are_refused(rig, schedule):
             rig,
             go,
             fp.PlanError,
-            f"these lanes are {plan.num_devices}",
+            f"these are {plan.num_devices} lanes",
             f"the plan has {other.num_devices}",
             r"fp\.lanes\(plan\)",
         )

@@ -179,7 +179,7 @@ def test_a_run_inside_of_a_stage(rig, call, executor):
             go,
             kind=fp.StageError,
             at=f"1{kind}0",
-            words=("inside of a stage", r"fp\.apply"),
+            words=("within a stage", r"fp\.apply"),
         )
 
 

@@ -436,7 +436,9 @@ def test_out_of_memory_for_real(rig, allocate, kind, executor):
 
     plan = rig.plan(SCHEDULES[0], rig.fault(1, 0, "F", says))
     go = functools.partial(rig.run, plan, executor(plan))
-    assert_invariant(rig, go, go, kind=kind, at="1F0", words=("to hold less",), **place(plan, 1, 0))
+    assert_invariant(
+        rig, go, go, kind=kind, at="1F0", words=("to use less memory",), **place(plan, 1, 0)
+    )
     assert [1] == tries
 
 

@@ -245,7 +245,7 @@ REASONS = {
             schedule=lambda *_: fp.schedules.offload(fp.schedules.one_f_one_b(2, 4))
         ),
         {},
-        "the host keeps step",
+        "the host waits for copies",
     ),
     "finite": (linear_plan, {"check": ["used", "finite"]}, "check= looks"),
 }
@@ -287,7 +287,7 @@ def test_targets_that_count_evenly(tapes):
                 assert_same_result(fp.run_sequential(plan, params, (x, labels)), result)
                 assert (None if summed else float((labels != -100).sum())) == result.weight
                 assert ("graph" == result.stats.executor) == graph, result.stats.reason
-                assert graph or "how much its microbatches count" in result.stats.reason
+                assert graph or "the weights of its microbatches depend on" in result.stats.reason
             assert graphs.count == 1
 
 
@@ -311,7 +311,7 @@ def test_where_there_are_none():
     plan, params = linear_plan()
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
-    assert result.stats.reason == "not a graph: cpu has none"
+    assert result.stats.reason == "not a graph: cpu has no graphs"
     assert_same_result(fp.run_sequential(plan, params, data()), result)
 
 
@@ -324,7 +324,7 @@ def test_lanes_on_two_devices_are_no_graph(tapes):
     meta = (params[0], {"w": params[1]["w"].to("meta")})
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, meta, data()[0], executor=graphs)
-    assert "its lanes lie on cpu, meta, and a graph is of one device" in result.stats.reason
+    assert "its lanes are on cpu, meta, and a graph works on one device" in result.stats.reason
 
 
 class Config:
@@ -451,7 +451,7 @@ def test_results_that_hide_tensors(tapes):
     params = ({"w": torch.ones(4)},)
     with fp.graphs(plan) as graphs:
         results = [fp.run(plan, params, data(seed=seed), executor=graphs) for seed in range(3)]
-        assert "a result holds a Metrics" in results[0].stats.reason
+        assert "a result contains a Metrics" in results[0].stats.reason
         assert graphs.count == 0
     assert len({float(one.aux[0][0].value) for one in results}) == 3
 
@@ -538,7 +538,7 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
         fp.run(plan, params, batch, executor=graphs)
         inner = fp.stage(lambda p, x: x + fp.run(plan, params, (x, x), executor=graphs).loss)
         outer = fp.make_plan([inner], fp.schedules.fill_drain(1, 1, backward=False), devices="cpu")
-        with pytest.raises(fp.FuncpipeError, match="inside of a stage"):
+        with pytest.raises(fp.FuncpipeError, match="within a stage"):
             fp.run(outer, ((),), data()[0])
         with pytest.raises(fp.FuncpipeError, match="torch.func"):
             torch.func.vmap(lambda t: t * fp.run(plan, params, batch, executor=graphs).loss)(
@@ -549,7 +549,7 @@ def test_a_run_inside_of_a_stage_or_a_transform_is_refused_as_ever(tapes):
 def test_whose_they_are(tapes):
     plan, params = linear_plan()
     other, _ = linear_plan()
-    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match="of another plan"):
+    with fp.graphs(plan) as graphs, pytest.raises(fp.PlanError, match="for another plan"):
         fp.run(other, params, data(), executor=graphs)
     with pytest.raises(fp.FuncpipeError, match="closed"):
         fp.run(plan, params, data(), executor=graphs)
@@ -558,7 +558,9 @@ def test_whose_they_are(tapes):
     halves = fp.make_plan(plan.stages, fp.schedules.fill_drain(2, 2), devices="cpu")
     with (
         fp.graphs(halves) as graphs,
-        pytest.raises(fp.PlanError, match=r"for fp\.run also fp\.graphs"),
+        pytest.raises(
+            fp.PlanError, match=r"fp\.graphs\(plan\) and fp\.ranks\(plan\) work with fp\.run only"
+        ),
     ):
         fp.vjp(halves, params, data()[0], executor=graphs)
 
@@ -645,7 +647,7 @@ def test_programs_that_are_graphs_are_not_recorded_again(tapes):
     plan = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
     with fp.graphs(plan) as graphs:
         result = fp.run(plan, params, data(), executor=graphs)
-    assert result.stats.reason == "not a graph: its programs are graphs themselves"
+    assert result.stats.reason == "not a graph: its compiled stages are graphs themselves"
 
 
 # -- backend="cudagraphs"

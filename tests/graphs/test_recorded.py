@@ -213,7 +213,9 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_the_rehearsal_refuses(name):
     with (
-        pytest.raises(Unrecordable, match=r"waits for numbers of cpu|gives numbers of cpu to meta"),
+        pytest.raises(
+            Unrecordable, match=r"waits for numbers on cpu|copies numbers from cpu to meta"
+        ),
         Rehearsal(CPU),
     ):
         WAITS[name](torch.ones(3))
@@ -240,14 +242,14 @@ def test_keys_of_what_attention_draws_may_lie_on_the_host():
         with Rehearsal(torch.device("meta")):
             x = torch.ones(3, device="meta")
             assert all(result.is_meta for result in torch.ops.funcpipe_tests.some_attention(x))
-            with pytest.raises(Unrecordable, match="another.* gives numbers of meta to cpu"):
+            with pytest.raises(Unrecordable, match="another.* copies numbers from meta to cpu"):
                 torch.ops.funcpipe_tests.another(x)
 
 
 def test_a_refusal_before_the_recording():
     """The work was not recorded: that would cost torch memory for good."""
     module = Module()
-    with pytest.raises(Unrecordable, match="waits for numbers of cpu"):
+    with pytest.raises(Unrecordable, match="waits for numbers on cpu"):
         made(module, lambda own: [own[0] * float(own[0].sum())])
     assert module.recording == 0
     assert module.now is module.default
@@ -288,9 +290,9 @@ def test_results_of_many_forms_are_copied_out():
 
 
 def test_results_that_cannot_be_given():
-    with pytest.raises(Unrecordable, match="it gives a Tensor on meta"):
+    with pytest.raises(Unrecordable, match="a result is a Tensor on meta"):
         Recorded(Tape(), CPU, [torch.ones(3)], lambda own: [torch.ones(3, device="meta")])
-    with pytest.raises(Unrecordable, match="it gives a Tensor on cpu, where a plain tensor"):
+    with pytest.raises(Unrecordable, match="a result is a Tensor on cpu, not a plain tensor"):
         Recorded(Tape(), CPU, [torch.ones(3, 3)], lambda own: [own[0].to_sparse()])
 
 

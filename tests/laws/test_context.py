@@ -228,7 +228,7 @@ def test_a_run_inside_a_stage_is_refused(executor, call):
     """The error has the coordinates of the outer stage and names what to use."""
     inner = train()
     plan = train(lambda: call(inner, PARAMS, (X, X)))
-    with pytest.raises(fp.StageError, match=r"inside of a stage.*fp\.apply.*fp\.compose") as info:
+    with pytest.raises(fp.StageError, match=r"within a stage.*fp\.apply.*fp\.compose") as info:
         fp.run(plan, PARAMS, (X, X), executor=executor)
     assert isinstance(info.value, fp.FuncpipeError)
     assert "0F0" == info.value.funcpipe.action
@@ -349,6 +349,6 @@ def test_lanes_serve_many_runs():
     )
     with (
         fp.lanes(plan) as lanes,
-        pytest.raises(fp.PlanError, match=r"these lanes are 2, the plan has 1"),
+        pytest.raises(fp.PlanError, match=r"these are 2 lanes, but the plan has 1"),
     ):
         fp.run(wrong, PARAMS, (X, X), executor=lanes)

@@ -355,10 +355,11 @@ def evaluation(num_slices=3, **options):
 def test_batches_that_cannot_be_cut_into_slices():
     """What, where, and the call that mends it."""
     x = torch.ones(4, 6, 2)
-    assert "a sequence of length 2 cannot be cut into 3 slices; give at least 3" in refused(
-        evaluation(), x[:, :2]
+    assert (
+        "a sequence of length 2 cannot be cut into 3 slices; give sequences of length 3 or more"
+        in refused(evaluation(), x[:, :2])
     )
-    assert "no leaf of the batch has one" in refused(evaluation(), torch.ones(4))
+    assert "no leaf of the batch has a sequence" in refused(evaluation(), torch.ones(4))
     text = refused(evaluation(feeds=("mask",)), x, feeds={"mask": torch.ones(4, 1, 6)})
     assert (
         "leaves differ in the length of their sequences: inputs has 6, feeds['mask'] has 1" in text
@@ -366,7 +367,7 @@ def test_batches_that_cannot_be_cut_into_slices():
     assert "fp.Axis(leaf, 0, sequence=None)" in text
     text = refused(evaluation(), fp.Microbatches([x[:2], x[2:]]))
     assert (
-        "inputs came as fp.Microbatches, which are cut already, and the plan cuts each into 3 "
+        "inputs came as fp.Microbatches, which are already cut, but the plan cuts each microbatch into 3 "
         "slices" in text
     )
     text = refused(evaluation(), fp.Axis(x, 0, sequence=0))

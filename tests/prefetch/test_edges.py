@@ -80,7 +80,7 @@ def test_a_fork_is_told():
         try:
             next(run)
         except fp.FuncpipeError as error:
-            return "fork has none of its threads" in str(error)
+            return "forked process has none of its threads" in str(error)
 
     run = fp.batches.overlap(range(5), [lambda x: x])
     next(run)
@@ -174,7 +174,7 @@ def test_an_error_is_not_hidden_by_a_slow_source():
         next(run)
         threads = ours()
         raise KeyError("mine")
-    assert "still at work: funcpipe source" in caught.value.__notes__
+    assert "these threads still work: funcpipe source" in caught.value.__notes__
     release.set()
     for one in threads:
         one.join(20)
@@ -417,7 +417,7 @@ def test_containers_that_move_themselves_are_whole():
 
 
 def test_a_batch_that_cannot_move_says_so():
-    with pytest.raises(fp.BatchError, match="a Plain is no tree and has no to"):
+    with pytest.raises(fp.BatchError, match="a Plain is not a tree and has no method to"):
         next(fp.batches.overlap([Plain(torch.ones(1))], [fp.batches.to_device("meta")]))
     assert list(fp.batches.overlap([1, "two"], [fp.batches.to_device("cpu")])) == [1, "two"]
 
@@ -466,7 +466,7 @@ def test_a_batch_that_cannot_move_says_so():
             "devices is a sequence of torch devices",
         ),
         (lambda: fp.batches.to_device(None), "to_device takes a device"),
-        (lambda: fp.batches.loss_scale(1e39), "that single precision has"),
+        (lambda: fp.batches.loss_scale(1e39), "within single precision"),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(call, words):
@@ -583,6 +583,6 @@ def test_memory_that_nobody_can_record_is_told(recorder):
     batches = [Blind(torch.ones(3)) for _ in range(5)]
     with (
         recorder.watching(),
-        pytest.warns(UserWarning, match=r"no stream can be recorded on batch \(Blind\)"),
+        pytest.warns(UserWarning, match=r"batch \(Blind\) cannot record a stream"),
     ):
         next(fp.batches.overlap(batches, [fp.batches.to_device(DEVICE)]))

@@ -587,7 +587,7 @@ def test_one_loop_for_one_overlap():
     run = fp.batches.overlap(
         range(5), [lambda x: x, fp.batches.Fold(lambda s, x: (s, next(run)), 0)]
     )
-    with pytest.raises(fp.FuncpipeError, match="by two at once"):
+    with pytest.raises(fp.FuncpipeError, match="two threads ask this overlap"):
         next(run)
 
 
@@ -725,7 +725,7 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
         ),
         (
             lambda: fp.batches.overlap([], [fp.batches.Fold(sgd, 0), double]),
-            "stage 0 is a Fold, and only the last can be one",
+            "stage 0 is a Fold, and only the last stage can be a Fold",
         ),
         (
             lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lag=1)]),
@@ -735,7 +735,7 @@ def test_lag_and_writing_in_place_do_not_go_together(thread):
             lambda: fp.batches.overlap(
                 [], [fp.batches.BatchStage(double, lag=1, lead=2), fp.batches.Fold(sgd, 0)]
             ),
-            "2 batches ahead .* and reads a state only 1 old .* lead is at most lag",
+            "2 batches ahead .* but reads the state of 1 batches before .* lead is at most lag",
         ),
         (
             lambda: fp.batches.overlap([], [fp.batches.BatchStage(double, lead=-1)]),
@@ -769,7 +769,7 @@ def test_a_fold_that_gives_no_pair(thread):
 
 
 def test_devices_for_other_branches():
-    with pytest.raises(fp.BatchError, match="devices for other branches.*key mismatch"):
+    with pytest.raises(fp.BatchError, match="have another structure than this batch.*key mismatch"):
         next(fp.batches.overlap([{"x": 1, "y": 2}], [fp.batches.to_device({"x": "cpu"})]))
 
 

@@ -113,8 +113,8 @@ def test_half_precision_is_summed_in_single():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.batches.windows([1], 0), "a whole number of items from 1; got 0"),
-        (lambda: fp.batches.windows([1], True), "a whole number of items from 1; got True"),
+        (lambda: fp.batches.windows([1], 0), "size of a window is a positive int; got 0"),
+        (lambda: fp.batches.windows([1], True), "size of a window is a positive int; got True"),
         (lambda: fp.batches.accumulate_grads(lambda x: (x, 0), []), "the window has no batch$"),
         (
             lambda: fp.batches.accumulate_grads(lambda x: (x, 0), data(2), weight=lambda x: 0),

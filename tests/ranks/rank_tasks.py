@@ -387,7 +387,7 @@ def several_batches(rank, size, kind):
                 before = everything_of(ours, mine)
                 with pytest.raises(
                     fp.RanksError,
-                    match="as many batches on every rank: rank 0 was given 4; rank 1 was given 3",
+                    match="same number of batches on every rank: rank 0 got 4; rank 1 got 3",
                 ):
                     fp.run_batches(plan, ours, given[: 4 - rank], **more)
                 with pytest.raises(fp.RanksError, match="max_norm"):
@@ -982,11 +982,11 @@ def refused_here(rank, size, who):
     plan, *_ = one_f_one_b()
     lanes = [0, 7] if rank == who else None
     if rank == who:
-        with pytest.raises(fp.RanksError, match="it names 2"):
+        with pytest.raises(fp.RanksError, match="it has 2 entries"):
             fp.ranks(plan, lanes=lanes, timeout=20.0)
     else:
         with (
-            pytest.raises(fp.RanksError, match=f"rank {who} refuses: .*it names 2"),
+            pytest.raises(fp.RanksError, match=f"rank {who} refuses: .*it has 2 entries"),
             fp.ranks(plan, timeout=20.0),
         ):
             pass

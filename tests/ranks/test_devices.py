@@ -86,7 +86,7 @@ def test_devices_that_cannot_be_joined(pools):
     (one, first), (other, second) = pools(2).all("not_joined")
     for text in (one, other):
         assert "rank 1" in text
-        assert "its device cannot be joined with that of rank 0" in text
+        assert "cannot connect its device with the device of rank 0" in text
         assert "unhandled system error" in text
     assert first == second
 
@@ -98,7 +98,10 @@ def test_devices_that_are_no_longer_joined(pools, way):
     (one, rank, first), (other, _, second) = pools(2).all("lost", way)
     assert 1 == rank
     for text in (one, other):
-        assert "what joined its device with this one has ended: remote process exited" in text
+        assert (
+            "the NCCL connection of its device with this one has ended: remote process exited"
+            in text
+        )
         assert ".cpp" not in text
     assert first == second
 

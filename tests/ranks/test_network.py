@@ -159,7 +159,7 @@ def test_a_store_that_dies_is_needed_by_the_next_connections_only(training):
         assert error["kind"] == ("StageError[ValueError]" if rank == 2 else "PeerError")
         second = training.raised(rank, error["at"], count=2, limit=3)
         assert "PeerError" == second["kind"]
-        assert "the store of the processes is gone" in second["text"]
+        assert "the store of torch.distributed is gone" in second["text"]
         training.end(rank)
 
 
@@ -211,7 +211,7 @@ def test_ranks_are_not_made_by_a_store_that_has_stopped(processes):
     for rank in range(SIZE):
         error = processes.raised(rank, since, limit=RAISES + STALL)
         assert "PeerError" == error["kind"]
-        assert "the store of the processes" in error["text"]
+        assert "the store of torch.distributed" in error["text"]
         processes.end(rank)
 
 
@@ -233,7 +233,7 @@ def test_a_store_that_has_stopped_is_waited_for_so_long_and_no_longer(processes)
     for thread in threading.enumerate():
         if thread.name == "funcpipe store":
             thread.join(5)
-    with pytest.raises(PeerError, match="the store of the processes is gone"):
+    with pytest.raises(PeerError, match="the store of torch.distributed is gone"):
         answered(lambda: client.check(["number"]), 5.0)
 
 

@@ -59,7 +59,7 @@ def test_other_runs(pools, what, words):
         ("no params", fp.PlanError, ("params has None for stages",)),
         ("other feeds", fp.BatchError, ("which no stage declares",)),
         ("vjp", fp.PlanError, ("fp.ranks(plan)",)),
-        ("lanes", fp.PlanError, ("these ranks have 4 lanes, the plan has 2",)),
+        ("lanes", fp.PlanError, ("these ranks have 4 lanes, but the plan has 2",)),
         ("object between stages", fp.StageError, ("cannot go to another process",)),
     ],
 )
@@ -112,9 +112,9 @@ def test_programs_that_could_hang():
     ("what", "words"),
     [
         ("three", "say which rank has which lane"),
-        ("idle", "ranks [1] have none"),
-        ("unknown", "[7] are no ranks"),
-        ("few", "it names 2"),
+        ("idle", "ranks [1] have no lane"),
+        ("unknown", "[7] are not ranks"),
+        ("few", "it has 2 entries"),
         ("mesh", "none of them is 'pp'"),
         ("no mesh", "mesh is a DeviceMesh"),
         ("timeout", "timeout is a number"),

@@ -57,7 +57,7 @@ def test_what_is_not_finished_is_refused_by_all(pools, tmp_path):
     for (first, second, third), *steps in pools(2).all("unfinished", tmp_path):
         assert first == second
         assert (
-            f"what was saved to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
+            f"an earlier save to {tmp_path} with wait=False (of rank 0, 1) is not finished" in first
         )
         assert "(of rank 1) is not finished" in third
         assert [1, 5] == steps
@@ -84,7 +84,8 @@ def test_pipelines_beside_each_other_do_not_share_a_path(pools, tmp_path):
     first, second = sorted(said[::2])
     assert [""] * 4 == first
     assert all(
-        "two that save to one path destroy each other's checkpoints" in text for text in second
+        "two pipelines that save to one path destroy each other's checkpoints" in text
+        for text in second
     )
     assert all("the pipeline of processes " in text for text in second)
     assert [[1, 2, 3, 4]] * 4 == [row[1] for row in rows]

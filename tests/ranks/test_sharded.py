@@ -73,8 +73,8 @@ def test_matrices_that_two_processes_share(pools, size, dims, shard):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("two axes", "lies on the mesh [[0, 1], [2, 3]]"),
-        ("along the pipeline", "lies on the mesh ["),
+        ("two axes", "is on the mesh [[0, 1], [2, 3]]"),
+        ("along the pipeline", "is on the mesh ["),
         ("sums", "is P"),
     ],
 )

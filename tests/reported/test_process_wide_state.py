@@ -296,7 +296,9 @@ def test_a_switch_that_a_stage_leaves_changed(name, run):
     options = (
         {} if run == "sequential" else {"executor": "serial" if run == "serial" else "threads"}
     )
-    with pytest.raises(fp.StageError, match=rf"changes {name} and leaves it so.*[\s\S]*'first'"):
+    with pytest.raises(
+        fp.StageError, match=rf"changes {name} and does not restore it.*[\s\S]*'first'"
+    ):
         do(plan, params(), (X, X), trainable=True, **options)
     assert not later
 
@@ -311,7 +313,7 @@ def test_autocast_left_on_by_a_stage_of_a_lane():
     stages = [fp.stage(first), *(fp.stage(lambda p, x: x @ p["w"]) for _ in range(3))]
     schedule = fp.schedules.interleaved(4, 2, num_devices=2)
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
-    with pytest.raises(fp.StageError, match="changes autocast and leaves it so"):
+    with pytest.raises(fp.StageError, match="changes autocast and does not restore it"):
         fp.run(plan, (*params(), *params()), (X, X), trainable=True, executor="threads")
 
 

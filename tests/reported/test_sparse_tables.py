@@ -116,7 +116,7 @@ def test_sparse_adam_says_which_gradients_are_dense():
     before = copy.deepcopy(split.params)
     with pytest.raises(
         fp.PlanError,
-        match=r"SparseAdam takes sparse gradients, and those of leaves of shapes \[\(3,\)",
+        match=r"SparseAdam takes sparse gradients, but the gradients of leaves of shapes \[\(3,\)",
     ):
         fp.step(torch.optim.SparseAdam(fp.leaves(split.params)), split.params, result)
     assert all(

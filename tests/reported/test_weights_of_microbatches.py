@@ -90,7 +90,7 @@ def test_padding_that_comes_in_a_later_run_is_refused():
 
 def test_weights_of_classes_inside_a_loss_of_ones_own_are_refused():
     model, x, _ = tokens()
-    with pytest.raises(fp.BatchError, match="classes have weights"):
+    with pytest.raises(fp.BatchError, match="the loss is a mean with class weights"):
         run(model, Criterion(weight=torch.rand(20)), (x, x))
 
 
@@ -222,7 +222,7 @@ def test_rows_of_the_target_count_whatever_other_leaves_are_called(key, loss):
 def test_leaves_that_differ_in_rows_are_refused_where_rows_would_count(key):
     parts, _ = graphs(key)
     model = nn.Sequential(Graph(key), nn.Tanh())
-    with pytest.raises(fp.BatchError, match="differ in how many rows they have"):
+    with pytest.raises(fp.BatchError, match="have different numbers of rows"):
         run(model, lambda y, t: y.square().mean(), (fp.Microbatches(parts), None), microbatches=3)
     pair = run(
         model,
@@ -239,7 +239,7 @@ def test_targets_of_several_sizes_are_refused_where_rows_would_count():
     model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Tanh())
     images = [torch.randn(1, 1, size, size) for size in (2, 4)]
     batch = fp.Microbatches(images), fp.Microbatches(images)
-    with pytest.raises(fp.BatchError, match="differ in how many rows they have"):
+    with pytest.raises(fp.BatchError, match="have different numbers of rows"):
         run(model, F.mse_loss, batch, microbatches=2)
     result = run(model, F.mse_loss, batch, microbatches=2, weight=lambda t: t.numel())
     want = sum(F.mse_loss(model(one), one, reduction="sum") for one in images) / 20

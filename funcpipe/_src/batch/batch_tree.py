@@ -1,4 +1,5 @@
-"""One tree of a batch: where its leaves are cut, and what cannot be."""
+"""`BatchTree`: one tree of a batch, the axes of its leaves, and the faults of leaves that cannot be
+cut."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from funcpipe._src.core.tree import (
 
 
 class BatchTree:
-    """One tree of the batch, its leaves with their places and axes.
+    """One tree of the batch: inputs, target or a feed.
 
     Args:
-        name: what errors call it.
-        tree: as the caller gave it.
+        name: the name of the tree in errors.
+        tree: the tree that the caller gave.
         sliced: whether microbatches are cut into slices.
-        has_cache_keys: whether stages look programs up by the shapes of microbatches, of which most
-            have the same.
+        has_cache_keys: whether to compute cache keys of microbatches, for compiled stages. They are
+            computed once per size.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class BatchTree:
         self.ready = tree if isinstance(tree, Microbatches) else None
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
         if self.faults:
-            tree = None  # rows of its tensors are not sequences
+            tree = None  # the rows of packed tensors are not sequences, so do not check them
         self.tree = tree = _marks_at_leaves(tree)
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
         self.rows: dict[int, int] = {}
-        """By leaf number."""
+        """By leaf number, the number of rows."""
         self.lengths: dict[int, int] = {}
-        """By leaf number, of the sequences that slices are cut of."""
+        """By leaf number, the length of the sequences that slices are cut from."""
         self.sequences: list[int | None] = [None] * len(self.leaves)
-        """By leaf number, the axis along which slices are cut; None: each gets it whole."""
+        """By leaf number, the axis along which slices are cut; None: each slice gets the whole."""
         self.handles: list[Any] = []
         self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
@@ -76,20 +77,20 @@ class BatchTree:
         self.ready_rows: list[int | None] = [
             leaves[0].shape[0] if leaves else None for leaves in pieces
         ]
-        """The rows of ready-made microbatches: those of the first leaf that can have any, None if
-        there is none."""
+        """The rows of each ready-made microbatch, of its first leaf with an axis; None without such
+        a leaf."""
         self.rows_agree = _agree(pieces, lambda leaf: leaf.shape[0])
-        """Would the rows of every other leaf give ready-made microbatches the same shares."""
+        """Whether the rows of all leaves give ready-made microbatches the same shares."""
         self.sizes_agree = self.rows_agree and _agree(pieces, Tensor.numel)
-        """Would their numbers of elements."""
+        """Whether also the numbers of elements give the same shares."""
 
     @cached_property
     def places(self) -> list[str]:
-        """Where each leaf stands; they cost much, and only errors have them."""
+        """The location of each leaf, for errors. Expensive, so computed only if needed."""
         return locations(self.tree, self.name)
 
     def _axis(self, index: int, leaf: Any) -> int | None:
-        """The axis along which a leaf is cut; None: it is shared."""
+        """Return the axis along which a leaf is cut; None: microbatches share the leaf."""
         if _is_nested(leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf):
             self.faults.append(f"{self.places[index]} is {_NESTED}")
             return None
@@ -104,7 +105,7 @@ class BatchTree:
             if getattr(leaf, "shape", ()) and hasattr(leaf, "__array__"):
                 place = self.places[index]
                 self.faults.append(
-                    f"{place} is a {type(leaf).__name__} with rows but no tensor: "
+                    f"{place} is a {type(leaf).__name__} with rows, not a tensor: "
                     f"torch.from_numpy({place}), or share it: fp.Replicate({place})"
                 )
             return None
@@ -133,7 +134,8 @@ class BatchTree:
         return axis
 
     def _sequence(self, index: int, leaf: Tensor, axis: int, sequence: Any) -> int | None:
-        """The axis along which slices of a leaf are cut; None: each gets it whole."""
+        """Return the axis along which a leaf is cut into slices; None: each slice gets the
+        whole."""
         if sequence == "next":
             sequence = (0 if axis else 1) if leaf.dim() > 1 else None
         if sequence is None:
@@ -152,7 +154,7 @@ class BatchTree:
         return sequence % leaf.dim()
 
     def listed(self, rows: int | None) -> list[str]:
-        """Faults: lists with a value for each row, which every microbatch would get whole."""
+        """Return faults for lists with one value per row, which would not be cut."""
         if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
             return []
         groups: dict[Path, list[int]] = {}
@@ -182,8 +184,10 @@ class BatchTree:
         return faults
 
     def cut(self, parts: Sequence[int], slices: Sequence[int]) -> list[Border]:
-        """One border per microbatch: views of the caller's tensors; or per slice of one, in memory
-        of its own."""
+        """Return one border per microbatch, views of the caller's tensors.
+
+        With slices, return one border per slice, in its own memory.
+        """
         if self.ready is not None:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
@@ -213,6 +217,7 @@ class BatchTree:
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
             if self.has_cache_keys:
+                # Pieces of equal size have equal shapes and layouts, so they share one key.
                 length = slices[len(out) % len(slices)] if slices else 0
                 if (size, length) not in keys:
                     keys[size, length] = border_key_or_none(border)
@@ -222,8 +227,7 @@ class BatchTree:
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:
-    """Return whether the sizes of all leaves are in proportion between microbatches, and in the
-    proportion of rows."""
+    """Return whether the sizes of all leaves are proportional to the rows, over microbatches."""
     if len({len(leaves) for leaves in pieces}) > 1:
         return all(len({size(leaf) for leaf in leaves}) <= 1 for leaves in pieces)
     columns = list(zip(*pieces, strict=True))
@@ -236,7 +240,7 @@ def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) ->
 
 
 def _slices(value: Tensor, lengths: Sequence[int], axis: int) -> list[Tensor]:
-    """Slices of a tensor, contiguous: stages may view them as they view whole microbatches."""
+    """Return contiguous slices, so that stages can view them like whole microbatches."""
     return [piece.contiguous() for piece in value.split_with_sizes(lengths, axis)]
 
 
@@ -248,7 +252,7 @@ def _each(rows: int, place: str) -> str:
 
 
 _NESTED = (
-    "a nested tensor (torch.nested), which stages do not hand on: give its padded values and "
+    "a nested tensor (torch.nested), which stages cannot exchange: give its padded values and "
     "lengths (nested.to_padded_tensor(0.0), lengths), and make it nested in the stage that needs "
     "it"
 )
@@ -282,7 +286,8 @@ def _packed(tree: Tree, place: str) -> list[str]:
 
 
 def _is_collection(leaf: Any) -> bool:
-    """Is the leaf a range, a set or the like; arrays are refused elsewhere."""
+    """Return whether a leaf is a collection such as a range or a set. Arrays are checked
+    elsewhere."""
     return (
         isinstance(leaf, Collection)
         and not isinstance(leaf, (str, bytes, torch.Size))
@@ -291,7 +296,7 @@ def _is_collection(leaf: Any) -> bool:
 
 
 def _marks_at_leaves(tree: Tree) -> Tree:
-    """The tree with marks around single leaves: one around a tree holds for each of its leaves."""
+    """Return the tree with marks only around leaves: move a mark of a tree to each leaf."""
     leaves, spec = flatten(tree)
     if not any(
         isinstance(leaf, (Replicate, Axis)) and flatten(leaf.value)[1] != LEAF for leaf in leaves
@@ -311,6 +316,8 @@ def _marks_at_leaves(tree: Tree) -> Tree:
 
 
 def _marked(leaves: Iterable[Any]) -> list[Any]:
-    """Handles that mark the caller's memory as shared; where there are streams every stage gets a
-    copy instead."""
+    """Return handles that mark the caller's CPU memory as shared while they exist.
+
+    Devices with streams need no mark, because each stage gets a copy there.
+    """
     return mark_shared(leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cpu)

@@ -1,5 +1,4 @@
-"""Joins outputs and input gradients of microbatches, and cuts cotangents where outputs were
-joined."""
+"""Join outputs and input gradients of microbatches, and cut cotangents of joined outputs."""
 
 from __future__ import annotations
 
@@ -29,23 +28,24 @@ from funcpipe._src.core.tree import (
 from funcpipe._src.stages.bound import Gradients
 
 MergeRule: TypeAlias = int | str | None
-"""How one leaf of the outputs is joined over microbatches; see ``make_plan(merge=)``."""
+"""The rule for joining one output leaf over microbatches; see ``make_plan(merge=)``."""
 
 
 def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
-    """The outputs of all microbatches as one tree, each leaf by its rule.
+    """Join the outputs of all microbatches into one tree, each leaf by its rule.
 
     Raises:
-        BatchError: microbatches returned trees of different structure, or what cannot be joined so.
+        BatchError: microbatches returned trees of different structure, or leaves that the rule
+            cannot join.
     """
     faults = [
         fault
         for piece in pieces
         for fault in refuse_hidden(piece.tree(), "outputs", piece.leaves, piece.spec)
     ]
-    raise_all("the outputs cannot be handed back:", dict.fromkeys(faults), BatchError)
+    raise_all("the run cannot return these outputs:", dict.fromkeys(faults), BatchError)
     if not batch.merged:
-        # Copies, as joined outputs are: residuals may hold the same memory.
+        # Copies, like joined outputs: residuals may use the same memory.
         return Microbatches(unflatten(piece.spec, share(piece.leaves)) for piece in pieces)
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
@@ -75,12 +75,12 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
 
 
 def _along(rule: int, dims: int) -> int:
-    """The axis of the sequence, of a leaf whose rows lie along another: the first that there is."""
+    """Return the sequence axis of a leaf: the first axis other than its rows'."""
     return 0 if rule % dims else 1
 
 
 def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Sequence[int]) -> str:
-    """Why the slices of a leaf cannot be joined along its sequence; "": they can, or are not."""
+    """Return why a leaf's slices cannot be joined along its sequence, or ""."""
     if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
         return ""
     shapes = [tuple(value.shape) for value in values]
@@ -99,20 +99,20 @@ def _unjoinable(place: str, values: Sequence[Any], rule: MergeRule, lengths: Seq
         }
         if len(rest) > 1:
             return (
-                f"{place} cannot be joined over slices of shapes {shapes}; 'each' hands them back "
-                "one by one"
+                f"{place} cannot be joined over slices of shapes {shapes}; merge='each' returns "
+                "them separately"
             )
     if fits:
         return ""
     return (
-        f"{place} has shapes {shapes}, and no axis beside {rule} that is that of the slices "
-        f"({', '.join(map(str, lengths))}): say make_plan(..., merge=) with 'mean', 'sum' or "
-        "'each', for all leaves or a tree of them"
+        f"{place} has shapes {shapes}, and no axis besides {rule} with the lengths of the slices "
+        f"({', '.join(map(str, lengths))}); give make_plan(..., merge=) 'mean', 'sum' or 'each', "
+        "for all leaves or as a tree"
     )
 
 
 def _whole(values: Sequence[Any], rule: MergeRule, count: int) -> list[Any]:
-    """The values of a leaf by microbatch, where rows are joined; else as they are, by slice."""
+    """Join the slices of each microbatch if the rule is an axis, else return the values."""
     if not isinstance(rule, int) or not all(isinstance(value, Tensor) for value in values):
         return list(values)
     axis = _along(rule, values[0].dim())
@@ -120,8 +120,7 @@ def _whole(values: Sequence[Any], rule: MergeRule, count: int) -> list[Any]:
 
 
 def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
-    """The rule of each leaf of the outputs. Raises BatchError where rules and outputs branch in
-    other ways."""
+    """Return the rule of each output leaf. Raises BatchError if the tree of rules does not fit."""
     try:
         rules: list[MergeRule] = spread(rule, piece.tree())
     except ValueError as error:
@@ -135,12 +134,12 @@ def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
 
 
 def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> str:
-    """Why the values of a leaf cannot be joined by their rule; "": they can."""
+    """Return why a leaf's values cannot be joined by their rule, or ""."""
     if rule == "each" or not all(isinstance(value, Tensor) for value in values):
         return (
             ""
             if rule in ("each", 0)
-            else f"{place} is no tensor in every microbatch; its rule is 'each'"
+            else f"{place} is not a tensor in every microbatch; give it the rule 'each'"
         )
     shapes = [tuple(value.shape) for value in values]
     if isinstance(rule, str):
@@ -150,31 +149,31 @@ def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[i
         return (
             ""
             if same
-            else f"{place} has shapes {shapes} and type {values[0].dtype}, of which there is no "
-            f"{rule}"
+            else f"{place} has shapes {shapes} and type {values[0].dtype}, which have no {rule}"
         )
     assert rule is not None
     if not all(-len(shape) <= rule < len(shape) for shape in shapes):
         return f"{place} has shapes {shapes} and no axis {rule}"
     if [shape[rule] for shape in shapes] != list(rows):
         return (
-            f"{place} has shapes {shapes}, and axis {rule} is not that of the rows "
-            f"({', '.join(map(str, rows))}): say what it is, make_plan(..., merge=) with an axis, "
-            "'mean', 'sum' or 'each', for all leaves or a tree of them"
+            f"{place} has shapes {shapes}, but axis {rule} does not have the rows of the "
+            f"microbatches ({', '.join(map(str, rows))}); give make_plan(..., merge=) another "
+            "axis, 'mean', 'sum' or 'each', for all leaves or as a tree"
         )
     other_axes = {
         (*shape[: rule % len(shape)], *shape[rule % len(shape) + 1 :]) for shape in shapes
     }
     if len(other_axes) > 1 or len({value.dtype for value in values}) > 1:
         return (
-            f"{place} cannot be joined over microbatches of shapes {shapes}; 'each' hands them "
-            "back one by one"
+            f"{place} cannot be joined over microbatches of shapes {shapes}; merge='each' returns "
+            "them separately"
         )
     return ""
 
 
 def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
     if all(isinstance(value, Tensor) for value in values) and rule != "each":
+        # A single value is copied, too: the caller may write into it while a residual uses it.
         if isinstance(rule, int):
             return torch.cat(list(values), rule) if len(values) > 1 else caller_copy(values[0])
         if rule == "mean":
@@ -192,7 +191,7 @@ def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
 
 
 class _Shape(NamedTuple):
-    """Size and dtype of an output, and so of its cotangent."""
+    """The size and dtype of an output, and of its cotangent."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -202,8 +201,7 @@ class _Shape(NamedTuple):
 
 
 class OutputJoin:
-    """The shapes of outputs that were merged by a rule, and so of their cotangents. Holds no tensor
-    of them."""
+    """The shapes of joined outputs, to cut their cotangents. It keeps no output tensor alive."""
 
     def __init__(self, pieces: Sequence[Border], batch: Batch, rule: Tree) -> None:
         self.rows, self.merged = batch.rows, batch.merged
@@ -214,11 +212,11 @@ class OutputJoin:
         self.rules = _rules(rule, pieces[0]) if batch.merged else []
 
     def cut(self, cotangents: Tree) -> list[Border]:
-        """One border of cotangents per microbatch.
+        """Return one border of cotangents per microbatch.
 
         Raises:
-            BatchError: another structure than the outputs, or a leaf of another shape or dtype;
-                every fault.
+            BatchError: the cotangents differ from the outputs in structure, or a leaf differs in
+                shape or dtype. The message lists all faults.
         """
         count = len(self.rows)
         if not self.merged:
@@ -226,8 +224,8 @@ class OutputJoin:
         leaves, spec = flatten(cotangents)
         if spec != self.spec:
             raise BatchError(
-                f"cotangents have the structure {spec}, the outputs {self.spec}; give a tensor "
-                "for each leaf of the outputs, None for no gradient"
+                f"cotangents have the structure {spec}, but the outputs have {self.spec}; give a "
+                "tensor for each output leaf, or None for no gradient"
             )
         faults: list[str] = []
         columns: list[list[Tensor | None]] = []
@@ -252,8 +250,7 @@ class OutputJoin:
         return [_border([column[m] for column in columns]) for m in range(count)]
 
     def _spread(self, place: str, leaf: Any, number: int, faults: list[str]) -> list[Tensor | None]:
-        """The cotangent of a joined output for each microbatch; what is wrong with it goes to the
-        faults."""
+        """Cut the cotangent of a joined output, one for each microbatch. Append faults."""
         rule, first = self.rules[number], self.shapes[0][number]
         assert first is not None
         sizes = list(first.size)
@@ -268,7 +265,7 @@ class OutputJoin:
         return [leaf * (size / sum(self.rows)) if rule == "mean" else leaf for size in self.rows]
 
     def _cut_ready(self, cotangents: Tree) -> list[Border]:
-        """Cotangents of outputs that were never merged."""
+        """Check the cotangents of outputs that were not merged."""
         count = len(self.rows)
         if not isinstance(cotangents, Microbatches) or len(cotangents) != count:
             raise BatchError(
@@ -299,8 +296,8 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
     if shape is None:
         return [
             (
-                f"{place} belongs to an output that has no gradient (it is no floating tensor); "
-                "give None"
+                f"{place} belongs to an output that has no gradient (it is not a floating-point "
+                "tensor); give None"
             )
         ]
     if not isinstance(leaf, Tensor):
@@ -310,24 +307,24 @@ def _fault(place: str, leaf: Any, shape: _Shape | None) -> list[str]:
 
 
 def _border(leaves: Sequence[Tensor | None]) -> Border:
-    # Dense, as every gradient between stages; a copy of one's own, for the caller may write into
-    # his.
+    # Dense, like every gradient between stages. A lazy copy, because the caller may write into the
+    # cotangents later.
     cotangents = share(leaf if leaf is None else dense(leaf.detach()) for leaf in leaves)
     return Border(cotangents, LEAF, ())
 
 
 def _like(grad: Tensor | None, leaf: Any, asked: bool) -> Tensor | None:
-    """The gradient of an input, on the input's device."""
+    """Return the gradient of an input on its device: zeros if it was asked for but is missing."""
     if grad is not None:
         return grad.to(leaf.device)
     return torch.zeros_like(leaf) if asked else None
 
 
 def join_input_grads(batch: Batch, pieces: Sequence[Gradients]) -> Tree:
-    """The gradients of the inputs, in their structure: zeros where nothing reached, None where none
-    can be.
+    """Return the gradients of the inputs, in the structure of the inputs.
 
-    Rows are joined where the inputs were cut; what microbatches share gets the sum, in their order.
+    Gradients of cut leaves are joined along their rows. A leaf that microbatches share gets the sum
+    in their order. Unused leaves get zeros; leaves that cannot have a gradient get None.
     """
     filled = [
         [

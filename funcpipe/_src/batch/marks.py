@@ -1,4 +1,4 @@
-"""How users mark leaves of a batch: shared, cut along another axis, cut already."""
+"""Marks for leaves of a batch: shared by all microbatches, cut along another axis, already cut."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from funcpipe._src.core.tree import Tree
 
 
 class Replicate:
-    """A leaf of a batch, or all leaves of a tree in it, that every microbatch gets whole:
-    ``fp.Replicate(table)``.
+    """A mark for a value in a batch that each microbatch gets whole: ``fp.Replicate(table)``.
+
+    By default, `run` cuts all tensors of a batch along axis 0. Mark tensors that have no rows, such
+    as a table of weights.
 
     >>> weigh = fp.stage(lambda p, batch: batch["x"] * batch["table"].sum())
     >>> plan = fp.make_plan([weigh], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
@@ -18,7 +20,7 @@ class Replicate:
     tensor([5., 5.])
 
     Attributes:
-        value: a tensor, a tree, or anything.
+        value: a tensor, a tree, or any other object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -29,8 +31,7 @@ class Replicate:
 
 
 class Axis:
-    """A leaf of a batch, or all leaves of a tree in it, whose rows lie along another axis than 0:
-    ``fp.Axis(mask, 1)``.
+    """A mark for tensors of a batch whose rows are not along axis 0: ``fp.Axis(mask, 1)``.
 
     >>> total = fp.stage(lambda p, x: x.sum(0))
     >>> plan = fp.make_plan([total], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu", merge=0)
@@ -38,10 +39,10 @@ class Axis:
     tensor([3., 3.])
 
     Attributes:
-        value: the tensor, or a tree.
-        axis: of its rows; negative counts from the end.
-        sequence: the axis along which plans with slices cut it; "next": the first of the others, if
-            there is one; None: every slice gets it whole.
+        value: a tensor, or a tree of tensors with their rows along the same axis.
+        axis: the axis of the rows. A negative axis counts from the end.
+        sequence: the axis along which a plan with slices cuts the tensor. "next", the default: the
+            first other axis, if the tensor has one. None: each slice gets the whole tensor.
     """
 
     def __init__(self, value: Tree, axis: int, sequence: int | str | None = "next") -> None:
@@ -53,16 +54,19 @@ class Axis:
 
 
 class Microbatches(Sequence[Any]):
-    """Microbatches that are cut already, or that cannot be merged: one tree each.
+    """A sequence with one tree per microbatch, in the place of one tree that `run` cuts.
 
-    Give them as inputs, target or feeds where the library should not cut (packed sequences, ragged
-    rows). Outputs come back in this form where the inputs had it, and for leaves that have no rows
-    to join.
+    Give `Microbatches` as inputs, target or feeds that you cut yourself, such as packed sequences
+    or rows of different lengths. Outputs have this form, too, if the inputs had it, or if the
+    outputs have no rows to join.
 
     >>> double = fp.stage(lambda p, x: 2 * x)
     >>> plan = fp.make_plan([double], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     >>> list(fp.run(plan, ((),), fp.Microbatches([torch.ones(1), torch.ones(3)])).outputs)
     [tensor([2.]), tensor([2., 2., 2.])]
+
+    Attributes:
+        trees: a tuple with the tree of each microbatch.
     """
 
     def __init__(self, trees: Iterable[Tree]) -> None:

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and these into slices; no row is lost."""
+"""Cut a batch into microbatches, and microbatches into slices. `joining` joins outputs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Batch:
     """A batch cut into microbatches.
 
     Attributes:
-        inputs: one border per microbatch; where these are in slices, one for each.
-        target: likewise, or None without a loss.
-        feeds: likewise, by name.
-        rows: of each microbatch; 1 where nothing has rows.
-        merged: are outputs merged.
-        axes: along which each leaf of the inputs was cut, None where microbatches share it.
-        handles: keeps the caller's memory marked as shared while the run lasts.
-        slices: the lengths of the slices of each microbatch; () where they are whole.
+        inputs: one border per piece: per microbatch, or per slice.
+        target: one border per piece, or None without a loss.
+        feeds: one border per piece, by name.
+        rows: the rows of each microbatch; 1 if no leaf has rows.
+        merged: whether outputs are merged.
+        axes: the axis along which each input leaf was cut; None for a shared leaf.
+        handles: keep the caller's memory marked as shared during the run.
+        slices: the lengths of the slices of a microbatch; () without slices.
     """
 
     inputs: list[Border]
@@ -42,16 +42,16 @@ class Batch:
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches have rows."""
+        """The number of microbatches with rows."""
         return len(self.rows)
 
     @property
     def num_pieces(self) -> int:
-        """How many slices these have; as many as there are of them where they are whole."""
+        """The number of pieces: slices of all microbatches, or microbatches without slices."""
         return len(self.rows) * max(1, len(self.slices))
 
     def named(self, piece: int) -> str:
-        """A piece in words: ``microbatch 1``, or ``microbatch 1, slice 2``."""
+        """Return the name of a piece: ``microbatch 1``, or ``microbatch 1, slice 2``."""
         if not self.slices:
             return f"microbatch {piece}"
         microbatch, number = divmod(piece, len(self.slices))
@@ -59,12 +59,12 @@ class Batch:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How much there is of each: its rows, times the length of its slice."""
+        """The size of each piece: rows, times the length of the slice."""
         return tuple([size * length for size in self.rows for length in self.slices or (1,)])
 
 
 def sizes(rows: int, count: int) -> list[int]:
-    """Rows of each microbatch: as equal as can be, the larger first, none empty.
+    """Return the rows of each microbatch: as equal as possible, larger first, none empty.
 
     >>> sizes(10, 8), sizes(3, 8)
     ([2, 2, 1, 1, 1, 1, 1, 1], [1, 1, 1])
@@ -74,41 +74,43 @@ def sizes(rows: int, count: int) -> list[int]:
 
 
 def slice_lengths(length: int | None, count: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
-    """The lengths of the slices of a sequence, () for one that is whole; by ``shares`` in any unit,
-    or equal ones.
+    """Return the lengths of the slices of a sequence, () for one slice.
+
+    Lengths are proportional to ``shares``, or equal without shares.
 
     >>> slice_lengths(10, 4), slice_lengths(8, 2, (3, 1)), slice_lengths(8, 1)
     ((3, 3, 2, 2), (6, 2), ())
 
     Raises:
-        BatchError: nothing has a sequence, or it is too short.
+        BatchError: no leaf has a sequence, or the sequence is too short.
     """
     if count == 1:
         return ()
     if length is None:
         raise BatchError(
-            f"the plan cuts microbatches into {count} slices along the sequence, and no leaf of "
-            "the batch has one: their second axis, or fp.Axis(leaf, 0, sequence=axis)"
+            f"the plan cuts microbatches into {count} slices along the sequence, but no leaf of "
+            "the batch has a sequence; a sequence is the second axis of a leaf, or name its axis: "
+            "fp.Axis(leaf, 0, sequence=axis)"
         )
     if length < count:
         raise BatchError(
-            f"a sequence of length {length} cannot be cut into {count} slices; give at least "
-            f"{count}"
+            f"a sequence of length {length} cannot be cut into {count} slices; give sequences of "
+            f"length {count} or more"
         )
     return whole_lengths(length, shares) if shares else tuple(sizes(length, count))
 
 
 def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple[int, ...]:
-    """The rows of each microbatch of a batch.
+    """Return the rows of each microbatch of a batch.
 
     Args:
-        rows: of the leaves; None: none has any.
-        ready: of ready-made microbatches, 0 where nothing has rows (metadata: the other leaves
-            alone decide how many rows each microbatch has); None: there are no such.
-        limit: how many microbatches there may be.
+        rows: the rows of the leaves. None: no leaf has rows.
+        ready: the rows of each ready-made microbatch. 0: the microbatch is metadata without rows,
+            so the other leaves decide. None: there are no ready-made microbatches.
+        limit: the plan's number of microbatches.
 
     Raises:
-        BatchError: the leaves contradict each other.
+        BatchError: the leaves and the ready-made microbatches have different numbers of rows.
     """
     if ready is None:
         return tuple(sizes(rows, limit) if rows is not None else [1] * limit)
@@ -117,19 +119,18 @@ def parts_of(rows: int | None, ready: Sequence[int] | None, limit: int) -> tuple
         return tuple(sizes(rows, len(ready)))
     if rows is not None and rows != sum(parts):
         raise BatchError(
-            f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), other leaves have "
-            f"{rows}"
+            f"the ready-made microbatches have {sum(parts)} rows ({[*parts]}), but other leaves "
+            f"have {rows}; give the same rows in all of them"
         )
     return parts
 
 
 def cut(plan: Plan, inputs: Tree, target: Tree, feeds: Mapping[str, Tree] | None) -> Batch:
-    """Cut inputs, target and feeds alike.
+    """Cut inputs, target and feeds into the same microbatches.
 
     Raises:
-        BatchError: leaves with different numbers of rows, without rows, no rows at all, feeds
-            missing or unknown, or the wrong number of ready-made microbatches; every fault with its
-            place.
+        BatchError: leaves have different numbers of rows, or no rows; feeds are missing or unknown;
+            or the number of ready-made microbatches is wrong. The message lists all faults.
     """
     uncut = look(plan, inputs, target, feeds)
     return uncut.cut(uncut.parts, uncut.slices)
@@ -142,8 +143,10 @@ def look(
     feeds: Mapping[str, Tree] | None,
     stages: Container[int] | None = None,
 ) -> Uncut:
-    """Look at a batch before it is cut: all of it, or what some stages read. Raises BatchError as
-    `cut` does."""
+    """Check a batch before it is cut. Raises BatchError as `cut` does.
+
+    With ``stages``, check only the values that these stages read.
+    """
     feeds = feeds or {}
     last = plan.num_stages - 1
     by_name: dict[str, Tree] = {}
@@ -171,11 +174,12 @@ def look(
     rows, row_faults = _rows([*trees.values()])
     length, length_faults = _length([*trees.values()])
     row_faults += length_faults
+    # Lists with one value per row are found only if the number of rows is certain.
     faults += row_faults or [fault for tree in trees.values() for fault in tree.listed(rows)]
     ready = {name: len(tree.ready) for name, tree in trees.items() if tree.ready is not None}
     limit = plan.num_microbatches
     faults += [
-        f"{name} is cut into {n} microbatches, the plan has {limit}"
+        f"{name} has {n} ready-made microbatches, but the plan has {limit}"
         for name, n in ready.items()
         if not 0 < n <= limit
     ]
@@ -192,13 +196,13 @@ def look(
     ]
     if slices > 1 and ready:
         faults.append(
-            f"{', '.join(ready)} came as fp.Microbatches, which are cut already, and the plan "
-            f"cuts each into {slices} slices; give tensors"
+            f"{', '.join(ready)} came as fp.Microbatches, which are already cut, but the plan "
+            f"cuts each microbatch into {slices} slices; give tensors"
         )
     raise_all("this batch cannot be cut into microbatches:", faults, BatchError)
     made, of_target, unclear = None, False, False
     if ready:
-        # The loss is a mean over the target, so rows of the target count before rows of the inputs.
+        # The loss is a mean over the target, so use the rows of the target before those of inputs.
         order = sorted(trees.values(), key=lambda tree: tree.name != "target")
         source = next((tree for tree in order if any(tree.ready_rows)), None)
         made = (
@@ -212,9 +216,9 @@ def look(
         )
         if source is not None and not source.rows_agree and rows is not None:
             raise BatchError(
-                f"the leaves of {source.name}, ready-made microbatches, differ in how many rows "
-                "they have, so it is not known how to cut the other leaves of the batch; cut "
-                "these, too: fp.Microbatches([...])"
+                f"the leaves of {source.name}, ready-made microbatches, have different numbers of "
+                "rows, so it is not known how to cut the other leaves of the batch; cut them, "
+                "too: fp.Microbatches([...])"
             )
     lengths = (
         slice_lengths(length, slices, plan.slices) if stages is None or length is not None else ()
@@ -225,18 +229,17 @@ def look(
 
 @dataclass(frozen=True)
 class Uncut:
-    """A batch that can be cut.
+    """A checked batch that can be cut.
 
     Attributes:
-        trees: inputs, target and feeds as far as they are here, by name.
-        rows: of the leaves; None: none has any.
-        ready: rows of the ready-made microbatches, 0 where nothing has any; None: there are no
-            such.
-        parts: rows of the microbatches that follow from it.
-        feeds: the names of those that are here.
-        length: of the sequences that are cut into slices; None: none is.
-        slices: the lengths of the slices that follow from it.
-        of_target: whether the ready-made rows are the target's, which count before others.
+        trees: the inputs, target and feeds in this process, by name.
+        rows: the rows of the leaves. None: no leaf has rows.
+        ready: the rows of each ready-made microbatch, 0 without rows. None: there are none.
+        parts: the rows of each microbatch, as far as this process can tell.
+        feeds: the names of the feeds in this process.
+        length: the length of the sequences that are cut into slices, or None.
+        slices: the lengths of the slices, as far as this process can tell.
+        of_target: whether ``ready`` has the rows of the target, which count before others.
         rows_unclear: see `Shares`.
     """
 
@@ -252,15 +255,15 @@ class Uncut:
 
     @property
     def merged(self) -> bool | None:
-        """Are inputs cut here, so that outputs are merged; None: they are not here."""
+        """Whether inputs are cut here, so that outputs are merged. None: no inputs here."""
         return self.trees["inputs"].ready is None if "inputs" in self.trees else None
 
     def cut(
         self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None
     ) -> Batch:
-        """Cut into microbatches of so many rows, and these into slices of such lengths.
+        """Cut into microbatches with these rows, and into slices with these lengths.
 
-        ``merged`` as the process knows that has the inputs.
+        ``merged`` is the answer of the process with the inputs. None: this process.
         """
         pieces = {name: tree.cut(parts, slices) for name, tree in self.trees.items()}
         handles = [handle for tree in self.trees.values() for handle in tree.handles]
@@ -272,7 +275,7 @@ class Uncut:
 
 
 def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
-    """The number of rows of a batch, None if nothing has any; and the faults."""
+    """Return the number of rows of a batch, or None, and the faults."""
     faults = [fault for tree in trees for fault in tree.faults]
     counts = {count for tree in trees for count in tree.rows.values()}
     if len(counts) > 1:
@@ -282,8 +285,8 @@ def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
             for index, count in tree.rows.items()
         )
         faults.append(
-            f"leaves differ in rows: {listed}; share a leaf that has none with "
-            "fp.Replicate(leaf), name another axis with fp.Axis(leaf, axis)"
+            f"leaves differ in rows: {listed}; share a leaf without rows with "
+            "fp.Replicate(leaf), or name another axis with fp.Axis(leaf, axis)"
         )
     if counts == {0}:
         empty = [tree.places[index] for tree in trees for index in tree.rows]
@@ -292,8 +295,7 @@ def _rows(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
 
 
 def _length(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
-    """The length of the sequences that slices are cut of, None if there are none; and the
-    faults."""
+    """Return the length of the sequences that slices are cut from, or None, and the faults."""
     lengths = {length for tree in trees for length in tree.lengths.values()}
     if len(lengths) < 2:
         return (next(iter(lengths)) if lengths else None), []
@@ -303,8 +305,8 @@ def _length(trees: Sequence[BatchTree]) -> tuple[int | None, list[str]]:
         for index, length in tree.lengths.items()
     )
     return None, [
-        f"leaves differ in the length of their sequences: {listed}; one that every slice gets "
-        "whole is fp.Axis(leaf, 0, sequence=None), of others name the axis"
+        f"leaves differ in the length of their sequences: {listed}; mark a leaf that every slice "
+        "gets whole, fp.Axis(leaf, 0, sequence=None), or name another axis, sequence=axis"
     ]
 
 
@@ -314,7 +316,7 @@ def _stage_that_feeds(plan: Plan, name: str) -> str:
 
 
 def given_by_caller(batch: Batch, program: Lowered) -> dict[int, Border]:
-    """What the caller gives, by value number."""
+    """Return the values that the caller gives, by value number."""
     pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
     for number, (role, _, name, _) in enumerate(program.wires):
@@ -325,5 +327,5 @@ def given_by_caller(batch: Batch, program: Lowered) -> dict[int, Border]:
 
 
 def numbered(wire: int, pieces: Sequence[Border]) -> Mapping[int, Border]:
-    """The values of a wire by number, one of each microbatch."""
+    """Return the values of a wire by value number, one per piece."""
     return {wire * len(pieces) + microbatch: piece for microbatch, piece in enumerate(pieces)}

@@ -1,4 +1,4 @@
-"""How much each microbatch counts in the loss, before any forward."""
+"""Compute the weight of each microbatch in the loss, before any forward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from funcpipe._src.stages.bound import Shares
 
 
 class Weighed(NamedTuple):
-    """What a process makes of the weights of its microbatches.
+    """The weights of the microbatches, as far as one process can compute them.
 
     Attributes:
-        weights: of each; None: their rows count, or it does not know.
-        whole: did it have all that decides about them.
-        fault: why it does not know.
+        weights: the weight of each microbatch. None: rows are the weights, or they are unknown.
+        whole: whether the process had all values that the weights depend on.
+        fault: why the weights are unknown, or "".
     """
 
     weights: tuple[float, ...] | None
@@ -64,7 +64,7 @@ def shares_of(
             f"{_word(plan)} is 0 for every microbatch, so the loss of this batch is not defined; "
             "leave it out"
         )
-        error.everywhere = True
+        error.everywhere = True  # all processes have the same weights, so each raises by itself
         raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
@@ -74,8 +74,7 @@ def shares_of(
 
 
 def weighed(batch: Batch, plan: Plan) -> Weighed:
-    """What this process makes of the weights, with what it has of the batch. Raises what
-    `weights_of` does."""
+    """Compute the weights from the part of the batch in this process. Raises as `weights_of`."""
     target = batch.target is not None
     whole = target and (bool(batch.inputs) or plan.weight is not None)
     if not whole and (plan.weight is not None or not (target or batch.inputs)):
@@ -85,37 +84,35 @@ def weighed(batch: Batch, plan: Plan) -> Weighed:
     except Exception as error:
         if whole:
             raise
-        return Weighed(None, whole=False, fault=str(error))  # who has all may know
+        return Weighed(None, whole=False, fault=str(error))  # a process with all values may succeed
 
 
-def settled(told: Sequence[Weighed]) -> tuple[float, ...] | None:
-    """The weights, by what the processes of a replica make of them; None: their rows count. Raises
-    RanksError."""
-    sure = [each for each in told if each.whole]
-    known = {each.weights for each in sure or told if sure or each.weights is not None}
-    fault = next((each.fault for each in told if each.fault), "")
+def settled(by_process: Sequence[Weighed]) -> tuple[float, ...] | None:
+    """Return the weights that a replica's processes agree on; None: rows. Raises RanksError."""
+    # A process that had all values is right; without one, take the weights that some could compute.
+    complete = [each for each in by_process if each.whole]
+    known = {
+        each.weights for each in complete or by_process if complete or each.weights is not None
+    }
+    fault = next((each.fault for each in by_process if each.fault), "")
     if len(known) > 1 or (not known and fault):
-        what = f"several say other things, {sorted(map(str, known))}" if known else fault
+        reason = f"the ranks computed {sorted(map(str, known))}" if known else fault
         raise RanksError(
-            "how much microbatches count hangs on inputs and target (the loss's weigh), and no "
-            f"rank has both: {what}; give (inputs, target) to the rank of the last stage"
+            "the weights of microbatches depend on inputs and target (the loss's weigh), but no "
+            f"rank has both: {reason}; give (inputs, target) to the rank of the last stage"
         )
     return known.pop() if known else None
 
 
 def _word(plan: Plan) -> str:
-    return (
-        "what the loss counts (its weigh(inputs, target))"
-        if plan.weight is None
-        else "weight(target)"
-    )
+    return "the loss's weigh(inputs, target)" if plan.weight is None else "weight(target)"
 
 
 def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
-    """The weight of each microbatch by the plan's weight or its loss; None: its rows count.
+    """Return the weight of each microbatch, by the plan's ``weight`` or its loss; None: rows.
 
     Raises:
-        BatchError: a weight is not a number from 0.
+        BatchError: a weight is not a finite number from 0.
     """
     weight, word = plan.weight, _word(plan)
     weigh = plan.counts.weigh if weight is None else lambda _, target: weight(target)
@@ -138,14 +135,17 @@ def weights_of(batch: Batch, plan: Plan) -> tuple[float, ...] | None:
     for index, (number, value) in enumerate(zip(numbers, values, strict=True)):
         if not 0 <= number < float("inf"):
             raise BatchError(
-                f"{word} is a number from 0; for {batch.named(index)} it gave {value!r}"
+                f"{word} must return a finite number from 0; for {batch.named(index)} it returned "
+                f"{value!r}"
             )
     return numbers
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    """Weights as numbers, nan where one is none; tensors are read at once, since each read waits
-    for the device."""
+    """Return weights as numbers, NaN for other values.
+
+    All tensors are read in one copy, because each read waits for the device.
+    """
     if all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
         return tuple(
             float(number)
@@ -155,7 +155,7 @@ def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
 
 
 def _number(value: Any) -> float:
-    """A weight as a number; nan where it is none."""
+    """Return a weight as a number, NaN for another value."""
     try:
         return float(value)
     except (TypeError, ValueError):

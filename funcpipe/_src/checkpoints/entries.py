@@ -1,5 +1,4 @@
-"""List the tensors of a model once, for the processes that save or load; the optimizer's state
-walks the list, too."""
+"""List the tensors of a model with their names, for `save`, `load` and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ from funcpipe._src.models.split_model import Split
 
 
 class SaveGroup(Protocol):
-    """The processes that save or load together: what `fp.ranks` returns. The bodies are for one
-    process alone."""
+    """The processes that save or load together, as `fp.ranks` returns them.
+
+    The methods here are for one process alone.
+    """
 
     rank: int = 0
     replica: int = 0
@@ -27,12 +28,12 @@ class SaveGroup(Protocol):
 
     @property
     def members(self) -> Collection[int]:
-        """The processes in the job; none for a process alone."""
+        """The global ranks of the processes; empty for a process alone."""
         return ()
 
     @property
     def stages(self) -> Collection[int]:
-        """The stages of this process; for a process alone all, however many there are."""
+        """The stages of this process; all for a process alone."""
         return range(sys.maxsize)
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
@@ -44,7 +45,8 @@ class SaveGroup(Protocol):
         return nullcontext()
 
     def whole(self, tensor: Any) -> Tensor:
-        """Return all of a tensor. Replicas that have parts of the tensor call this together."""
+        """Return the whole of a tensor. Replicas that have parts of the tensor call this
+        together."""
         return entire(tensor)
 
 
@@ -53,31 +55,33 @@ class OneProcess(SaveGroup):
 
 
 Trees = dict[str, tuple[Tree, ...]]
-"""By kind ("params", "state"), one tree for each stage, None for the stages of other processes."""
+"""By kind ("params", "state"), one tree per stage, None for stages of other processes."""
 
 
 class Entry(NamedTuple):
-    """One place where a model or a stage has a tensor. Of several entries with one name, the first
-    is saved."""
+    """One place where a model or a stage has a tensor.
 
-    name: str  # of the tensor in the file
+    If several entries have the same name, the first is saved.
+    """
+
+    name: str  # the name of the tensor in the file
     ties: tuple[str, ...]  # the other names of a tied parameter
     kind: str  # "params" or "state"; "rest" for a tensor of the model that no stage uses
-    leaf: Any  # the tensor; None where another process has the stage
+    leaf: Any  # the tensor; None if another process has the stage
 
 
 def stage_trees(
     model: Split | Plan, params: Any, state: Any, here: Collection[int], *, saving: bool
 ) -> Trees:
-    """Return the trees of the stages ``here``. Without params or state, those of the model.
+    """Return the trees of the stages ``here``. Params or state of None mean those of the model.
 
     Raises:
-        CheckpointError: this is not a split or a plan; there is not one tree for each stage; or
-            there is no state, and training changes it.
+        CheckpointError: ``model`` is neither a split nor a plan; there is not one tree per stage;
+            or the state is missing although training changes it.
     """
     if not isinstance(model, (Split, Plan)):
         raise CheckpointError(
-            f"save and load take what fp.split returns, or a plan; got a {type(model).__name__}; "
+            f"save and load take the result of fp.split, or a plan; got a {type(model).__name__}; "
             "for stages of your own give the plan"
         )
     count = len(model.stages)
@@ -92,9 +96,8 @@ def stage_trees(
                 f"{type(row).__name__}; give {kind}="
             )
         trees[kind] = tuple([tree if stage in here else None for stage, tree in enumerate(row)])
-    if state is None and (
-        saving or model.state is None
-    ):  # load replaces the numbers of model.state
+    # `load` needs no state if the model has one, because `load` replaces its numbers.
+    if state is None and (saving or model.state is None):
         origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
         if fault := forgotten_state(model.stages, origin):
             raise CheckpointError(fault)
@@ -111,9 +114,8 @@ def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[En
 
 
 def _of_split(split: Split, trees: Trees) -> list[Entry]:
-    names_at: dict[
-        Any, list[str]
-    ] = {}  # by the places of a tensor; names with the same places are tied
+    # By the places of a tensor; names with the same places are tied.
+    names_at: dict[Any, list[str]] = {}
     for name, home in split.homes.items():
         if home.saved:
             names_at.setdefault(home.owners or name, []).append(name)
@@ -159,16 +161,16 @@ def _of_plan(plan: Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
 
 
 def _place(stage: int, key: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the stage and the path of a member of a tie, whose path may be a single key."""
+    """Return the stage and the path of a tie's member, whose path may be a single key."""
     return stage, key if isinstance(key, tuple) else (key,)
 
 
 def spread_like(leaf: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor that was read as its parameter is: the part of this process for a DTensor."""
+    """Return a read tensor in the form of its parameter: this process's part for a DTensor."""
     if not hasattr(leaf, "device_mesh") or tensor.shape != leaf.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    spread: Any = leaf  # every process has read all of the tensor, so none sends anything
+    spread: Any = leaf  # every process has read the whole tensor, so nothing is sent
     whole = tensor.to(leaf.dtype)
     return distribute_tensor(whole, spread.device_mesh, spread.placements, src_data_rank=None)

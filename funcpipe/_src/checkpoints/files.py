@@ -1,10 +1,9 @@
-"""The files of a checkpoint: safetensors in a folder of their own, and a manifest that is replaced
-last.
+"""The files of a checkpoint: safetensors in a folder, and a manifest that is replaced last.
 
-``path/funcpipe.json`` names the folder of the newest whole checkpoint, its files with their sizes
-and hashes, and the file of each tensor. It is replaced in one step when everything else is on disk.
-So a process that is killed leaves the checkpoint before. The folder has an index for transformers,
-too.
+The manifest ``path/funcpipe.json`` names the folder of the current checkpoint, its files with sizes
+and hashes, and the file of each tensor. The manifest is replaced in one step after all other files
+are on disk. So if the process is killed, the previous checkpoint stays valid. The folder also has
+an index for transformers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Manifest:
     """The description of a checkpoint."""
 
     step: int
-    folder: str  # where the files are, below the path
+    folder: str  # the folder of the files, within the path
     files: Files
     model: dict[str, str]  # the file of each tensor of the model, by name
     tied: dict[str, str]  # maps each further name of a tied parameter to its name in `model`
@@ -46,7 +45,7 @@ class Manifest:
 
 
 def safetensors() -> Any:
-    """Return the library. Raises CheckpointError where it is not installed."""
+    """Return the library. Raises CheckpointError if it is not installed."""
     try:
         return pkgutil.resolve_name("safetensors.torch")
     except ImportError as error:
@@ -126,7 +125,8 @@ def discard(path: Path, folder: str) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest. Raises CheckpointError: there is none, or another program wrote it."""
+    """Return the manifest. Raises CheckpointError if it is missing, damaged or of another
+    version."""
     file = path / MANIFEST
     damaged = f"the checkpoint at {path} is damaged: {MANIFEST}"
     try:
@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{damaged} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{file} is of another program or version; this one reads {_FORMAT!r}"
+            f"{file} was written by another program or version; this version reads {_FORMAT!r}"
         )
     try:
         manifest = Manifest(**found)
@@ -155,7 +155,7 @@ def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> d
     """Read tensors by name, given the file of each. Every file is checked before the first read.
 
     Raises:
-        CheckpointError: a file is missing, or not what was written.
+        CheckpointError: a file is missing, or differs from the file that was written.
     """
     files = [*dict.fromkeys(wanted.values())]
     folder = path / manifest.folder
@@ -170,13 +170,13 @@ def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> d
 
 
 def _fault(file: Path, known: tuple[int, str] | None) -> str:
-    """Return what is wrong with a file; "" for nothing."""
+    """Return the fault of a file, or ""."""
     if known is None or not file.is_file():
         return f"{file.name} is missing"
     size, hash_ = known
     if file.stat().st_size != size:
-        return f"{file.name} has {file.stat().st_size} bytes, and {size} were written"
-    return "" if _hash(file) == hash_ else f"{file.name} has other bytes than were written"
+        return f"{file.name} has {file.stat().st_size} bytes, but {size} were written"
+    return "" if _hash(file) == hash_ else f"{file.name} has other contents than were written"
 
 
 def _hash(file: Path) -> str:

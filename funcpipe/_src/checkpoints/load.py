@@ -1,5 +1,7 @@
-"""load: read a checkpoint into parameters, state and an optimizer; all of it, or nothing
-changes."""
+"""`load`: read a checkpoint into parameters, state and an optimizer, or change nothing.
+
+`files` reads the files, and `optimizer` decodes the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from funcpipe._src.models.split_model import Split
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint had.
+    """The contents of a checkpoint, as `load` returns them.
 
     Attributes:
-        params: one tree per stage, None for stages of other ranks.
-        state: likewise.
-        step: as it was saved.
+        params: a tuple with one tree per stage, None for stages of other ranks.
+        state: the state of the stages, in the same form.
+        step: the number that was given to `save`.
     """
 
     params: tuple[Tree, ...]
@@ -58,12 +60,12 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     ranks: SaveGroup | None = None,
 ) -> Loaded:
-    """Read the newest whole checkpoint that `save` wrote, with as many stages and processes as you
-    like.
+    """Restore parameters, state and an optimizer from a checkpoint of `save`.
 
-    `load` writes numbers into the parameters in place, so the model and its optimizer see them.
-    Tensors of the model that no stage uses are loaded, too. State comes as new trees. Parameters on
-    the meta device come as new ones, for the stages of this process only.
+    The number of stages and processes may differ from the run that saved. `load` writes the numbers
+    into the parameters in place, so the model and its optimizer see the numbers. `load` also
+    restores tensors of the model that no stage uses. State is returned as new trees. Parameters on
+    the meta device are returned as new tensors, for the stages of this process.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
@@ -76,28 +78,35 @@ def load(
 
     Args:
         path: the folder that was given to `save`.
-        model: the model's split (into any number of stages), or the plan, as for `save`.
-        params: those that are run; None: those of the split.
-        state: like the new state; None: that of the split, or none.
-        optimizer: over these params; gets its state and options back.
-        ranks: of several processes, all of which call this.
+        model: the split of the model, into any number of stages. For a checkpoint of a plan, a plan
+            with the same stages.
+        params: a tuple with one tree per stage, as given to `run`. None, the default: the
+            parameters of the split.
+        state: a tuple with one tree per stage, whose shapes the new state gets. None, the default:
+            the state of the split or the plan, if there is one.
+        optimizer: an optimizer over ``params``. `load` restores its state and options.
+        ranks: the processes of `fp.ranks`. All of them call `load`. None, the default: one process.
 
-    Warns where numbers are cast to a type with less precision or range, and where the saved
-    optimizer held more parameters.
+    Returns:
+        A `typing.Loaded` with params, state and step.
+
+    Warns:
+        UserWarning: a cast loses precision or range, or the saved optimizer had more parameters.
 
     Raises:
-        CheckpointError: there is no checkpoint; it is damaged; it is of another model or optimizer;
-            or the model ties parameters that differ in the checkpoint. Nothing was changed.
-        PeerError: another process could not load.
+        CheckpointError: there is no checkpoint, or the files are damaged; the checkpoint is of
+            another model or optimizer; or the model ties parameters that differ in the checkpoint.
+            Nothing was changed.
+        PeerError: another process could not load. Nothing was changed.
     """
     group = OneProcess() if ranks is None else ranks
     with group.telling():
         trees = stage_trees(model, params, state, group.stages, saving=False)
         found = [entry for entry in entries(model, trees, group.stages) if entry.leaf is not None]
         manifest = read_manifest(Path(path))
-        own = {entry.name: entry for entry in found}
-        tensors = _read_model(Path(path), manifest, model, own, group.stages)
-        notes = _casts(own, tensors)
+        entry_of = {entry.name: entry for entry in found}
+        tensors = _read_model(Path(path), manifest, model, entry_of, group.stages)
+        notes = _casts(entry_of, tensors)
         restored: dict[str, Any] = {}
         if optimizer is not None:
             wanted = {key: manifest.moments[key] for key in moments_of(found, manifest.moments)}
@@ -132,7 +141,8 @@ def _read_model(
     saved = [*manifest.model, *manifest.tied]
     known = {*own, *(model.homes if isinstance(model, Split) else ())}
     faults: list[str] = []
-    keys: dict[str, list[str]] = {}  # several where the model ties what is apart in the checkpoint
+    # By name, the keys in the checkpoint: several if the model ties separate tensors there.
+    keys: dict[str, list[str]] = {}
     for name, entry in own.items():
         row = dict.fromkeys(manifest.tied.get(each, each) for each in (name, *entry.ties))
         keys[name] = [key for key in row if key in manifest.model]
@@ -149,7 +159,8 @@ def _read_model(
         shapes = {key: tuple(tensors[key].shape) for key in row}
         others = {key: there for key, there in shapes.items() if there != shape}
         faults += [
-            f"{key!r} has shape {there} there, and {shape} here" for key, there in others.items()
+            f"{key!r} has shape {there} in the checkpoint, and {shape} in the model"
+            for key, there in others.items()
         ]
     raise_all(f"the checkpoint at {path} is of another model:", faults, CheckpointError, most=8)
     faults = [
@@ -159,8 +170,8 @@ def _read_model(
         if not same_numbers(tensors[first], tensors[other])
     ]
     title = (
-        f"the model ties parameters that are apart in the checkpoint at {path}, with other "
-        "numbers each; untie them:"
+        f"the model ties parameters that are separate in the checkpoint at {path} and have "
+        "different numbers there; untie them:"
     )
     raise_all(title, faults, CheckpointError, most=8)
     return {name: tensors[row[0]] for name, row in keys.items()}
@@ -176,8 +187,8 @@ def _casts(own: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> list[str]
             casts.setdefault((there, here), []).append(name)
     return [
         f"the checkpoint has {there} and the model {here}, which is no wider; load rounds "
-        f"{count_text(len(names), 'tensor')}: {some(map(repr, names))}; to keep the numbers "
-        "convert the model before it is split"
+        f"{count_text(len(names), 'tensor')}: {some(map(repr, names))}; to keep the numbers, "
+        "convert the model before fp.split"
         for (there, here), names in casts.items()
     ]
 
@@ -185,9 +196,10 @@ def _casts(own: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> list[str]
 def _fill(
     model: Split | Plan, found: Sequence[Entry], tensors: Mapping[str, Tensor]
 ) -> dict[int, Tensor]:
-    """Write numbers into parameters and the rest in place; return other leaves, new, by identity.
+    """Write numbers into parameters and unused tensors in place.
 
-    State, and leaves on the meta device, get new tensors.
+    Returns:
+        New tensors for state and for leaves on the meta device, by the id of the old leaf.
     """
     fresh: dict[int, Tensor] = {}
     with torch.no_grad():

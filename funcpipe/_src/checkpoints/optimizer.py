@@ -44,9 +44,10 @@ def write_optimizer(
             name = name_of[id(leaf)]
             state[name] = _encoded(dict(kept), _escaped(name), tensors, faults)
         elif kept:
-            faults.append("an entry of its state is of no parameter of its groups")
+            faults.append("its state has an entry for a parameter that is not in its groups")
     kind = type(optimizer).__name__
-    raise_all(f"what {kind} keeps cannot be written; nothing was:", faults, CheckpointError, most=8)
+    title = f"the state of {kind} cannot be written, and nothing was written:"
+    raise_all(title, faults, CheckpointError, most=8)
     return {"class": kind, "groups": groups, "state": state}, tensors
 
 
@@ -83,10 +84,10 @@ def read_optimizer(
     found: Sequence[Entry],
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], str]:
-    """Return a checkpoint's optimizer as a ``state_dict`` for this one, which stays as it is.
+    """Return a checkpoint's optimizer as a ``state_dict`` for this optimizer, without loading it.
 
     Returns:
-        The ``state_dict``, and a warning of parameters whose state is left over, or "".
+        The ``state_dict``, and a warning about parameters whose state is not used, or "".
 
     Raises:
         CheckpointError: the checkpoint has no optimizer, or one that does not fit.
@@ -98,8 +99,8 @@ def read_optimizer(
         raise CheckpointError(f"the checkpoint has the state of {written['class']}, not of {kind}")
     if any(leaf.is_meta for group in optimizer.param_groups for leaf in group["params"]):
         raise CheckpointError(
-            "the optimizer holds parameters on the meta device; load them first, then make it, "
-            "then load it"
+            "the optimizer holds parameters on the meta device; first load the parameters, then "
+            "make the optimizer, then load the optimizer"
         )
     held = _held(optimizer, found, "make it over the params that are loaded")
     options_of = {name: group["options"] for group in written["groups"] for name in group["names"]}
@@ -111,7 +112,8 @@ def read_optimizer(
         saved = [options_of[name] for name, _ in row if name in options_of]
         if any(options != saved[0] for options in saved):
             faults.append(
-                f"group {number} has parameters of several groups there, whose options differ"
+                f"group {number} has parameters of several groups of the checkpoint, whose options "
+                "differ"
             )
         for key, value in _decoded(saved[0], {}).items() if saved else ():
             before = group.get(key)
@@ -148,7 +150,7 @@ def _held(
     unknown = [leaf for group in groups for leaf in group if id(leaf) not in names]
     if unknown:
         raise CheckpointError(
-            f"the optimizer holds {len(unknown)} tensors that are none of params, the first of "
+            f"the optimizer holds {len(unknown)} tensors that are not in params, the first of "
             f"shape {tuple(unknown[0].shape)}; {remedy}"
         )
     return [[(names[id(leaf)], leaf) for leaf in group] for group in groups]

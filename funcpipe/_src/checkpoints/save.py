@@ -1,5 +1,7 @@
-"""save: write parameters, state and an optimizer into a checkpoint, by one process or by
-several."""
+"""`save`: write parameters, state and an optimizer into a checkpoint, by one or several processes.
+
+`files` writes the files, and `optimizer` encodes the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,14 @@ from funcpipe._src.models.split_model import Split
 
 
 class Saving:
-    """A checkpoint whose files are being written, while you go on; `finish` makes it the newest
-    one."""
+    """A checkpoint whose files a thread writes. `finish` makes it the current checkpoint.
+
+    ``fp.save(..., wait=False)`` returns a `Saving`. Call `finish` before the next `save` to the
+    same path, and at the end of the program.
+
+    Attributes:
+        path: the folder of the checkpoint, absolute.
+    """
 
     def __init__(
         self, path: Path, group: SaveGroup, manifest: Manifest, files: Future[Files]
@@ -64,16 +72,17 @@ class Saving:
 
     @property
     def written(self) -> bool:
-        """Are the files of this process written, so that `finish` does not wait for them."""
+        """Whether the files of this process are written, so that `finish` does not wait for
+        them."""
         return self._files.done()
 
     def finish(self) -> None:
-        """Wait for the files, then make this the newest checkpoint. Of ranks all call this.
+        """Wait for the files, then make this the current checkpoint. All ranks call `finish`.
 
-        Until then the checkpoint before is the newest.
+        Until then, `load` reads the previous checkpoint. A second call is a no-op.
 
         Raises:
-            OSError, RanksError, PeerError: as `save` does; the checkpoint before stays.
+            OSError, RanksError, PeerError: as in `save`. The previous checkpoint stays.
         """
         if self._over:
             return
@@ -91,7 +100,7 @@ class Saving:
 
 
 _unfinished: WeakSet[Saving] = WeakSet()
-"""Those that are not finished, and that somebody still has."""
+"""All unfinished savings that are still referenced."""
 
 
 @overload
@@ -129,11 +138,11 @@ def save(
     ranks: SaveGroup | None = None,
     wait: bool = True,
 ) -> Saving | None:
-    """Write a checkpoint: all of it, or, whatever happens, the one before stays.
+    """Write a checkpoint of parameters, state and optimizer; keep the previous one if that fails.
 
-    The files are safetensors, by the model's own names where ``model`` is a split, tied names once;
-    transformers reads them (``from_pretrained(path / folder)``), and `load` into any number of
-    stages and processes.
+    Files are in the safetensors format. With a split, tensors have the names of the model, and a
+    tied tensor is written once. `load` reads them into any number of stages and processes.
+    transformers reads the folder within ``path`` with ``from_pretrained``.
 
     >>> import tempfile
     >>> split = fp.split(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 2)
@@ -144,28 +153,30 @@ def save(
     7
 
     Args:
-        path: a folder, made if it is not there; it keeps the newest whole checkpoint. Of several
-            processes the same one.
-        model: what `split` returned; or, for stages of your own, the plan (names are stages and
-            keys then, for the same stages).
-        params: as they are run, one tree per stage.
-        state: likewise. None: the state of the split, or none; where training changes it,
-            CheckpointError.
-        optimizer: its state, by the names of the parameters, and its options.
-        step: a number of yours, which `load` returns.
-        ranks: of several processes, all of which call this; each writes its own stages.
-        wait: False: copy everything and come back; a thread writes, and ``finish()`` of what is
-            returned ends it.
+        path: a folder. `save` creates a missing folder, and keeps one finished checkpoint there.
+            Several processes give the same folder.
+        model: the split of the model. For stages of your own, the plan. Then a tensor's name
+            contains its stage, so the checkpoint fits the same stages only.
+        params: a tuple with one tree per stage, as given to `run`.
+        state: a tuple with one tree per stage. None, the default: the state of the split, or no
+            state. If training changes the state, None raises `CheckpointError`.
+        optimizer: an optimizer over ``params``. `save` writes its state and options. None, the
+            default: no optimizer.
+        step: an int from 0, which `load` returns. The default is 0.
+        ranks: the processes of `fp.ranks`. All of them call `save`, and each writes its own stages.
+            None, the default: one process.
+        wait: True, the default: return when the checkpoint is complete. False: copy all tensors and
+            return a `Saving`. A thread writes the files, and ``finish()`` completes the checkpoint.
 
     Returns:
-        None; with ``wait=False`` a `Saving`.
+        None, or a `Saving` with ``wait=False``.
 
     Raises:
         CheckpointError: params, state or optimizer do not fit the model, or cannot be written; a
             save to this path with ``wait=False`` is not finished; another pipeline of this job
             saves to this path; or safetensors is not installed.
-        RanksError, PeerError: the processes do not fit together, or one of them failed; the
-            checkpoint before stays.
+        RanksError, PeerError: the processes do not fit together, or one of them failed. The
+            previous checkpoint stays.
         OSError: the files cannot be written.
     """
     group = OneProcess() if ranks is None else ranks
@@ -181,7 +192,7 @@ def save(
             f"optimizer{end}": moments,
         }
         faults = [fault for row in rows.values() for fault in unwritable(row)]
-        title = "these tensors cannot be written, and nothing was:"
+        title = "these tensors cannot be written, and nothing was written:"
         raise_all(title, faults, CheckpointError, most=8)
         target = Path(path).resolve()
         header = SaveHeader(
@@ -198,7 +209,7 @@ def save(
         )
         headers: list[SaveHeader] = group.exchange("what a checkpoint has", header)
     first = headers[: len(headers) // group.replicas]  # of the replica that writes
-    _refuse(target, headers, first)  # every process raises by itself, so none is told
+    _refuse(target, headers, first)  # all processes have all headers, so each raises by itself
     manifest = Manifest(
         step,
         headers[0].folder,
@@ -264,21 +275,22 @@ def _file_of(kind: str, headers: Sequence[SaveHeader]) -> dict[str, str]:
 
 
 def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeader]) -> None:
-    """Raise CheckpointError if another save has the path, RanksError if replicas differ."""
+    """Raise CheckpointError if another save uses the path, RanksError if replicas differ."""
     claimed = next((header.claimed for header in headers if header.claimed), ())
     if claimed:
         raise CheckpointError(
-            f"the pipeline of processes {', '.join(map(str, claimed))} saves to {path}, and two "
-            "that save to one path destroy each other's checkpoints; give each pipeline a path "
-            "of its own, with its coordinates in the mesh, or replicas of one model one "
-            "pipeline: fp.ranks(plan, mesh, dp=...)"
+            f"the pipeline of processes {', '.join(map(str, claimed))} already saves to {path}, "
+            "and two pipelines that save to one path destroy each other's checkpoints; give each "
+            "pipeline its own path, or, if they are replicas of one model, name their mesh "
+            "dimension: fp.ranks(plan, mesh, dp=...)"
         )
     unfinished = [str(rank) for rank, header in enumerate(headers) if header.unfinished]
     if unfinished:
         who = f" (of rank {', '.join(unfinished)})" if len(headers) > 1 else ""
         raise CheckpointError(
-            f"what was saved to {path} with wait=False{who} is not finished, and would replace "
-            "this one later; call saving.finish() first, of ranks on each, or save to another path"
+            f"an earlier save to {path} with wait=False{who} is not finished, and would later "
+            "replace this checkpoint; call saving.finish() first, on every rank, or save to "
+            "another path"
         )
     faults: list[str] = []
     for rank, header in enumerate(headers):
@@ -295,24 +307,23 @@ def _refuse(path: Path, headers: Sequence[SaveHeader], first: Sequence[SaveHeade
 
 
 def _gather(group: SaveGroup, row: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """Return whole tensors in the first replica. All replicas give their parts of spread
-    tensors."""
-    whole: dict[str, Tensor] = {}
+    """Gather spread tensors from all replicas; return whole tensors in the first replica."""
+    tensors: dict[str, Tensor] = {}
     for name, tensor in sorted(row.items()):  # the optimizers of replicas may have another order
         gathered = group.whole(tensor)
         if group.replica == 0:
-            whole[name] = gathered.detach().clone() if copy else gathered
-    return whole
+            tensors[name] = gathered.detach().clone() if copy else gathered
+    return tensors
 
 
 def _discard(group: SaveGroup, path: Path, folder: str) -> None:
-    if _leads(group):  # another process could remove what the first one is making the newest
+    if _leads(group):  # another process could remove a folder that the first has just committed
         discard(path, folder)
 
 
 @contextmanager
 def _whole_or_removed(group: SaveGroup, path: Path, folder: str) -> Generator[None]:
-    """Tell the other processes of an error inside, and remove the new folder then."""
+    """Send an error in this context to the other processes, and remove the new folder."""
     try:
         with group.telling():
             yield

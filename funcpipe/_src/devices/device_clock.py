@@ -1,8 +1,6 @@
-"""When a lane's work begins and ends: by the host's clock, or by events on the streams of its
-device.
+"""Measure when a lane's work begins and ends: with the host's clock on the CPU, else with events.
 
-What a lane queues on a device is done later, so there the host's clock would tell when it was
-queued.
+On a device with streams, the host's clock would measure when work is queued, not when it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from funcpipe._src.devices.stream import Place
 
 
 class LaneClock:
-    """Marks moments of one lane, which are numbers once the run is over."""
+    """Marks moments of one lane. `nanoseconds` converts marks to times after the run."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -22,14 +20,14 @@ class LaneClock:
         self._began = 0
 
     def start(self) -> None:
-        """Tell the device's time by the host's: waits for the device, once."""
+        """Align the device's clock with the host's. Waits for the device, once."""
         if self.place.asynchronous and self._zero is None:
             self._zero = self.mark()
             self._zero.synchronize()
             self._began = perf_counter_ns()
 
     def mark(self) -> Any:
-        """This moment: all that the lane has queued so far is over, and nothing more."""
+        """Mark the moment at which all work that the lane has queued so far is done."""
         if not self.place.asynchronous:
             return perf_counter_ns()
         event = self.place.module.Event(enable_timing=True)
@@ -37,7 +35,7 @@ class LaneClock:
         return event
 
     def nanoseconds(self, mark: Any) -> int:
-        """When that was, by `time.perf_counter_ns`; waits for it."""
+        """Return the time of a mark, comparable with `time.perf_counter_ns`. Waits for the mark."""
         if not self.place.asynchronous:
             return mark
         mark.synchronize()

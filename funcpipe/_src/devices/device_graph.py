@@ -1,5 +1,8 @@
-"""Records the work that a function queues on a device, and plays it again without its Python (CUDA
-graphs)."""
+"""Record the work that a function queues on a device, and replay it without its Python (CUDA
+graphs).
+
+`engine.graphs` decides what to record: whole runs, or programs of compiled stages.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,22 @@ from funcpipe._src.core.torch_names import (
 T = TypeVar("T")
 
 _WARM = 2
-"""How often work runs before it is rehearsed and recorded: libraries choose kernels at their first
-calls."""
+"""The number of runs before the rehearsal, because libraries choose kernels at their first calls."""
 
 _recording = threading.Lock()
-"""To begin a recording waits for the device, which is not allowed while another thread records."""
+"""Held during a recording: to begin one, a thread waits for the device, and CUDA forbids that while
+another thread records."""
 
 
 class Unrecordable(Exception):
-    """Work that runs and cannot be recorded; the message says what stood in the way."""
+    """Raised for work that runs but cannot be recorded. The message has the reason."""
 
 
 class DeviceGraph:
-    """Records work and plays it: a graph of a device, `torch.cuda.CUDAGraph`, recorded on a stream
-    of its own.
+    """Records work and replays it: a `torch.cuda.CUDAGraph`, recorded on its own stream.
 
-    Other threads may use the device meanwhile ("thread_local"), but for what waits for all of it.
+    During a recording, other threads may use the device ("thread_local"). But they must not wait
+    for the whole device.
     """
 
     def __init__(self, module: Any, device: torch.device) -> None:
@@ -52,8 +55,10 @@ class DeviceGraph:
         self._done: Any = None
 
     def warm(self, work: Callable[[], object]) -> None:
-        """Do the work unrecorded, where it will be recorded; torch asks for a stream that is not
-        the default one."""
+        """Run the work without recording, on the recording's stream.
+
+        Torch requires a stream other than the default stream.
+        """
         current = self.module.current_stream(self.device)
         self._stream.wait_stream(current)
         with self.module.stream(self._stream):
@@ -61,22 +66,22 @@ class DeviceGraph:
         current.wait_stream(self._stream)
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Do the work once more. Raises Unrecordable where it could not be recorded.
+        """Run the work once more. Raises Unrecordable if it cannot be recorded.
 
-        A recording that fails costs torch memory, so what can be seen before is refused before.
+        A failed recording leaks memory in torch, so find the obstacles before.
         """
         with Rehearsal(self.device):
             self.warm(work)
 
     def record(self, work: Callable[[], T]) -> T:
-        """Run the work's Python, and keep what it queues instead of running that."""
+        """Run the work's Python, and record what it queues. The device does not run it."""
         recording = self.module.graph(
             self._graph, stream=self._stream, capture_error_mode="thread_local"
         )
-        # The stream once more: torch leaves its own behind where a recording cannot be ended.
+        # Enter the stream here, too: torch does not restore the stream if a recording fails to end.
         with _recording, self.module.device(self.device), self.module.stream(self._stream):
-            # Workspaces that are made while it is recorded are the graph's own, and nobody else's
-            # afterwards.
+            # A workspace made during the recording is in the graph's memory, so other work must not
+            # use it: clear workspaces before and after.
             clear_workspaces()
             try:
                 with recording:
@@ -85,14 +90,16 @@ class DeviceGraph:
                 clear_workspaces()
 
     def play(self) -> None:
-        """Run what was recorded on the current stream, on the memory that it was recorded with."""
+        """Replay the recording on the current stream, with the memory of the recording."""
         with self.module.device(self.device):
             self._graph.replay()
 
     @contextmanager
     def turn(self, memory: Sequence[Tensor]) -> Generator[None]:
-        """What is queued inside, on this memory, runs after what was queued in the turn before, on
-        any stream."""
+        """Return a context whose queued work runs after that of the previous context.
+
+        Replays share the graph's ``memory``, so they must not overlap, on any streams.
+        """
         current = self.module.current_stream(self.device)
         if self._done is not None:
             current.wait_event(self._done)
@@ -105,8 +112,8 @@ class DeviceGraph:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Refuses operations that a graph of a device cannot hold: they wait for its numbers, or take
-    them elsewhere."""
+    """Refuses operations that a graph cannot contain: they wait for numbers of the device, or copy
+    them to another device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -123,31 +130,33 @@ class Rehearsal(TorchDispatchMode):
         if on_device and (
             torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         ):
-            raise Unrecordable(f"{func} waits for numbers of {self.device}")
+            raise Unrecordable(f"{func} waits for numbers on {self.device}")
         result = func(*args, **kwargs)
         if "attention" in func.name():
             result = pytree.tree_map_only(Tensor, self._as_recorded, result)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         elsewhere = [leaf.device for leaf in tensors if leaf.device.type != self.device.type]
         if on_device and elsewhere:
-            raise Unrecordable(f"{func} gives numbers of {self.device} to {elsewhere[0]}")
+            raise Unrecordable(f"{func} copies numbers from {self.device} to {elsewhere[0]}")
         return result
 
     def _as_recorded(self, leaf: Tensor) -> Tensor:
-        """A result of attention. The keys of its draws lie on the host, and on the device while
-        that is recorded."""
+        """Return a result of attention as a recording would return it.
+
+        The keys of its draws are on the host, but on the device during a recording.
+        """
         key = leaf.device.type == "cpu" and not leaf.ndim and not leaf.is_floating_point()
         return leaf.to(self.device) if key else leaf
 
 
 class Recorded:
-    """A function of tensors, recorded on tensors of its own; a call fills these, plays, and copies
-    the results out.
+    """A function of tensors, recorded on its own copies of the tensors.
 
-    So a call is as pure as the function, and its inputs and its results lie in memory twice.
+    A call fills the copies, replays the graph, and copies the results. So a call is as pure as the
+    function. Inputs and results are in memory twice.
 
     Attributes:
-        nbytes: of its own tensors.
+        nbytes: the bytes of the input copies.
     """
 
     def __init__(
@@ -159,18 +168,19 @@ class Recorded:
         *,
         steady: bool = False,
     ) -> None:
-        """Run the work some times, then record it.
+        """Run the work several times, then record it.
 
         Args:
-            graph: that records.
-            device: where the work is done.
-            tensors: of the sizes, strides and types that every call will have; on any device.
-            work: takes the recording's own tensors, and returns tensors of the device.
-            steady: a tensor that the call before got too, and that was not written to since, is not
-                copied again. (Writes through ``.data`` are not counted by torch.)
+            graph: the graph that records.
+            device: the device of the work.
+            tensors: example inputs with the sizes, strides and types of all later calls, on any
+                device.
+            work: a function from the recording's tensors to tensors on the device.
+            steady: whether to skip the copy of an input that is the same tensor as in the last
+                call, with the same version counter. Torch does not count writes through ``.data``.
 
         Raises:
-            Unrecordable: it ran, and the device refused to record it, or would have.
+            Unrecordable: the work runs, but cannot be recorded.
             Exception: raised by the work.
         """
         self._graph, self._steady, self._lock = graph, steady, threading.Lock()
@@ -191,20 +201,22 @@ class Recorded:
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._own)
 
     def _checked(self, results: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """The results, copied where memory is shared lazily. Raises Unrecordable for what cannot be
-        copied out."""
+        """Return the results without lazy copies. Raises Unrecordable for other than plain
+        tensors."""
         own_ids = {id(tensor) for tensor in self._own}
         for result in results:
             if result.device.type != device.type or not is_plain(result):
                 raise Unrecordable(
-                    f"it gives a {type(result).__name__} on {result.device}, where a plain tensor "
-                    f"on {device} is wanted"
+                    f"a result is a {type(result).__name__} on {result.device}, not a plain tensor "
+                    f"on {device}"
                 )
         return [result if id(result) in own_ids else materialized(result) for result in results]
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results for these tensors; of a tensor that it returns unchanged, the one
-        that came in."""
+        """Return the function's results for these tensors.
+
+        For an input that the function returns unchanged, return the caller's tensor.
+        """
         with self._lock, torch.no_grad(), self._graph.turn(self._own):
             self._fill(tensors)
             self._graph.play()
@@ -229,8 +241,8 @@ class Recorded:
             raise FuncpipeError("internal error: the memory that a graph reads from has moved")
 
     def _is_there(self, number: int, tensor: Tensor) -> bool:
-        """Whether this own tensor has the tensor's numbers, copied at the call before."""
-        if tensor.is_inference():  # torch does not count writes into it
+        """Return whether the input copy already has the tensor's numbers, from the last call."""
+        if tensor.is_inference():  # torch counts no writes to inference tensors
             return False
         before = self._before[number]
         if before is not None and before[0]() is tensor and before[1] == version(tensor):
@@ -243,9 +255,9 @@ class _Made(NamedTuple):
     """A result in the recording's memory.
 
     Attributes:
-        size: its own.
-        part: what has memory of its own; all of it, if no axis is expanded.
-        dense: the part has no gaps.
+        size: the size of the result.
+        part: the result without its expanded axes, so that each number appears once.
+        dense: whether the part has no gaps.
     """
 
     size: torch.Size
@@ -254,24 +266,24 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, result: Tensor) -> _Made:
-        """That of a result."""
+        """Describe a result."""
         part = _written_once(result.detach())
         return cls(result.size(), part, fills(part))
 
     def room(self) -> Tensor:
-        """Memory for a copy of the part, with the same strides."""
+        """Return memory for a copy of the part, with the same strides."""
         part = self.part
         if self.dense:
             return torch.empty_like(part)
         return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=part.device)
 
     def whole(self, copy: Tensor) -> Tensor:
-        """The result, of a copy of its part."""
+        """Return the result, from a copy of its part."""
         return copy if copy.size() == self.size else copy.expand(self.size)
 
 
 def _written_once(tensor: Tensor) -> Tensor:
-    """The part of a tensor that holds each number once, where it is expanded."""
+    """Return the part of a tensor without expanded axes, so that each number appears once."""
     strides = tensor.stride()
     return (
         tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
@@ -281,8 +293,10 @@ def _written_once(tensor: Tensor) -> Tensor:
 
 
 def _copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one device, those of each type in few kernels: torch does so where all are
-    alike."""
+    """Copy tensors on one device with few kernels.
+
+    Torch fuses copies only if all have the same types and equal strides, so group them.
+    """
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         key = target.dtype, source.dtype, target.stride() == source.stride()
@@ -294,7 +308,8 @@ def _copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None
 
 
 def _record(graph: DeviceGraph, work: Callable[[], T]) -> T:
-    messages: list[str] = []  # of the work's own error: ending the recording then raises another
+    # The work's own error. Afterwards the end of the recording raises another, less useful error.
+    messages: list[str] = []
 
     def noting() -> T:
         try:
@@ -315,8 +330,10 @@ def _line(error: Exception) -> str:
 
 
 def _twin(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; a leaf that requires gradients as the tensor does. What is expanded is
-    written out."""
+    """Return a copy on the device: a leaf with the same strides and ``requires_grad``.
+
+    An expanded tensor becomes dense, because a copy into expanded memory would overwrite itself.
+    """
     detached = tensor.detach()
     if 0 in tensor.stride():
         twin = detached.to(device, copy=True)

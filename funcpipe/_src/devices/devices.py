@@ -1,4 +1,4 @@
-"""Finds the devices of a plan."""
+"""`devices`, and the `torch.device` of each lane of a plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from funcpipe._src.data.plan import Plan
 
 
 def devices(count: int) -> tuple[torch.device, ...]:
-    """A device for each lane: the CUDA devices if there are any (in turn, if there are fewer), else
-    the CPU.
+    """Choose a `torch.device` for each lane: CUDA devices if there are any, else the CPU.
+
+    With fewer CUDA devices than lanes, the lanes take the devices in turn.
 
     >>> len(fp.devices(4))
     4
+
+    Args:
+        count: the number of lanes.
+
+    Returns:
+        A tuple with ``count`` devices, for ``make_plan(devices=...)``.
     """
     if torch.cuda.is_available():
         return tuple(
@@ -25,10 +32,10 @@ def devices(count: int) -> tuple[torch.device, ...]:
 
 
 def plan_devices(plan: Plan, here: Collection[int] | None = None) -> tuple[torch.device, ...]:
-    """The torch device of each lane of a plan.
+    """Return the `torch.device` of each lane of a plan.
 
-    Of a process that has only the lanes ``here`` these are looked for; where the plan numbers no
-    device they are on that which is current in this process.
+    With ``here``, the process has only these lanes, and only their devices must exist. A device
+    without a number is then the current CUDA device of this process.
 
     Raises:
         PlacementError: torch has no such device.
@@ -54,18 +61,21 @@ def plan_devices(plan: Plan, here: Collection[int] | None = None) -> tuple[torch
         except (RuntimeError, TypeError) as error:
             faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
     raise_all(
-        "the plan's devices are not here; make it with fp.devices(n):", faults, PlacementError
+        "the plan names devices that this process does not have; choose devices with "
+        "make_plan(..., devices=fp.devices(n)):",
+        faults,
+        PlacementError,
     )
     return tuple(out)
 
 
 def _current() -> torch.device:
-    """The CUDA device that is current in this process; the CPU where there is none."""
+    """Return the current CUDA device of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
-    """Are both one device; every CPU is the same."""
+    """Return whether both are one device. All CPU devices are equal, whatever their index."""
     return a == b or (a.type == b.type == "cpu")

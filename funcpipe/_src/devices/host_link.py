@@ -1,5 +1,7 @@
-"""Copies between a lane and the memory of its host: a stream for each way, beside the one that
-computes."""
+"""Copy residuals between a lane and host memory (offload): one stream per direction.
+
+These streams are separate from the lane's own stream, so copies overlap with computation.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,12 @@ from funcpipe._src.core.plain_tensors import materialized
 from funcpipe._src.devices.stream import Place
 
 _LEAST = 16
-"""What comes back is a multiple of so many bytes, so that it can be viewed as numbers of any
-type."""
+"""Memory for loaded data is a multiple of this many bytes, so that any dtype can view it."""
 
 
 class HostStream:
-    """The stream that copies out to a lane's host, or back from it. On the CPU a copy is made at
-    once."""
+    """The stream that copies from a lane to its host (``out``), or back. On the CPU, a plain
+    copy."""
 
     def __init__(self, place: Place, *, out: bool) -> None:
         self.place, self.out = place, out
@@ -26,25 +27,24 @@ class HostStream:
         self._last: Any = None
 
     def copy(self, tensors: Sequence[Tensor], after: Any = None) -> tuple[list[Tensor], Any]:
-        """Begin to copy; the lane's stream goes on.
+        """Begin to copy tensors, while the lane's stream continues.
 
-        What goes out is recorded on the copy stream, so it may be dropped at once. What comes back
-        lies in the pool of the lane's stream, which must wait for the event before it reads it or
-        gives it out again; it is recorded on the stream beside that, where the lane has one.
+        Tensors that go out are recorded on the copy stream, so the caller may free them at once.
+        Copies that come back are in the memory pool of the lane's stream. So the lane's stream must
+        wait for the event before it reads or frees the copies.
 
         Args:
-            tensors: of one dimension, dense.
-            after: the event after which they may be read, besides what the lane has queued; None:
-                none.
+            tensors: dense tensors with one dimension.
+            after: a further event to wait for, besides the lane's queued work; None: none.
 
         Returns:
-            The copies, and the event after which they are there (None: they are).
+            The copies, and the event after which they are ready (None: they are ready).
         """
         place, backend = self.place, self.place.backend
         if place.asynchronous and self.out:
             if self._last is not None:
-                # The host is far ahead of the device; without this, memory that waits for its copy
-                # would heap up.
+                # The host may run far ahead of the device. Without this wait, memory that waits for
+                # its copy would accumulate.
                 backend.pace(self._last)
             tensors = [materialized(tensor) for tensor in tensors]
         copies = [
@@ -72,7 +72,7 @@ class HostStream:
         return copies, self._last
 
     def _count(self, tensor: Tensor) -> int:
-        """The count of numbers that memory is taken for."""
+        """Return the count of numbers to allocate for a copy."""
         multiple = _LEAST // tensor.itemsize
         return tensor.numel() if self.out else -(-tensor.numel() // multiple) * multiple
 
@@ -84,15 +84,15 @@ class HostStream:
         return self._stream
 
     def takes(self, tensor: Tensor) -> bool:
-        """Does the tensor's memory lie on the lane's device."""
+        """Return whether the tensor is on the lane's device."""
         return self.place.backend.lies_on(tensor, self.place.device)
 
 
 class HostLink:
-    """The streams to the host and back of a lane.
+    """The two host streams of a lane.
 
-    ``coming`` are the lane's events by slot: who reads what lies there waits for it. ``fixed`` are
-    addresses of memory that stays, for others keep it anyway, such as the batch.
+    ``coming`` are the lane's events by slot: a reader of the slot waits for its event. ``fixed``
+    are addresses of memory that is not offloaded, because others keep it anyway, such as the batch.
     """
 
     def __init__(self, place: Place, coming: dict[int, Any], fixed: frozenset[int]) -> None:

@@ -1,4 +1,4 @@
-"""Joins devices of several processes by NCCL."""
+"""Make and abort NCCL groups, which join CUDA devices of several processes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _QUIET = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Torch's threads beside a group would end the process when another one fails; here that is told,
-and raised. The last is about what waits in line, as it is meant to: what goes one way has a group
-of its own."""
+"""Settings during the creation of a group. With torch's defaults, its watchdog threads would end
+this process if another process fails; funcpipe raises PeerError instead. The last setting silences
+a warning about serialized transfers, which are intended: each direction has its own group."""
 
 _gate = threading.Lock()
 
 
 def has_nccl() -> bool:
-    """Can torch do it, on devices that take work from more than one queue.
+    """Return whether NCCL is available, and devices have more than one hardware queue.
 
-    With one a transfer that waits for another process would hold up those that this one waits for.
+    With one queue, a transfer that waits for another process would block the transfers that the
+    other process waits for: a deadlock.
     """
     distributed: Any = torch.distributed
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -37,10 +38,9 @@ def has_nccl() -> bool:
 
 
 def nccl(store: Any, rank: int, size: int) -> Any:
-    """A backend of NCCL for who makes it, with few blocks of the device, for lanes compute beside
-    it.
+    """Return an NCCL group. It uses few thread blocks, because lanes compute at the same time.
 
-    It waits for ever: whoever needs what comes waits for less, and aborts it.
+    Its own timeout is practically infinite: waiting lanes have shorter timeouts, and abort it.
     """
     backend: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore
     with _quiet():
@@ -52,7 +52,7 @@ def nccl(store: Any, rank: int, size: int) -> Any:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Inside, groups are made that leave failures to who made them."""
+    """Return a context in which new groups leave the handling of failures to funcpipe."""
     with _gate:
         before = {name: os.environ.get(name) for name in _QUIET}
         os.environ.update(_QUIET)
@@ -67,14 +67,13 @@ def _quiet() -> Generator[None]:
 
 
 def abort(groups: list[Any], seconds: float) -> None:
-    """End all transfers of some groups, which ends what waits for them; wait for that so long at
-    most.
+    """End all transfers of some groups, and wait at most ``seconds``.
 
-    All at once: to end one may take what another one's transfers hold.
+    All groups are aborted at the same time, because one abort may wait for another's transfers.
     """
 
     def end(group: Any) -> None:
-        with suppress(RuntimeError):  # it was not connected, or is broken
+        with suppress(RuntimeError):  # the group was never connected, or is broken
             group.abort()
 
     threads = [

@@ -1,10 +1,10 @@
-"""Places of lanes and the edges between them: on the CPU a hand-over, on CUDA streams, events and
-copies.
+"""Places, where lanes compute, and edges, which move values between lanes.
 
-A lane computes on one stream of its device. An edge has a copy stream; a copy waits for the event
-after which its value is there, and for the event after which its slot is free, and is itself
-followed by an event that the reader waits for. A tensor that a stream uses but did not allocate is
-recorded on it, so its memory is not given out again too early.
+On the CPU an edge passes the value itself. On CUDA an edge copies with streams and events. A lane
+computes on one stream of its device, and an edge has its own copy stream. A copy waits for two
+events: its value is ready, and its slot is free. After the copy comes an event that the reader
+waits for. A tensor that a stream uses but did not allocate is recorded on that stream; otherwise
+its memory would be allocated again too early.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from funcpipe._src.devices.nccl import has_nccl, nccl
 
 
 class StreamBackend:
-    """Streams, events, copies and allocator of real devices; tests put a recording one in its
-    place."""
+    """Streams, events, copies and allocator of real devices. Tests replace it by a recorder."""
 
     def asynchronous(self, device: torch.device) -> bool:
-        """Does the device have streams."""
+        """Return whether the device has streams."""
         return device.type not in ("cpu", "meta")
 
     def module(self, device: torch.device) -> Any:
-        """The module with Stream, Event, stream and current_stream of the device."""
+        """Return torch's module with Stream, Event, stream and current_stream for the device."""
         return torch.get_device_module(device.type)
 
     def use(self, device: torch.device) -> None:
-        """Make it the calling thread's device. A new thread has the first one, and would take
-        memory of that."""
+        """Make the device the calling thread's current device.
+
+        A new thread has device 0, and would allocate memory there.
+        """
         if self.asynchronous(device):
             self.module(device).set_device(device)
 
     def lies_on(self, tensor: Tensor, device: torch.device) -> bool:
-        """Is the tensor's memory the device's."""
+        """Return whether the tensor is on the device."""
         return tensor.device == device or same_device(tensor.device, device)
 
     def streamed(self, tensor: Tensor) -> torch.device | None:
-        """The tensor's device if that has streams, else None."""
+        """Return the tensor's device if the device has streams, else None."""
         return tensor.device if self.asynchronous(tensor.device) else None
 
     def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A copy on the device, queued on the current streams."""
+        """Queue a copy to the device on the current streams, and return the copy."""
         return tensor.to(device, non_blocking=True)
 
     def record(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that a stream uses the tensor.
 
-        The allocator passes over memory that is shared copy-on-write: it does not know its deleter.
-        See `materialized`.
+        The allocator ignores copy-on-write memory, because the memory has another deleter. So
+        callers use `materialized` first.
         """
         tensor.record_stream(stream)
 
     def room(self, like: Tensor, count: int, device: torch.device | None) -> Tensor:
-        """Memory for ``count`` numbers, of the current stream's pool; with device None page-locked
-        memory of the host.
+        """Return memory for ``count`` numbers from the current stream's pool.
 
-        Torch keeps page-locked memory for the next one who asks, and knows which streams still work
-        on it.
+        With device None, return page-locked host memory. Torch caches page-locked memory, and knows
+        which streams still use it.
         """
         if device is None:
             return torch.empty(
@@ -78,11 +78,11 @@ class StreamBackend:
         return torch.empty(count, dtype=like.dtype, device=device)
 
     def fill(self, target: Tensor, source: Tensor) -> None:
-        """Copy between a device and its host, queued on the current stream of the device."""
+        """Queue a copy between a device and its host on the current stream of the device."""
         target.copy_(source, non_blocking=True)
 
     def hollow(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same size, strides and type that has no memory."""
+        """Return a tensor with the same size, strides and type, but without memory."""
         new = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
@@ -90,11 +90,11 @@ class StreamBackend:
         return new
 
     def own_streams(self) -> dict[Hashable, Any]:
-        """The streams of runs that the calling thread begins, by device and name.
+        """Return the streams for runs of the calling thread, by device and name.
 
-        They are the same ones in every run: torch keeps freed memory, and workspaces of libraries,
-        for each stream, and a device has 32. Runs of another thread have others, so that they are
-        in none of our recordings.
+        All runs of a thread use the same streams, because torch caches freed memory and library
+        workspaces per stream, and a device has only 32 streams. Each thread has its own, so that
+        work of another thread is never part of this thread's recordings.
         """
         local = self.__dict__.setdefault("_local", threading.local())
         if not hasattr(local, "streams"):
@@ -102,66 +102,70 @@ class StreamBackend:
         return local.streams
 
     def way_stream(self, device: torch.device, name: str) -> Any:
-        """The stream of a way to other processes: the same one for all links, since a device has
-        32."""
+        """Return the stream for transfers to other processes.
+
+        All links of a device share it, because a device has only 32 streams.
+        """
         streams = self.__dict__.setdefault("_ways", {})
         if (device, name) not in streams:
             streams[device, name] = self.module(device).Stream(device)
         return streams[device, name]
 
     def pace(self, event: Any) -> None:
-        """Let the host wait for the event, so that it does not run far ahead."""
+        """Make the host wait for the event, so that the host does not run far ahead."""
         event.synchronize()
 
     def identity(self, device: torch.device) -> str:
-        """What tells the device from all others that can be joined with it; "": none can."""
+        """Return a unique id of the device for NCCL, or "" if NCCL cannot use the device."""
         if device.type != "cuda" or not has_nccl():
             return ""
         return str(self.module(device).get_device_properties(device).uuid)
 
     def joined(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
-        """A group that joins devices of several processes, which all of them make; its first
-        operation connects them."""
+        """Return a group of devices of several processes. All of these processes call this.
+
+        The first operation of the group connects the devices.
+        """
         return nccl(store, rank, size)
 
     def graph(self, device: torch.device) -> DeviceGraph | None:
-        """A graph that records work of the device; None where its kind of device has none."""
+        """Return a graph for the device, or None if its kind of device has no graphs."""
         module = self.module(device) if self.asynchronous(device) else None
         return DeviceGraph(module, device) if hasattr(module, "CUDAGraph") else None
 
 
 def _apart(value: Border) -> Border:
-    """A whole copy of the value, which another thread may write to and free.
+    """Return a full copy of the value, which another thread may write to and free.
 
-    Not copy-on-write: two threads that free the last two sharers of such memory at once may lock a
-    mutex that is gone (torch deletes the sharers' context while the other is about to lock it).
-    Nobody writes to gradients, so they go as they are; they are told by having no flags.
+    The copy is not copy-on-write. If two threads free the last two sharers of such memory at the
+    same time, torch may lock a mutex that it has already deleted. Gradients, which have no flags,
+    are passed without a copy, because no stage writes to them.
     """
     return value.mapped(torch.clone) if value.flags else value
 
 
 def are_on_host(values: Iterable[Border]) -> bool:
-    """Whether all tensors of some values lie in the host's memory."""
+    """Return whether all tensors of some values are in host memory."""
     return all(leaf.is_cpu for value in values for leaf in value.leaves if isinstance(leaf, Tensor))
 
 
 def _without_gaps(value: Border) -> Border:
-    """The value in memory without gaps, which eager stages (these copy it at once) and programs
-    then see alike."""
+    """Return the value in memory without gaps, so that eager and compiled stages see equal
+    strides."""
     if all(not isinstance(leaf, Tensor) or fills(leaf) for leaf in value.leaves):
         return value
     return value.mapped(lambda leaf: leaf if fills(leaf) else leaf.clone())
 
 
 Ticket: TypeAlias = tuple[Border, Any]
-"""A value on its way to a lane, and the event after which it is there; None: now."""
+"""A value for a lane, and the event after which the lane may read it; None: at once."""
 
 
 class Place:
-    """Where a lane computes: a device and, if it has streams, one of them.
+    """The device of a lane, and the lane's stream if the device has streams.
 
-    A device of several lanes gets a stream for each lane; a device of one lane computes on the
-    caller's stream.
+    If several lanes share a device, each lane has its own stream. A lane alone on its device
+    computes on the caller's stream.
     """
 
     backend: ClassVar[StreamBackend] = StreamBackend()
@@ -179,7 +183,7 @@ class Place:
         """Streams that copy from or into the lane's memory."""
 
     def named(self, name: str, device: torch.device, other: int = -1) -> Any:
-        """The stream of this name, between the lane and another, on a device."""
+        """Return the stream of a name, between this lane and another, on a device."""
         key = device, name, self.lane, other
         stream = self._own.get(key)
         if stream is None:
@@ -187,32 +191,33 @@ class Place:
         return stream
 
     def active(self) -> AbstractContextManager[Any]:
-        """Inside, operations go to the lane's stream."""
+        """Return a context in which operations are queued on the lane's stream."""
         return self.module.stream(self.stream) if self.asynchronous else nullcontext()
 
     def fork(self) -> None:
-        """Let the lane's work wait for what the caller has queued."""
+        """Make the lane's work wait for work that the caller has queued."""
         if self.asynchronous:
-            self.caller = self.module.current_stream(
-                self.device
-            )  # the second half of a vjp may come from another
+            # Read the stream again: a pullback may be called on another stream than its vjp.
+            self.caller = self.module.current_stream(self.device)
             self.settle()
 
     def join(self) -> None:
-        """Let what the caller queues next wait for the lane's work."""
-        for stream in self.copy_streams:  # a run that failed has not waited for all of them
+        """Make later work of the caller wait for the lane's work."""
+        for stream in self.copy_streams:  # a failed run may not have waited for all copies
             self.stream.wait_stream(stream)
         if self.asynchronous and self.stream != self.caller:
             self.caller.wait_stream(self.stream)
 
     def settle(self) -> None:
-        """Let the lane's stream wait for all reads of their memory, the caller's too, before that
-        is given out again."""
+        """Make the lane's stream wait for the caller's stream.
+
+        So the lane does not reuse memory that the caller still reads.
+        """
         if self.asynchronous and self.stream != self.caller:
             self.stream.wait_stream(self.caller)
 
     def hand(self, leaf: Any) -> Any:
-        """A leaf of the lane's made safe for the caller to use and free."""
+        """Return a leaf of the lane that the caller may use and free on its own stream."""
         if not self.asynchronous or self.stream == self.caller or not isinstance(leaf, Tensor):
             return leaf
         leaf = leaf if leaf.is_sparse else materialized(leaf)
@@ -221,8 +226,7 @@ class Place:
         return leaf
 
     def event(self) -> Any:
-        """An event after everything that the lane has queued so far; None where work is done at
-        once."""
+        """Return an event after all work that the lane has queued; None on the CPU."""
         if not self.asynchronous:
             return None
         event = self.module.Event()
@@ -230,7 +234,7 @@ class Place:
         return event
 
     def wait(self, event: Any) -> None:
-        """Let what the lane does from now on wait for the event."""
+        """Make later work of the lane wait for the event."""
         if event is None:
             return
         if self.asynchronous:
@@ -240,38 +244,39 @@ class Place:
 
 
 class Channel(Protocol):
-    """One directed edge between lanes: events and copy streams within a process, a communicator
-    between processes.
+    """A directed edge between two lanes.
 
     Attributes:
-        at_once: does `send` hand the value over as it is.
+        at_once: whether the value can be passed without calling `send`.
     """
 
     at_once: bool
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to move a value, after ``free``, the event after which its slot is free (None: it
-        is)."""
+        """Start to move a value.
+
+        ``free`` is the event after which the target slot is free; None: the slot is free now.
+        """
         ...
 
 
 class HandOut:
-    """The channel to a lane of another process: the value as it is, which its mailbox sends."""
+    """The channel to a lane of another process. It returns the value, which the mailbox sends."""
 
     at_once = False
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """The value itself."""
+        """Return the value itself."""
         return value, None
 
 
 class CopyEdge:
-    """The channel within a process: copies from one lane (or the caller, None) to another.
+    """The channel within a process, from one lane to another, or from the caller (None) to a lane.
 
     Args:
         source, target: the two ends.
-        threaded: whether they are on threads of their own.
-        on_host: whether all that the caller sends lies in the host's memory.
+        threaded: whether lanes have their own threads.
+        on_host: whether all values of the caller are in host memory.
     """
 
     def __init__(
@@ -279,14 +284,13 @@ class CopyEdge:
     ) -> None:
         self.source, self.target, self.threaded = source, target, threaded
         self._on_host = source is not None and not source.asynchronous and not target.asynchronous
-        # Lanes on threads may share values of the caller, because no stage writes into them.
+        # Lanes on threads may share values of the caller, because no stage writes to them.
         alike = on_host and target.device.type == "cpu" and not target.asynchronous
         self.at_once = alike if source is None else self._on_host and not threaded
         self._streams: dict[torch.device, Any] = {}
 
     def send(self, value: Border, free: Any = None) -> Ticket:
-        """Start to copy a value that lies on the source's device, or anywhere if the caller gave
-        it."""
+        """Start to move a value that is on the source's device, or on any device for the caller."""
         if self._on_host:
             return _apart(value) if self.threaded else value, None
         source, target = self.source, self.target
@@ -294,24 +298,27 @@ class CopyEdge:
             if isinstance(leaf, Tensor) and not target.backend.lies_on(leaf, target.device):
                 return self._copy(value, free)
         if source is None:
-            # The caller keeps what he gave, and waits for the lanes; the lanes have waited for him.
+            # No events: the caller keeps the value until the run ends, and `fork` and `join` have
+            # ordered the lanes' work after the caller's, and the caller's after the lanes'.
             return _without_gaps(value) if target.asynchronous else value, None
         return self._hand_over(source, value, free)
 
     def _hand_over(self, source: Place, value: Border, free: Any) -> Ticket:
-        """Two lanes of one device: the same memory, in order."""
+        """Pass a value between two lanes of one device: the same memory, ordered by an event."""
         value = (_apart(value) if self.threaded else value).mapped(materialized)
         event = source.event()
         for leaf in value.leaves:
             if isinstance(leaf, Tensor):
                 self._record(leaf)
         if free is not None:
-            source.wait(free)  # no copy could wait for the slot, so the sender does
+            source.wait(free)  # there is no copy that could wait for the slot, so the sender waits
         return value, event
 
     def _copy(self, value: Border, free: Any) -> Ticket:
-        """To another device, on the copy streams of both. Torch orders a copy on the current
-        streams of both ends."""
+        """Copy a value to another device, on the copy streams of both devices.
+
+        Torch orders a copy after the work on the current streams of both ends.
+        """
         source, target = self.source, self.target
         backend = target.backend
         ends = [target] if target.asynchronous else []
@@ -321,7 +328,7 @@ class CopyEdge:
                 d for leaf in tensors if (d := backend.streamed(leaf)) is not None
             )
             ends += [Place(device, alone=True) for device in devices if device != target.device]
-            for place in ends:  # what the caller gave may still be under way on his streams
+            for place in ends:  # the caller's streams may still compute the value
                 if place.device in devices:
                     self._stream(place).wait_stream(place.caller)
         elif source.asynchronous:
@@ -350,7 +357,7 @@ class CopyEdge:
         self.target.backend.record(tensor, self.target.stream)
 
     def _stream(self, place: Place) -> Any:
-        """The copy stream of this edge on one of its devices."""
+        """Return the copy stream of this edge on one of its devices."""
         if place.device not in self._streams:
             source = CALLER if self.source is None else self.source.lane
             self._streams[place.device] = self.target.named("edge", place.device, source)

@@ -1,5 +1,9 @@
-"""What the processes of a plan must know of each other: each says a word, and all draw the same
-from what all said."""
+"""Agree on facts of a run: each process sends a `Word`, and all derive the same `Agreed` from all
+words.
+
+This module computes; `PlanPart.exchange` sends. A derived error is the same in every process, so no
+process has to be told of it.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,31 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.processes.alarms import names_of
 
 START = "the start of a run"
-"""What the first exchange of a run is about."""
+"""The topic of the first exchange of a run."""
 
 END = "the end of a run"
-"""What the one is about after which all know how the run went."""
+"""The topic of the exchange after which all processes have the facts of the whole run."""
 
 
 class Word(NamedTuple):
-    """What one process says at the start of a run.
+    """The facts that one process sends at the start of a run.
 
     Attributes:
         plan: the plan's fingerprint.
-        options: those that must be alike, by name.
-        rows: of the leaves that it has; None: none has any.
-        ready: rows of ready-made microbatches, 0 where nothing has any; None: it has no such.
-        lacks: what it should have been given and was not.
-        merged: are the inputs cut here, so that outputs are merged; None: it has no inputs.
-        parts: rows of the microbatches, as far as it knows.
-        weighed: what it makes of their weights.
-        marked: does a leaf of its params require a gradient.
-        ties: for each tie, for each member that it holds: (place, layout, is it trained where some
-            leaves are marked, and where none is).
-        trained: the leaves that it trains, where there are replicas.
-        copies: what its parameters are, without their numbers, where there are replicas.
-        length: of the sequences that it has and slices are cut of; None: it has none.
+        options: the options that must be equal in all processes, by name.
+        rows: the number of rows of the batch leaves here. None: no leaf has rows.
+        ready: the rows of each ready-made microbatch, 0 if none of its leaves has rows. None: there
+            are no ready-made microbatches here.
+        lacks: descriptions of batch parts that are missing here.
+        merged: whether the inputs are cut here, so that outputs are merged. None: no inputs here.
+        parts: the rows of the microbatches, as far as this process can tell.
+        weighed: the weights of the microbatches, as far as this process can tell.
+        marked: whether a leaf of the params here requires a gradient.
+        ties: for each tie, for each member here: (place, layout, whether it is trained if some
+            leaves are marked, whether it is trained if no leaf is marked).
+        trained: the pattern of trained leaves, with replicas.
+        copies: a description of the parameters without their numbers, with replicas.
+        length: the length of the sequences that slices are cut from. None: no sequences here.
         of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
         is_new: whether the process has parameters that no run has compared with other processes.
     """
@@ -63,16 +68,17 @@ class Word(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What follows from the words of all.
+    """The facts that follow from the words of all processes.
 
     Attributes:
-        parts: rows of the microbatches, of each replica.
-        merged: are outputs merged.
-        weights: of the microbatches, of each replica; None: their rows count.
-        weighed: are these the weights of those microbatches; else they are computed again.
-        marked: does any leaf require a gradient.
-        layouts: for each tie, of each member, at this replica.
-        length: of the sequences that slices are cut of; None: there are none.
+        parts: the rows of the microbatches of each replica.
+        merged: whether outputs are merged.
+        weights: the weights of the microbatches of each replica. None: rows are the weights.
+        weighed: whether ``weights`` belong to these microbatches. False: some process had cut them
+            differently, so the weights must be computed again.
+        marked: whether any leaf requires a gradient.
+        layouts: for each tie, the layout of each member, at this replica.
+        length: the length of the sequences that slices are cut from. None: there are none.
         rows_unclear: see `Shares`.
         is_new: whether any process has parameters to compare.
     """
@@ -95,15 +101,19 @@ def agree(
     replica: int = 0,
     names: Sequence[str] = (),
 ) -> Agreed:
-    """What follows from the words of all processes, replica by replica and by rank, for one of the
-    replicas.
+    """Derive the facts of a run from the words of all processes, for one of the replicas.
 
-    Errors name the processes by ``names``.
+    Args:
+        words: the words, replica by replica and by rank.
+        limit: the plan's number of microbatches.
+        replicas, replica: the number of replicas, and the number of this replica.
+        names: the names of the processes in errors.
 
     Raises:
-        RanksError: they do not fit; every process raises it, since all have the same words.
+        RanksError: the words do not fit together. Every process raises it, because all processes
+            have the same words.
     """
-    if len(words) == 1:
+    if len(words) == 1:  # one process: there is nothing to compare
         (word,) = words
         layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
         weights = None if word.weighed.weights is None else (word.weighed.weights,)
@@ -159,7 +169,7 @@ def agree(
         for word in group
         if word.weighed.weights
     )
-    # Of tied leaves that are cut over the replicas each has parts of other sizes.
+    # Per replica: tied leaves that are sharded over replicas have parts of different sizes.
     layouts = [_layouts(group, marked) for group in groups]
     length = next((word.length for word in words if word.length is not None), None)
     deciding = [
@@ -172,20 +182,20 @@ def agree(
     )
 
 
-def weights_of_all(told: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
-    """The weights of the microbatches of each replica, by what its processes make of them. Raises
-    RanksError."""
-    weights = [settled(group) for group in told]
+def weights_of_all(weighed: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:
+    """Return the weights of the microbatches of each replica. Raises RanksError."""
+    weights = [settled(group) for group in weighed]
     known = tuple([each for each in weights if each is not None])
     if known and len(known) < len(weights):
         raise RanksError(
-            "the loss weighs the microbatches of some replicas and not of others; weigh all or none"
+            "the loss gives weights to the microbatches of some replicas and not of others; let "
+            "the loss weigh all of them or none"
         )
     return known or None
 
 
 def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
-    """Rows of the microbatches of a replica. Raises RanksError."""
+    """Return the rows of each microbatch of a replica. Raises RanksError."""
     rows = next((word.rows for word in words if word.rows is not None), None)
     ready = [word.ready for word in sorted(words, key=_precedence) if word.ready is not None]
     try:
@@ -195,8 +205,8 @@ def _parts(words: Sequence[Word], limit: int) -> tuple[int, ...]:
 
 
 def _precedence(word: Word) -> tuple[bool, bool]:
-    """Sort processes so that ready-made rows of the target count before rows of the inputs, as in
-    one process."""
+    """Return a sort key: ready-made rows of the target count before rows of the inputs, as in one
+    process."""
     return not word.of_target, word.merged is None
 
 
@@ -242,10 +252,10 @@ def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]
 
 
 def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
-    """What must be the same in every process."""
+    """Return the facts that must be the same in every process, by name."""
     try:
         own = version("torch-funcpipe")
-    except PackageNotFoundError:  # it runs out of its folder
+    except PackageNotFoundError:  # imported from a checkout, without installation
         own = "unknown"
     return {
         "the version of funcpipe": own,
@@ -257,8 +267,7 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
 
 
 def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Raise RanksError where processes refuse the plan, or differ from the first. Errors use
-    ``names``."""
+    """Raise RanksError if processes refuse the plan, or differ from the first process."""
     refused = [
         f"{name} refuses: {each['refused']}"
         for name, each in zip(names, said, strict=True)
@@ -280,5 +289,6 @@ def other_places(known: Sequence[tuple[int, str, Any]], names: Sequence[str]) ->
     pairs = zip(names, known, strict=True)
     where = "; ".join(f"{name} is at {what} ({run})" for name, (run, what, _) in pairs)
     return RanksError(
-        f"the ranks do not do the same: {where}; let all call the same in the same order"
+        f"the ranks make different calls: {where}; all ranks must make the same funcpipe calls in "
+        "the same order"
     )

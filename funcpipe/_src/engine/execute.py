@@ -1,4 +1,7 @@
-"""One run of a program: the lanes, the channels between them, and what is left at the end."""
+"""`Execution`, one run of a program: its lanes, the channels between them, and its results.
+
+`LaneExecutor` is the base of executors; `lane` runs one lane; `finish` computes the results.
+"""
 
 from __future__ import annotations
 
@@ -48,69 +51,66 @@ from funcpipe._src.stages.drawing import CatchDraws
 
 
 class LaneExecutor(ABC):
-    """An executor that walks the lanes in this process, so that it can do a whole run or each half
-    of a `vjp`.
+    """An executor that runs the lanes of this process.
 
     Attributes:
-        threaded: does every lane have a thread of its own.
-        reason: why it is the one.
+        threaded: whether each lane has its own thread.
+        reason: why this executor was chosen, for `RunStats`.
     """
 
     threaded: ClassVar[bool]
     halves: ClassVar[bool] = True
-    """Can it do each half of a `vjp`."""
+    """Whether it can run each half of a `vjp`."""
     runs = 0
-    """How many runs it has begun, where those of several processes must be the same."""
+    """The number of runs begun. Several processes compare it, to detect different calls."""
 
     def __init__(self, reason: str = "asked for") -> None:
         self.reason = reason
 
     @property
     def word(self) -> str:
-        """What statistics call it."""
+        """The name of this executor in statistics."""
         return "threads" if self.threaded else "serial"
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where it cannot run the plan now."""
+        """Raise PlanError if this executor cannot run the plan now."""
 
     def part(self, plan: Plan) -> PlanPart:
-        """What it runs of a plan."""
+        """Return the part of a plan that this process runs."""
         return whole(plan)
 
     def beats(self) -> int:
-        """Changes whenever lanes that are not here get on."""
+        """Return a number that changes whenever lanes of other processes make progress."""
         return 0
 
     def mailbox(self) -> Mailbox:
-        """A new mailbox of a lane."""
+        """Make a new mailbox for a lane."""
         return Inbox() if self.threaded else Mailbox()
 
     def outboxes(
         self, execution: Execution, program: LaneProgram, place: Place
     ) -> Mapping[int, Mailbox]:
-        """Of lanes that are not here, the mailboxes into which one that is puts what goes to
-        them."""
+        """Return the mailboxes that stand for lanes of other processes, for one lane here."""
         return {}
 
     def running(self, options: RunOptions) -> AbstractContextManager[RunOptions]:
-        """What a run is inside of; inside, its options."""
+        """Return the context of a run. It yields the run's options."""
         return nullcontext(options)
 
     def begin(self, execution: Execution, lane: Lane) -> None:
-        """A lane begins an execution, in its thread."""
+        """Hook: a lane begins an execution. Called in the lane's thread."""
         lane.thread = get_ident()
 
     @abstractmethod
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Do the part that is aimed at, ``execution.part``, of each; come back when all are done,
-        or raise what failed.
+        """Run ``execution.part`` of each execution, and return when all are done; raise failures.
 
-        Of several each lane does one after the other, and none waits for the others in between.
+        Each lane runs one execution after the other, without waiting for other lanes in between.
         """
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run: check, walk the lanes, fold what comes out."""
+        """Run a plan: check the arguments, run the lanes, and compute the result."""
         with self.running(options) as options:
             return self._run(plan, params, batch, options)
 
@@ -132,25 +132,24 @@ class LaneExecutor(ABC):
 
 
 class Execution:
-    """One run of a program, in one go (`run`) or in two halves (`vjp`).
+    """One run of a program, as a whole (`run`) or in two halves (`vjp`).
 
     Attributes:
-        ready: what is run.
-        executor: who walks the lanes.
-        number: the place of its batch among those that lanes do one after the other; None: it is
-            alone.
-        before: the one that its lanes do first; None: there is none.
-        committed: where it is not alone, the states that it leaves, by stage.
-        context: what the caller had switched on when it began.
+        ready: the prepared run.
+        executor: the executor that runs the lanes.
+        number: the number of this batch in `run_batches`. None: the run has one batch.
+        before: the execution that the lanes run before this one, or None.
+        committed: the new states, by stage. Only filled if there are several batches.
+        context: the modes of the caller at the start.
         lanes: the lanes of this process.
-        boxes: their mailboxes, by lane.
-        outboxes: of lanes that are not here, by (lane that is, lane that is not).
-        level_of: how full the pool is that a slot belongs to, by (lane, slot).
-        part: the positions of the plan order that are done next.
-        turn: the lane whose turn it is, where all are on one thread.
-        stopped: no lane begins another action.
-        settling: the lanes are done, and devices may not be.
-        seconds: of everything that ran so far, by the wall clock.
+        boxes: the mailboxes of these lanes, by lane.
+        outboxes: mailboxes to lanes of other processes, by (lane here, lane there).
+        level_of: the fill level of the pool of each slot, by (lane, slot).
+        part: the positions of the plan order that run next, (start, stop).
+        turn: the index of the lane whose turn it is, if all lanes are on one thread.
+        stopped: whether lanes must not begin another action.
+        settling: whether all lanes are done, but devices may still work.
+        seconds: the wall-clock time of everything that ran so far.
         began: the start of the first span, once there is a timeline.
     """
 
@@ -187,7 +186,7 @@ class Execution:
         self.boxes = {lane: executor.mailbox() for lane in places}
         self.outboxes: dict[tuple[int, int], Mailbox] = {}
         self.levels = [PoolLevel() for _ in program.pools]
-        # What lies at a lane that is not here is counted there.
+        # The process of a lane counts the values there, so other lanes get a dummy level.
         self.level_of = {
             (pool.lane, slot): level if pool.lane in places else PoolLevel()
             for pool, slots, level in zip(
@@ -201,8 +200,7 @@ class Execution:
         ]
 
     def _edges(self, places: Mapping[int, Place]) -> dict[tuple[int, int], Channel]:
-        """The channels between lanes that are here, from the caller, and to lanes that are not
-        here."""
+        """Return the channels between the lanes here, from the caller, and to other processes."""
         ends = {CALLER: None, **places}
         how = {"threaded": self.executor.threaded, "on_host": are_on_host(self.caller.values())}
         return {
@@ -227,10 +225,8 @@ class Execution:
         advance = _unstepped if self.stepping is None else self.stepping.step
         early = frozenset[int]() if self.stepping is None else self.stepping.early
 
-        mail, coming = (
-            lane.mail,
-            lane.coming,
-        )  # a closure over the lane would be a cycle, and keep the batch alive
+        # Not `lane` itself: a closure over the lane would be a cycle, and keep the batch alive.
+        mail, coming = lane.mail, lane.coming
 
         def reduce(stage: int, slot: int | None) -> Reduction:
             """Begin a reduction. If the lane steps the stage, the S that reads the slot waits for
@@ -249,17 +245,18 @@ class Execution:
             lane.measure()
         if options.ranges:
             lane.steps = [ranged(step, program, place.device) for step in lane.steps]
+        # Wrapped last, so that an action's measured time excludes the wait for parameters.
         if ready.spread:
             lane.steps = holding(program, lane.steps, ready.spread, bounds, lane.mail, place)
         return lane
 
     def go(self, start: int = 0, stop: int | None = None) -> None:
-        """Do the actions from one position of the plan order to another."""
+        """Run the actions between two positions of the plan order."""
         self.aim(start, stop)
         walk([self])
 
     def aim(self, start: int = 0, stop: int | None = None) -> None:
-        """Say what is done next, from one position of the plan order to another."""
+        """Set the actions that run next, by two positions of the plan order."""
         program = self.ready.program
         self.part = (start, len(program.order) if stop is None else stop)
         before = [] if stop is None else program.lane_order[:stop]
@@ -268,7 +265,7 @@ class Execution:
             lane.stop = len(lane.program.ends) if stop is None else before.count(lane.program.lane)
 
     def begin(self, lane: Lane) -> None:
-        """A lane begins, in its thread; its stages are as the batch before has left them."""
+        """Begin a lane, in its thread, with the states that the batch before has committed."""
         if self.before is not None:
             with lane.place.active():
                 for stage in {call.stage for call in lane.program.calls}:
@@ -276,7 +273,7 @@ class Execution:
         self.executor.begin(self, lane)
 
     def end(self, lane: Lane) -> None:
-        """A lane has come to its end; where others follow, with the states of its stages."""
+        """End a lane. If there are several batches, commit the states of its stages."""
         if self.number is None:
             return
         reports = {
@@ -294,8 +291,9 @@ class Execution:
                     self.committed[stage] = commit(self.ready, stage, state, stats)
 
     def give(self, wire: Wire, pieces: Sequence[Border]) -> None:
-        """What the caller gives for the next part, one value per microbatch."""
+        """Add values of the caller for the next part, one per microbatch."""
         self.caller.update(numbered(self.ready.program.wires.index(wire), pieces))
+        # Values on a device need a copy or an event, so the lanes must call `send` for them.
         if not are_on_host(pieces):
             for lane in self.lanes:
                 if lane.from_caller is not None:
@@ -311,22 +309,20 @@ class Execution:
         )
 
     # -- what goes wrong
-    # -------------------------------------------------------------------------------
 
     def where(self, lane: Lane) -> Where:
-        """The coordinates of what the lane is doing."""
+        """Return the coordinates of the lane's present action."""
         runs = lane.program.runs
         run = runs[max(0, min(lane.begun, len(runs)) - 1)]
         action = lane.program.action(run)
         return self.ready.at(action.stage, action.microbatch, str(action))
 
     def position(self, lane: Lane) -> tuple[int, int]:
-        """The number of the batch, and where in the plan order the lane is."""
+        """Return the number of the batch and the lane's position in the plan order."""
         return self.number or 0, position_of(lane, self.ready.program)
 
     def failure(self, lane: Lane, error: BaseException) -> BaseException:
-        """What the run raises for an error of a lane: it knows where, and (out of memory) what to
-        do."""
+        """Return the error to raise for a lane's error, with coordinates and notes."""
         failure = located(error, self.where(lane))
         if self.number is not None:
             add_note(failure, in_batch(self.number))
@@ -338,16 +334,15 @@ class Execution:
         return failure
 
     # -- after the run
-    # -------------------------------------------------------------------------------
 
     def collect(self, role: Role) -> dict[tuple[int, int], Any]:
-        """What the caller takes, by (stage, microbatch); it leaves the slots."""
+        """Take the values of a role out of their slots, by (stage, microbatch)."""
         out: dict[tuple[int, int], Any] = {}
         for lane in self.lanes:
             for stage, microbatch, slot in lane.program.taken.get(role, ()):
                 if lane.slots[slot] is not None:
                     out[stage, microbatch] = _handed(lane.slots[slot], lane.place)
-                    lane.slots[slot] = None
+                    lane.slots[slot] = None  # so that `check_empty` finds only values that leak
         return out
 
     def reductions(self) -> dict[int, Reduction]:
@@ -355,9 +350,8 @@ class Execution:
         return {stage: reduction for (stage, _), reduction in self.collect(Role.SUMS).items()}
 
     def hand_sums(self) -> None:
-        """The sums of gradients, which lanes have made, are the caller's; of replicas other sums
-        are made of them."""
-        if self.ready.part.replicas > 1:
+        """Make the gradient sums safe to use on the caller's streams."""
+        if self.ready.part.replicas > 1:  # these are not returned: reductions make new sums
             return
         for lane in self.lanes:
             if lane.place.asynchronous:
@@ -366,7 +360,7 @@ class Execution:
                         lane.place.hand(here(gradient))
 
     def result(self) -> Result:
-        """Fold what has come out."""
+        """Compute the result of the run from the reports and outputs of the lanes."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
         reports, outputs, reductions = (
             self.collect(Role.REPORT),
@@ -397,12 +391,12 @@ class Execution:
         return result
 
     def settle(self) -> None:
-        """The caller's stream has read what it wanted of the lanes' memory."""
+        """Make the lanes' streams wait for the caller's reads, before their memory is reused."""
         for lane in self.lanes:
             lane.place.settle()
 
     def check_empty(self) -> None:
-        """Every value was freed: the plan's liveness and what ran agree."""
+        """Check that every slot is empty. Otherwise the plan's lifetimes are wrong."""
         if all(lane.slots.count(None) == len(lane.slots) for lane in self.lanes):
             return
         left = [
@@ -435,7 +429,7 @@ class Execution:
         )
 
     def stats(self) -> RunStats:
-        """How it went so far."""
+        """Return the statistics so far."""
         ready, most = self.ready, tuple(level.most for level in self.levels)
         first = ready.shares.first // len(ready.batch.slices or (1,))
         how = self.executor.word, self.executor.reason, ready.threads, ready.batch.num_microbatches
@@ -443,8 +437,7 @@ class Execution:
 
 
 def walk(executions: Sequence[Execution]) -> None:
-    """Let the lanes do what is aimed at, of one execution after the other; each then knows its
-    share of the time."""
+    """Run the aimed parts of all executions, and add to each its share of the time."""
     outer, began, done = RUNNING.get(), perf_counter(), False
     first, lanes = executions[0], [lane for execution in executions for lane in execution.lanes]
     try:
@@ -457,8 +450,7 @@ def walk(executions: Sequence[Execution]) -> None:
         done = True
     finally:
         RUNNING.set(outer)
-        # Streams that a failure has spoilt cannot wait for each other; what is said of that is not
-        # the failure.
+        # After a failure of a device, its streams cannot wait. That error would hide the failure.
         for lane in lanes:
             with nullcontext() if done else suppress(RuntimeError):
                 lane.place.join()
@@ -468,12 +460,11 @@ def walk(executions: Sequence[Execution]) -> None:
 
 
 def _unstepped(stage: int, reduction: Reduction) -> None:
-    """A run without an optimizer steps nothing; it has been refused where the schedule wants
-    one."""
+    """The step of runs without an optimizer: a no-op. `refuse_unstepped` has checked the rest."""
 
 
 def _handed(value: Any, place: Place) -> Any:
-    """What the caller takes of a lane's."""
+    """Return a lane's value, made safe to use on the caller's streams."""
     if not place.asynchronous:
         return value
     return value.mapped(place.hand) if isinstance(value, Border) else map_leaves(place.hand, value)

@@ -1,4 +1,4 @@
-"""Executors by name, and which one suits a plan: this thread, or a thread for each lane."""
+"""The executors "serial" and "threads", and the choice of an executor for a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Serial(LaneExecutor):
     threaded = False
 
     def check(self, plan: Plan) -> None:
-        """Accepts every plan."""
+        """Accept every plan."""
 
     def walk(self, executions: Sequence[Execution]) -> None:
         """Run the actions in ``execution.part`` of each execution in turn. The thread does not wait
@@ -61,23 +61,22 @@ class Serial(LaneExecutor):
                     for number, lane in enumerate(lanes):
                         execution.turn = number
                         execution.end(lane)
-                except (
-                    BaseException
-                ) as error:  # in here: context managers write to the exceptions that they see
+                # Caught within the context managers, which write to exceptions that pass through.
+                except BaseException as error:
                     raise_located([((0, 0), execution.failure(lanes[execution.turn], error))])
 
 
 class Threads(LaneExecutor):
-    """Runs each lane on a new thread of its own."""
+    """Runs each lane on a new thread, which ends with the run. `Lanes` keeps its threads."""
 
     threaded = True
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where something is switched on that other threads cannot take over."""
+        """Raise PlanError if a mode is active that other threads cannot inherit."""
         refuse_uncarried(plan)
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the actions in ``execution.part``."""
+        """Run ``execution.part`` of each execution."""
         with Lanes(len(executions[0].lanes)) as fresh:
             fresh.walk(executions)
 
@@ -86,8 +85,7 @@ _NAMED: dict[str, LaneExecutor] = {"serial": Serial(), "threads": Threads()}
 
 
 def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
-    """The executor that the argument of a run names. Raises PlanError: it is none, or this is no
-    plan."""
+    """Return the executor for the argument ``executor=``. Raises PlanError if it is not one."""
     if executor is None:
         return suiting(checked_plan("run", plan))
     if isinstance(executor, str):
@@ -96,14 +94,13 @@ def executor_for(executor: ExecutorLike, plan: Plan) -> Executor:
     elif not isinstance(executor, type) and isinstance(executor, Executor):
         return executor
     raise PlanError(
-        "executor is 'threads', 'serial', fp.lanes(plan), for fp.run also fp.graphs(plan), or "
-        f"None; got {executor!r}"
+        "executor is 'threads', 'serial', fp.lanes(plan), None, or, for fp.run only, "
+        f"fp.graphs(plan) or fp.ranks(plan); got {executor!r}"
     )
 
 
 def suiting(plan: Plan) -> LaneExecutor:
-    """Threads where at least two lanes compute on the CPU, and nothing is on that threads cannot
-    take over."""
+    """Choose threads if at least two lanes are on the CPU and threads can inherit all modes."""
     obstacles = uncarried(plan)
     if obstacles:
         return Serial(f"threads cannot take over {', '.join(obstacles)}")

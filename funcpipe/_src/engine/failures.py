@@ -1,4 +1,4 @@
-"""What is said of a lane that fails."""
+"""Notes and order of the errors of failing lanes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from funcpipe._src.schedules.memory import residual_peak
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error; some that users raise have no `add_note` of their own."""
+    """Add a note to an error, also to an error whose class hides `add_note`."""
     error.__dict__.setdefault("__notes__", []).append(note)
 
 
 def in_batch(number: int) -> str:
-    """The note that says in which of several batches it was."""
+    """Return the note that names the failing one of several batches."""
     return f"in batch {number} of these (the first is 0)"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is the error one for want of memory."""
+    """Return whether the error says that memory is exhausted."""
     words = ("can't allocate memory", "out of memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
@@ -32,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def position_of(lane: Lane, program: Lowered) -> int:
-    """Where in the plan order a lane is."""
+    """Return a lane's position in the plan order, -1 before its first action."""
     left = lane.begun
     for position, number in enumerate(program.lane_order):
         left -= number == lane.program.lane
@@ -42,7 +42,7 @@ def position_of(lane: Lane, program: Lowered) -> int:
 
 
 def too_much(lane: Lane, schedule: Schedule) -> str:
-    """What a lane holds, of how much the schedule does at most, and how it would be less."""
+    """Return a note for an out-of-memory error: the residuals of a lane, and remedies."""
     kinds = zip(lane.program.slots, lane.slots, strict=True)
     roles = Role.RESIDUAL, Role.WEIGHT_RESIDUAL
     held = [
@@ -54,9 +54,9 @@ def too_much(lane: Lane, schedule: Schedule) -> str:
     most = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
     return (
         f"device {number} holds {len(held)} residuals (the schedule's most is {most:g}) with "
-        f"{sum(held) / 2**20:.1f} MiB at their borders{_free(lane.place.device)}; to hold less: "
-        "more microbatches of fewer rows, fp.schedules.remat(schedule) or "
-        "fp.schedules.offload(schedule), or a schedule that holds fewer "
+        f"{sum(held) / 2**20:.1f} MiB at their borders{_free(lane.place.device)}; to use less "
+        "memory: more microbatches of fewer rows, fp.schedules.remat(schedule), "
+        "fp.schedules.offload(schedule), or a schedule that holds fewer residuals "
         "(fp.schedules.one_f_one_b)"
     )
 
@@ -69,7 +69,7 @@ def _free(device: torch.device) -> str:
 
 
 def raise_located(failures: list[tuple[tuple[int, int], BaseException]]) -> NoReturn:
-    """Raise the earliest, of the first batch, in plan order; the others become notes of it."""
+    """Raise the earliest failure: first batch, then plan order. The others become notes."""
     failures.sort(key=lambda failure: failure[0])
     first = failures[0][1]
     for _, other in failures[1:]:

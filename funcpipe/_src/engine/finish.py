@@ -1,5 +1,5 @@
-"""The end of a run: losses folded, gradients scaled and tied, statistics committed, outputs
-merged."""
+"""Compute the result of a run: combine losses, scale and tie gradients, commit state, merge
+outputs."""
 
 from __future__ import annotations
 
@@ -41,12 +41,19 @@ def finish(
     committed: Mapping[int, Tree] | None = None,
     reductions: Mapping[int, Reduction] | None = None,
 ) -> Result:
-    """The result of a run, from the reports of its forwards and, with ``backward``, the sums of its
-    backwards.
+    """Return the result of a run.
 
-    It has the ``timeline`` that was measured, and the steps that were made on lanes. The state of
-    stages that lanes have ``committed`` is that; None: they do not. It waits for the ``reductions``
-    that lanes have begun, and begins the reductions of the other stages.
+    Args:
+        ready: the prepared run.
+        reports: the reports of the forwards.
+        outputs: the outputs of the last stage; empty if the plan has none.
+        timeline: the measured timeline, or None.
+        went: the statistics.
+        backward: whether backwards have run, so that there are gradient sums.
+        stepping: the optimizer steps of the lanes, or None.
+        committed: the states that lanes have already committed. None: this function commits.
+        reductions: the reductions over replicas that lanes have begun. Those of other stages begin
+            here.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
@@ -62,7 +69,6 @@ def finish(
         sums = gradient_sums(ready, reductions or {}) if backward else {}
         untouched = unused_leaves(ready) if backward else []
         trained = sum(gradient is not None for row in sums.values() for gradient in row)
-    # A list: a generator would make another error of a StopIteration.
     left = committed
     if left is None:
         stats = _statistics(ready, reports)
@@ -81,9 +87,10 @@ def finish(
     loss, weight, losses, aux, late = _fold_losses(ready, ended)
     if loss is not None:
         loss.backward = _no_backward
+    # With late weights the backwards ran with the factor 1, so divide the sums once, here.
     factor = 1.0 / weight if late and weight else 1.0
     grads = gradients(ready, sums, factor) if backward and sums is not None else None
-    if backward:  # last: any other error says more
+    if backward:  # last, because any other error is more specific
         _refuse_untouched(ended)
     if stepping is not None:
         stepping.late = late
@@ -101,14 +108,14 @@ def finish(
 
 
 class Ended(NamedTuple):
-    """What a process knows when its lanes are done.
+    """The facts that a process sends when its lanes are done.
 
     Attributes:
-        losses: of each microbatch, where the last stage is here; for other processes in one piece
-            where they can be.
-        sides: auxiliary losses: (stage, microbatch among those of all replicas, sum, weight).
-        trained: how many leaves have a gradient.
-        unused: those of these that no backward reached.
+        losses: the loss of each microbatch, from the process of the last stage. As columns for
+            other processes, if possible.
+        sides: auxiliary losses, as (stage, microbatch over all replicas, sum, weight).
+        trained: the number of leaves with a gradient.
+        unused: the leaves among these that no backward reached.
     """
 
     losses: tuple[Loss, ...] | Columns
@@ -134,39 +141,36 @@ def _ended(ready: Prepared, reports: ByPlace, trained: int, unused: Sequence[Unu
 
 
 def _refuse_untouched(ended: Sequence[Ended]) -> None:
-    """Refuse a loss that hangs on no parameter, as torch's ``backward`` does. Raises PlanError."""
+    """Raise PlanError if the loss depends on no parameter, as torch's ``backward`` does."""
     if any(each.trained for each in ended) and not any(
         each.trained > len(each.unused) for each in ended
     ):
         raise PlanError(
-            "no gradient reached any of the parameters: the loss hangs on none of them. Is it "
-            "computed under torch.no_grad, by .detach(), .item() or numpy, or from the target "
-            "alone? Without gradients: fp.make_plan(stages, schedule.forwards())"
+            "no gradient reached any parameter: the loss depends on none of them. Is the loss "
+            "computed under torch.no_grad, with .detach(), .item() or numpy, or from the target "
+            "alone? To run without gradients: fp.make_plan(stages, schedule.forwards())"
         )
 
 
 def _no_backward(*_: Any, **__: Any) -> None:
-    """``result.loss.backward()``: raises PlanError, which says where the gradients are, in place of
-    torch's error."""
+    """Replace ``result.loss.backward()`` by an error that says where the gradients are."""
     raise PlanError(
-        "the backwards have run already: the gradients are in result.grads; fp.step(optimizer, "
-        "params, result) makes the step. For a loss of your own around a pipeline there are "
-        "fp.vjp and fp.Pipe"
+        "the backwards have already run: the gradients are in result.grads, and "
+        "fp.step(optimizer, params, result) makes the step. For your own loss around a pipeline "
+        "use fp.vjp or fp.Pipe"
     )
 
 
 def release(ready: Prepared) -> None:
-    """Let the stages forget their tensors, once the results are taken out."""
+    """Release the tensors of all bound stages, after the results are taken."""
     for bound in ready.bounds.values():
         bound.release()
 
 
 def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> None:
-    """Refuse parameters and states that were written into since they were bound, but for parameters
-    of some stages.
+    """Raise PlanError if parameters or state were written to during the run.
 
-    Raises:
-        PlanError: it names them.
+    ``but`` names stages whose parameters may change, because the run has stepped them.
     """
     faults = [
         locations(ready.params[stage], f"params[{stage}]")[number]
@@ -190,8 +194,7 @@ def refuse_writes(ready: Prepared, title: str, *, but: Collection[int] = ()) -> 
 def _fold_losses(
     ready: Prepared, ended: Sequence[Ended]
 ) -> tuple[Any, float | None, tuple[Any, ...], tuple[Tree, ...], bool]:
-    """Loss, weight, losses and aux of the batch, and whether the loss function returned the
-    weights."""
+    """Return loss, weight, losses and aux of the batch, and whether the loss returned weights."""
     shares = ready.shares._replace(first=0)
     if ready.plan.loss is None:
         return None, None, (), (), False
@@ -199,8 +202,8 @@ def _fold_losses(
     weighted = [loss.weight is not None for loss in reported]
     if any(weighted) and not all(weighted):
         raise BatchError(
-            "the loss returned a mean for some microbatches and (sum, weight) for others; return "
-            "one form always"
+            "the loss returned a mean for some microbatches and (sum, weight) for others; always "
+            "return the same form"
         )
     late = weighted[0] and not shares.explicit
     weights = [float(loss.weight) for loss in reported] if late else []
@@ -210,7 +213,7 @@ def _fold_losses(
         if not 0 <= value < float("inf")
     ]
     raise_all(
-        "the loss returned (sum, weight) with weights that are no numbers from 0:",
+        "the loss returned (sum, weight) with weights that are not finite numbers from 0:",
         invalid,
         BatchError,
     )
@@ -233,12 +236,12 @@ def _fold_losses(
 
 
 def _scalar(total: Tensor) -> Tensor:
-    """A sum of one number, as one without axes."""
+    """Return a tensor with one number as a 0-dim tensor."""
     return total.reshape(()) if total.dim() else total
 
 
 def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
-    """A microbatch's loss as a mean; as a sum where nothing divides the sums."""
+    """Return a microbatch's loss as a mean, or as a sum for losses that nothing divides."""
     total = _scalar(loss.sum)
     if loss.weight is None and not (shares.summed and shares.explicit):
         return total
@@ -247,18 +250,17 @@ def _mean(loss: Loss, shares: Shares, microbatch: int) -> Any:
 
 
 def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) -> Any:
-    """Add the auxiliary losses of all stages to the total: each a mean, multiplied by the
-    microbatch's share."""
+    """Add the auxiliary losses of all stages to the total, each mean times the microbatch's
+    share."""
     by_place = {
         (stage, m): (side, weight) for each in ended for stage, m, side, weight in each.sides
     }
     for stage, m in sorted(by_place):
         if late or ready.shares.total is None:
             reason = (
-                "how much its microbatch counts is not known while the loss itself brings the "
-                "weights"
+                "the loss returns the weights of the microbatches, too late to weight it"
                 if late
-                else "it is a mean, and the loss is a sum, which nothing divides"
+                else "an auxiliary loss is a mean, while the loss is a sum that nothing divides"
             )
             raise BatchError(
                 f"stage {stage} returned an auxiliary loss, but {reason}; give make_plan(..., "
@@ -275,8 +277,8 @@ def _add_sides(ready: Prepared, ended: Sequence[Ended], total: Any, late: bool) 
 def gradient_sums(
     ready: Prepared, reductions: Mapping[int, Reduction]
 ) -> dict[int, list[Tensor | None]]:
-    """The gradients as the backwards summed them, over all replicas, by stage that is here."""
-    # All sums begin before the run waits for the first.
+    """Return the gradient sums over all microbatches and replicas, by stage."""
+    # Begin all reductions before waiting for the first.
     every = {stage: reductions.get(stage) or ready.reduce(stage) for stage in ready.bounds}
     return {stage: reduction.sums_at_end() for stage, reduction in every.items()}
 
@@ -284,8 +286,10 @@ def gradient_sums(
 def gradients(
     ready: Prepared, sums: dict[int, list[Tensor | None]], scale: float = 1.0
 ) -> tuple[Tree, ...]:
-    """The gradient trees, multiplied by ``scale``, tied leaves summed; None for stages that are not
-    here."""
+    """Return the gradient trees, times ``scale``, with tied leaves summed.
+
+    Stages of other processes get None.
+    """
     with torch.no_grad():
         if scale != 1.0:
             for stage_sums in sums.values():
@@ -296,7 +300,7 @@ def gradients(
             _tie(ready, sums, number)
     rank_of, device_of = ready.part.rank_of, ready.plan.schedule.device_of
     if any(len({rank_of[device_of[stage]] for stage, _ in group}) > 1 for group in ready.ties):
-        # Nobody steps before all have their sums.
+        # Wait for all ranks: none may return and step while another fails to get its sums.
         ready.part.exchange("the sums of tied leaves", None)
     given = {stage: spread.as_given(sums[stage]) for stage, spread in ready.spread.items()}
     specs = {stage: bound.params.spec for stage, bound in ready.bounds.items()}
@@ -305,7 +309,7 @@ def gradients(
 
 
 def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> None:
-    """Give every leaf of a tie that is here the sum of all."""
+    """Give each leaf of a tie in this process the sum over all members."""
     group = ready.ties[number]
     here = {place: member for place, member in enumerate(group) if member[1] >= 0}
     parts = {
@@ -323,14 +327,13 @@ def _tie(ready: Prepared, sums: dict[int, list[Tensor | None]], number: int) -> 
     else:
         values = [*parts.values()]
     total = reduce(lambda first, other: added(first, other.to(first.device)), values)
-    for place in parts:  # each stage gets a tensor of its own: clipping in place must not act twice
+    for place in parts:  # a copy per stage: clipping in place must not act twice on one tensor
         s, n = here[place]
         sums[s][n] = total.to(parts[place].device, copy=True)
 
 
 def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]]:
-    """For each stage that is here and keeps any, the statistics of all microbatches, those of all
-    replicas."""
+    """Return the statistics of all microbatches of all replicas, by stage with a commit."""
     stats = {
         stage: statistics_of(ready, stage, reports)
         for stage in ready.bounds
@@ -354,27 +357,27 @@ def _statistics(ready: Prepared, reports: ByPlace) -> dict[int, tuple[Tree, ...]
 
 
 def _at(device: torch.device, tree: Tree) -> Tree:
-    """What came from processes, on a device."""
+    """Move a tree that another process has sent to a device."""
     return tree if device.type == "cpu" else map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 def commits(plan: Plan, stage: int) -> bool:
-    """Does a batch change the state of a stage."""
+    """Return whether a batch changes the state of a stage."""
     return plan.stages[stage].commit is not None and plan.train
 
 
 def statistics_of(ready: Prepared, stage: int, reports: ByPlace) -> tuple[Tree, ...]:
-    """The statistics of a stage, of all microbatches that are here."""
+    """Return the statistics of a stage, one per microbatch of this process."""
     return tuple([reports[stage, m].stats for m in range(ready.batch.num_pieces)])
 
 
 def commit(ready: Prepared, stage: int, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-    """The state of a stage after a batch."""
+    """Call a stage's commit, and return the new state."""
     fold = ready.plan.stages[stage].commit
     assert fold is not None
     try:
         with torch.no_grad():
-            # A copy: a commit that updates in place must not reach the caller's state.
+            # Copy first: a commit that updates in place must not change the caller's state.
             return fold(map_tensors(caller_copy, state), stats)
     except BaseException as error:
         fail(error, ready.at(stage, None, "commit"))

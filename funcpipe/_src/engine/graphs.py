@@ -1,5 +1,7 @@
-"""graphs: whole runs as graphs of the device (CUDA graphs): recorded once for each form of input,
-then played."""
+"""`graphs`: record a whole run as one CUDA graph per form of input, and replay the graph.
+
+`device_graph` records and replays; this module decides which runs can be recorded, and keys them.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,22 @@ from funcpipe._src.stages.context import RUNNING, checked_plan, not_carried, ref
 from funcpipe._src.stages.trainable import trainable_leaves
 
 _MOST = 8
-"""How many forms of input are recorded; each holds memory of its own."""
+"""The most forms of input that one `Graphs` records. Each graph keeps its own memory."""
 
 _Make = Callable[[Sequence[Tensor]], Tree]
 
 _FIELDS = ("loss", "losses", "aux", "grads", "state", "outputs")
-"""The fields of a result that have tensors."""
+"""The fields of a result that contain tensors."""
 
 
 class _RecordedRun(NamedTuple):
-    """A recorded run: the recording, how its tensors become trees, and the rest of its result."""
+    """A recorded run.
+
+    Attributes:
+        recorded: the graph, with copies of the tensors that it reads.
+        make: makes the trees of a result from the tensors that the graph returns.
+        like: the result of the recording, without tensors.
+    """
 
     recorded: Recorded
     make: _Make
@@ -54,12 +62,12 @@ class _RecordedRun(NamedTuple):
 
 
 class Graphs:
-    """An executor that plays whole runs of one plan as graphs of its device. Made by `graphs`.
+    """An executor that replays whole runs of one plan as CUDA graphs. `graphs` makes it.
 
     Attributes:
-        plan: whose runs.
-        count: how many forms of input are recorded.
-        nbytes: of the copies of what runs were given that these read from.
+        plan: the plan whose runs are recorded.
+        count: the number of recorded forms of input.
+        nbytes: the bytes of the input copies that the graphs read.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -95,9 +103,10 @@ class Graphs:
         self.close()
 
     def close(self) -> None:
-        """Forget every graph and its memory; these graphs run nothing more."""
+        """Release all graphs and their memory. A later run with these graphs raises
+        `FuncpipeError`."""
         self.closed = True
-        if self._busy.acquire(blocking=False):  # else the run that goes on does it
+        if self._busy.acquire(blocking=False):  # otherwise the present run releases them
             self._found.clear()
             self._busy.release()
 
@@ -107,17 +116,17 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """See the class."""
+        """The number of recorded forms of input."""
         return len(self._steps)
 
     @property
     def nbytes(self) -> int:
-        """See the class."""
+        """The bytes of the input copies that the graphs read."""
         return sum(run.recorded.nbytes for run in self._steps)
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A run: played if it is recorded, recorded and played if it can be, as any other if
-        not."""
+        """Run a plan: replay its graph, record the graph first if needed, or run without a
+        graph."""
         refuse_transforms("run")
         checked_seed(options.seed)
         with self._alone(plan):
@@ -129,16 +138,18 @@ class Graphs:
                 if not isinstance(recording, str):
                     return _played(*recording, began, weight)
                 reason = recording
-        decided(self, "a run of %s is no graph: %s", plan.schedule.name, reason)
+        decided(self, "a run of %s is not a graph: %s", plan.schedule.name, reason)
         result = suiting(plan).run(plan, params, batch, options)
         return replace(result, stats=replace(result.stats, reason=f"not a graph: {reason}"))
 
     @contextmanager
     def _alone(self, plan: Plan) -> Generator[None]:
         if plan is not self.plan:
-            raise PlanError("these graphs are of another plan; make them with fp.graphs(plan)")
+            raise PlanError(
+                "these graphs were made for another plan; make graphs for this one: fp.graphs(plan)"
+            )
         if self.closed:
-            raise FuncpipeError("these graphs are closed; run inside of their with block")
+            raise FuncpipeError("these graphs are closed; call fp.run within their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
                 "these graphs are busy with another run; give each concurrent run its own "
@@ -148,11 +159,11 @@ class Graphs:
             yield
         finally:
             self._busy.release()
-            if self.closed:  # meanwhile
+            if self.closed:  # close() came during the run and left the release to this thread
                 self._found.clear()
 
     def _unfit(self, options: RunOptions) -> str:
-        """Why no run with these options can be a graph; "" where one may be."""
+        """Return why no run with these options can be a graph, or "" if one may be."""
         if self._obstacle is None:
             self._obstacle = _obstacle(self.plan)
         if self._obstacle:
@@ -172,8 +183,11 @@ class Graphs:
     def _step(
         self, plan: Plan, params: Any, batch: Any, options: RunOptions
     ) -> tuple[_RecordedRun, list[Tensor]] | str:
-        """The recorded run for input of this form (the first is recorded now) and its tensors; or
-        why there is none."""
+        """Return the recorded run for this form of input and the input's tensors, or why there is
+        none.
+
+        Records the run if the form is new.
+        """
         if not isinstance(params, (tuple, list)) or len(params) != self.plan.num_stages:  # pyright: ignore
             return "params are not one tree for each stage"
         # No seed, so that a run refuses to draw: a graph would draw with the seed of its recording.
@@ -191,16 +205,17 @@ class Graphs:
         except TraceError as error:
             return str(error)
         device = plan_devices(self.plan)[0]
+        # Only parameters and state: the batch is copied to the device from anywhere.
         if not all(same_device(tensor.device, device) for tensor in taken.tensors[:count]):
-            return f"parameters or state do not lie on {device}"
+            return f"parameters or state are not on {device}"
         if any(tensor.is_meta for tensor in taken.tensors):
-            return "it gets tensors without numbers"
+            return "it gets tensors on the meta device"
         key = tuple(taken.words or ())
         recording = self._found.get(key)
         if recording is None:
             if len(self._found) >= _MOST:
                 return (
-                    f"its input has had {_MOST} other forms (shapes, types, values that are no "
+                    f"its input has had {_MOST} other forms (shapes, types, values that are not "
                     "tensors) before"
                 )
             recording = self._found[key] = self._record(
@@ -212,6 +227,7 @@ class Graphs:
         device = plan_devices(self.plan)[0]
         graph = Place.backend.graph(device)
         assert graph is not None
+        # `step` runs several times. Its last call is the recording, and leaves its trees here.
         parts: list[Any] = []
 
         def step(copies: Sequence[Tensor]) -> list[Tensor]:
@@ -236,34 +252,37 @@ class Graphs:
             )
             return recorded
         except DrawError:
-            return "a stage draws random numbers, and a graph would draw the same ones each time"
+            return "a stage draws random numbers, and a graph would repeat the same numbers"
         except Unrecordable as error:
             return f"it cannot be recorded: {error}"
 
 
 def _obstacle(plan: Plan) -> str:
-    """Why no run of a plan can be a graph; "" where some may be."""
+    """Return why no run of a plan can be a graph, or "" if some runs may be."""
     devices = dict.fromkeys(plan_devices(plan))
     if len(devices) > 1:
         return (
-            f"its lanes lie on {', '.join(map(str, devices))}, and a graph is of one device; "
-            "compiled stages can be "
-            'graphs each: fp.compile_stage(stage, backend="cudagraphs")'
+            f"its lanes are on {', '.join(map(str, devices))}, and a graph works on one device; "
+            "you can make a graph of each stage: "
+            'fp.compile_stage(stage, backend="cudagraphs")'
         )
     device = next(iter(devices))
     if Place.backend.graph(device) is None:
-        return f"{device} has none"
+        return f"{device} has no graphs"
     if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
-        return "the host keeps step with what is offloaded"
+        return "the host waits for copies of offloaded residuals"
     if plan.schedule.steps:
-        return "its schedule steps, and what was a step too many is undone"
+        return "its schedule steps, and the host may have to undo a step"
     if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in plan.stages):
-        return "its programs are graphs themselves"
+        return "its compiled stages are graphs themselves"
     return ""
 
 
 def _kernels() -> Hashable:
-    """The key of what picks kernels besides `switches_key` and is frozen by a recording."""
+    """Return a key of torch's settings that select kernels, besides those in `switches_key`.
+
+    A recording freezes the kernels, so a run under other settings needs another recording.
+    """
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     values: list[Hashable] = [
         torch.get_float32_matmul_precision(),
@@ -272,7 +291,7 @@ def _kernels() -> Hashable:
     for module, flag in _FLAGS:
         try:
             values.append(getattr(module, flag))
-        except RuntimeError:  # set in two ways at once
+        except RuntimeError:  # torch refuses to read a setting that was set by two different APIs
             values.append(None)
     return modes, *values
 
@@ -290,23 +309,22 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (_CUDNN, "benchmark"),
     (_CUDNN, "deterministic"),
 )
-"""Torch's flags that pick kernels."""
+"""Torch's flags that select kernels."""
 
 
 _NONE: dict[str, Any] = dict.fromkeys(_FIELDS)
 
 _UNEVEN = (
-    "how much its microbatches count depends on the numbers in its target, and is not as many as "
-    "they have rows"
+    "the weights of its microbatches depend on the numbers in its target, and differ from the "
+    "numbers of rows"
 )
 
 
 def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | None]:
-    """The plan with a loss that counts rows, which needs no numbers on the host, and what the loss
-    is divided by.
+    """Return the plan with microbatches weighted by rows, and the weight of the whole batch.
 
-    None where the microbatches of this batch do not count as their rows: labels are padded, classes
-    are weighted.
+    Weights by rows need no numbers from the device. The plan is None if this batch has other
+    weights, because labels are padded or classes are weighted.
     """
     if plan.weight is not None or plan.counts.weigh is None:
         return plan, None
@@ -323,7 +341,7 @@ def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | N
 def _played(
     step: _RecordedRun, tensors: list[Tensor], began: float, weight: float | None
 ) -> Result:
-    """The result of a recorded run for these tensors."""
+    """Replay a recorded run with these input tensors, and return its result."""
     fields = step.make(step.recorded(tensors))
     stats = replace(
         step.like.stats, executor="graph", reason="asked for", seconds=perf_counter() - began
@@ -343,26 +361,26 @@ _FIXED = (
     torch.memory_format,
     Tensor,
 )
-"""Types that are compared by identity and do not change; functions count as such, unchecked."""
+"""Types that are compared by identity. Functions count as unchangeable, which is not checked."""
 
 _CONSTANT = (*_FIXED, bool, int, float, complex, str, bytes, torch.device, torch.Size)
-"""Types that hold no tensor and do not change."""
+"""Types that cannot change. Apart from `Tensor` itself they contain no tensors."""
 
 _HOLDS: dict[type, tuple[str, ...]] = {
     Replicate: ("value",),
     Axis: ("value", "axis", "sequence"),
     Microbatches: ("trees",),
 }
-"""Leaves that hold a tree: their arguments, the tree first."""
+"""Leaves that contain a tree, and their constructor arguments; the tree is the first."""
 
 
 class _Taken:
-    """Takes trees apart into tensors and words.
+    """Separates trees into tensors and a key of everything else.
 
     Attributes:
-        tensors: of the trees, each once.
-        words: what a recording depends on besides the tensors' numbers; None where the trees are
-            results.
+        tensors: the tensors of the trees, each once.
+        words: the key: everything except the tensors' numbers that a recording depends on. None if
+            the trees are results, which need no key.
     """
 
     def __init__(self, words: list[Hashable] | None = None) -> None:
@@ -371,14 +389,14 @@ class _Taken:
         self._numbers: dict[int, int] = {}
 
     def take(self, tree: Tree) -> _Make:
-        """Take a tree apart, and the trees that `Replicate`, `Axis` and `Microbatches` hold in it.
+        """Separate a tree, including trees within `Replicate`, `Axis` and `Microbatches`.
 
         Returns:
-            A function that makes such a tree of other tensors.
+            A function that makes a tree of the same form from other tensors.
 
         Raises:
-            TraceError: a value cannot be compared with another.
-            Unrecordable: a result is no tensor and no constant.
+            TraceError: a value may change and stay equal to itself, so it cannot be part of a key.
+            Unrecordable: a leaf of a result is neither a tensor nor a constant.
         """
         leaves, spec = flatten(tree)
         makers = [self._leaf(leaf) for leaf in leaves]
@@ -395,7 +413,8 @@ class _Taken:
         if not isinstance(leaf, tuple(_HOLDS)):
             if self.words is None and not isinstance(leaf, _CONSTANT):
                 raise Unrecordable(
-                    f"a result holds a {type(leaf).__name__}, and nobody knows what is in it"
+                    f"a result contains a {type(leaf).__name__}, which may contain tensors that "
+                    "funcpipe does not see"
                 )
             self._say(leaf)
             return lambda tensors: leaf
@@ -417,42 +436,51 @@ class _Taken:
 
 
 def graphs(plan: Plan) -> Graphs:
-    """Whole runs as CUDA graphs: ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch,
-    executor=graphs)``.
+    """Record whole runs of a plan as CUDA graphs, and replay them.
 
-    The first run with input of a form (structure, shapes, types, layouts, devices; values that are
-    no tensors; which leaves are trained; loss scale, grad mode, autocast) runs three times and is
-    then recorded with everything that it queues: all lanes with their streams, the loss, the sums,
-    the commits. Later ones copy their tensors into the recording's, play it, and copy the results
-    out: no Python of stages, no launch of single kernels. That pays where kernels are so short that
-    the host is late.
+    Use graphs if kernels are so short that the GPU waits for Python. A replay runs no Python of the
+    stages and launches no single kernels. Results equal the results of other executors. A graph
+    needs more memory: it has its own copies of parameters, state and batch, and keeps all memory of
+    a run.
 
-    Numbers are those of other executors, and a run stays pure. What it costs is memory: a graph has
-    its own copies of parameters, state and batch, and holds all memory of a run for itself.
+    ``with fp.graphs(plan) as graphs: fp.run(plan, params, batch, executor=graphs)``
 
-    A run that cannot be a graph is run as with ``executor=None``; ``result.stats.reason`` says why:
-    lanes on several devices, or on one without graphs; random draws (dropout); a loss that brings
-    (sum, weight), ``plan.weight`` or anything else that needs numbers on the host; targets that are
-    padded unevenly (`F.cross_entropy`: looked at before each run); `offload`; ``record=``,
-    ``ranges=``, ``timeout=``, ``check="finite"``; a ninth form of input.
+    A graph fits one *form* of input. The first run with a new form runs three times, and is then
+    recorded with all lanes, the loss, the gradient sums and the commits. A later run copies its
+    tensors into the graph's tensors, replays the graph and copies the results. A form consists of:
 
-    As with any recording, what stages do in Python is done when they are recorded and not again,
-    and tensors that they close over are read where they lay.
+    - structure, shapes, types, layouts and devices of the input;
+    - all values in the input that are not tensors;
+    - the trained leaves, the loss scale, grad mode and autocast.
+
+    These runs cannot be graphs. They run as with ``executor=None``, and ``result.stats.reason`` has
+    the reason:
+
+    - lanes on several devices, or on a device without graphs;
+    - stages with random draws, such as dropout;
+    - a loss or ``plan.weight`` that needs numbers on the host, such as a loss that returns ``(sum,
+      weight)``;
+    - targets with uneven padding, which `graphs` checks before each run;
+    - a schedule with `schedules.offload` or `schedules.step_params`;
+    - runs with ``record=``, ``ranges=``, ``timeout=`` or ``check="finite"``;
+    - a ninth form of input.
+
+    A recording runs the Python code of the stages once. A replay reads tensors that stages close
+    over at their old memory addresses.
 
     >>> layer = fp.Stage(lambda w, x: x * w)
     >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
     >>> with fp.graphs(plan) as played:
     ...     fp.run(plan, (torch.ones(3),), torch.ones(4, 3), executor=played).stats.reason
-    'not a graph: cpu has none'
+    'not a graph: cpu has no graphs'
 
     Args:
-        plan: whose runs; on one device.
+        plan: a plan whose lanes are all on one CUDA device.
 
     Returns:
-        An executor for ``run``; its graphs are forgotten at the end of the ``with`` block, or by
-        ``close()``.
+        An executor for `run`. The end of the ``with`` block, or ``close()``, releases the graphs.
 
     Raises:
-        PlanError: this is no plan.
+        PlanError: ``plan`` is not a plan.
     """
     return Graphs(plan)

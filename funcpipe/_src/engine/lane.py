@@ -1,8 +1,8 @@
-"""Run the instructions of one lane. A lane depends on its program and its mailbox, not on other
-lanes.
+"""Run the instructions of one lane.
 
-Other lanes call `Mailbox.put` to deliver to a lane. The key of a value is a slot of this lane. The
-key (lane, slot) says that a slot of another lane is free again.
+A lane depends on its program and its mailbox, not on other lanes. Other lanes call `Mailbox.put` to
+deliver to a lane. The key of a value is a slot of this lane. The key (lane, slot) says that a slot
+of another lane is free again. `lanes` and `executors` decide which thread runs a lane.
 """
 
 from __future__ import annotations
@@ -97,22 +97,21 @@ class Lane:
         """
         slots, came, coming, place = self.slots, self._came, self.coming, self.place
         number = self.done
-        self.begun = number + 1
+        self.begun = number + 1  # before the action: other threads read which action is running
         for instruction in self.parts[number]:
             if type(instruction) is Run:
                 call, _, reads, writes = instruction
                 values = [*map(slots.__getitem__, reads)]
                 if coming:
+                    # Popped: after one wait, all later work on this stream comes after the event.
                     for slot in reads:
                         place.wait(coming.pop(slot, None))
                 results = self.steps[call](values, instruction)
                 for slot, result in zip(writes, results, strict=True):
                     slots[slot] = result
                 result = None
-                del (
-                    values,
-                    results,
-                )  # else a value would outlive its free while this lane waits for a slot
+                # Otherwise a freed value would stay alive while this lane waits for a slot.
+                del values, results
             elif type(instruction) is Receive:
                 value, source, slot = instruction
                 if source == CALLER:
@@ -132,6 +131,8 @@ class Lane:
                 level.sent = sent = level.sent + 1
                 if sent - level.freed > level.most:
                     level.most = sent - level.freed
+                # Consume the notice: the slot there is taken until its lane frees it again. Without
+                # that, the next value would overwrite one that is not read yet.
                 free = came.pop(end)
                 put(
                     into,
@@ -164,10 +165,10 @@ class Lane:
         )
 
     def spans(self) -> list[tuple[Action, int, int]]:
-        """(action, start, end) of all that is done, in nanoseconds; where nothing is measured
-        none."""
-        told = self.clock.nanoseconds if self.clock is not None else int
-        return [(action, told(start), told(end)) for action, start, end in self._marks]
+        """Return (action, start, end) of each finished action, in nanoseconds. Empty unless
+        measured."""
+        time_of = self.clock.nanoseconds if self.clock is not None else int
+        return [(action, time_of(start), time_of(end)) for action, start, end in self._marks]
 
 
 def _put_function(box: Mailbox) -> Callable[[Any, Any], None]:
@@ -179,7 +180,7 @@ def _put_function(box: Mailbox) -> Callable[[Any, Any], None]:
 def _measured(
     step: Step, program: LaneProgram, clock: LaneClock, marks: list[tuple[Action, Any, Any]]
 ) -> Step:
-    """A step that also marks when it ran."""
+    """Wrap a step so that it also marks its start and its end."""
 
     def measured(reads: list[Any], run: Run) -> Sequence[Any]:
         start = clock.mark()

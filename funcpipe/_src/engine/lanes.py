@@ -1,4 +1,7 @@
-"""Runs each lane in a thread of its own: started, stopped and joined; one failure ends all."""
+"""Run each lane in its own worker thread, and stop all lanes when one fails.
+
+`execute` runs the actions of a lane; `Ranks` extends `Lanes` to several processes.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,19 @@ from funcpipe._src.stages.context import (
 from funcpipe._src.stages.drawing import beside_others
 
 _ALARM = -1
-"""What an alarm puts into the queue of lanes that are done."""
+"""The number that an alarm puts into the queue of finished lanes."""
 
 _PATIENCE = 0.05
 """Seconds that lanes get to end by themselves before they are interrupted."""
 
 
 class Lanes(LaneExecutor):
-    """The worker threads of the lanes of a plan. Made by `lanes`, or for one run."""
+    """The worker threads of a plan's lanes. `lanes` makes them, or `run` makes them for one run.
+
+    Attributes:
+        count: the number of lanes.
+        closed: whether `close` was called.
+    """
 
     threaded = True
 
@@ -78,13 +86,12 @@ class Lanes(LaneExecutor):
         self.close()
 
     def __del__(self) -> None:
-        for (
-            worker
-        ) in self._workers:  # nobody holds the lanes any more: their threads end by themselves
+        # No reference is left, so no run can follow: let the threads end without waiting for them.
+        for worker in self._workers:
             worker.dismiss()
 
     def close(self) -> None:
-        """End all threads; these lanes run nothing more."""
+        """End all threads. A later run with these lanes raises `FuncpipeError`."""
         self.closed = True
         self._end()
 
@@ -93,36 +100,36 @@ class Lanes(LaneExecutor):
         self._workers = []
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where these are not as many as the plan's, or something is on that they
-        cannot take over."""
+        """Raise PlanError if the plan has another number of lanes, or a mode is on that threads
+        cannot inherit."""
         if self.count != plan.num_devices:
             raise PlanError(
-                f"these lanes are {self.count}, the plan has {plan.num_devices}; make them with "
-                "fp.lanes(plan)"
+                f"these are {self.count} lanes, but the plan has {plan.num_devices}; make lanes "
+                "for this plan: fp.lanes(plan)"
             )
         refuse_uncarried(plan)
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run every lane of executions in its thread; come back when all are done, or raise what
-        failed.
+        """Run all lanes of the executions in their threads, and wait; raise the first failure.
 
-        With a timeout raise RunTimeout when no lane begins an action for so many seconds.
+        With a timeout, raise RunTimeout if no lane begins an action for that many seconds.
         """
-        if self.closed and executions[0].part[0]:  # between the two halves of a vjp
+        # A pullback must work after `with fp.lanes(plan)` has ended: give it threads of its own.
+        if self.closed and executions[0].part[0]:
             with Lanes(self.count) as fresh:
                 fresh.walk(executions)
             return
         if self._process != os.getpid():  # a fork has none of the threads
             self._workers, self._busy, self._process = [], threading.Lock(), os.getpid()
         if self.closed:
-            raise FuncpipeError("these lanes are closed; run inside of their with block")
+            raise FuncpipeError("these lanes are closed; call fp.run within their with block")
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
                 "these lanes are busy with another run; give each concurrent run its own "
                 "fp.lanes(plan)"
             )
         try:
-            # Threads started later begin with the user's number again.
+            # Restored afterwards, so that threads started later inherit the user's number.
             with intra_op_threads(executions[0].ready.threads):
                 self._do_all(executions)
         finally:
@@ -134,18 +141,18 @@ class Lanes(LaneExecutor):
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         finished = False
         leaving = partial(self._leave, executions, threading.get_ident())
-        atexit.register(
-            leaving
-        )  # a lane that is in torch's code when Python ends would abort the process
+        # A lane that is in torch's code when Python ends would abort the process.
+        atexit.register(leaving)
         watch = None if timeout is None else LaneWatch(executions, timeout)
         try:
-            # Inside of try: Ctrl-C between two starts must stop the first.
+            # Within the try: Ctrl-C between two starts must stop the threads already started.
             self._start()
             for seat, worker in enumerate(self._workers):
                 worker.give(partial(self._work, executions, seat, failures, done))
             if watch is not None:
                 watch.start()
             with self.watched(partial(done.put, _ALARM)):
+                # One number per lane. A failure ends the wait early, to stop the other lanes.
                 for _ in executions[0].lanes:
                     if _take(done, watch) == _ALARM or failures:
                         break
@@ -153,11 +160,11 @@ class Lanes(LaneExecutor):
                     finished = True
         finally:
             atexit.unregister(leaving)
-            if watch is not None:  # here: Ctrl-C may come as it starts
+            if watch is not None:  # in the finally, because Ctrl-C may come during watch.start()
                 watch.end()
             if not finished:
                 self.ending(failures[0][1] if failures else sys.exception())
-                # With timeout= nobody waits longer than that, whatever a lane is stuck in.
+                # With timeout= the caller waits no longer than that, even for a stuck lane.
                 self._halt(
                     executions, wait=timeout if watch is None or not watch.report else _PATIENCE
                 )
@@ -169,19 +176,18 @@ class Lanes(LaneExecutor):
             self.raise_alarm()
 
     def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
-        """Inside, the lanes run; whoever calls ``alarm`` ends them, and `raise_alarm` says why."""
+        """Return a context in which the lanes run. A call of ``alarm`` ends them; `raise_alarm`
+        raises the reason."""
         return nullcontext()
 
     def ending(self, error: BaseException | None) -> None:
-        """The lanes are about to be ended early, by an error that is known already, or by something
-        else."""
+        """Hook: the lanes are about to be ended early, by ``error`` if it is known."""
 
     def raise_alarm(self) -> None:
-        """Raise what an alarm was about."""
+        """Hook: raise the reason of an alarm."""
 
     def seat(self, lane: int) -> tuple[int, int]:
-        """The number of a lane among those that share this machine's cores, and how many these
-        are."""
+        """Return the number of a lane among all lanes on this machine's cores, and their count."""
         return lane, self.count
 
     def _start(self) -> None:
@@ -191,26 +197,25 @@ class Lanes(LaneExecutor):
                 worker.start()
 
     def _halt(self, executions: Sequence[Execution], wait: float | None) -> None:
-        """End every lane: those that wait at once, those that compute after a short action or the
-        operation in it.
+        """End all lanes: a waiting lane at once, a computing lane after its present operation.
 
-        Threads that do not end within ``wait`` seconds (None: for ever) are left behind: Python
-        cannot end them.
+        Leave threads behind that do not end within ``wait`` seconds, because Python cannot end
+        them. None waits without limit.
         """
         for execution in executions:
             execution.stopped = True
             for box in execution.boxes.values():
                 box.stop()
-        # Most end by themselves. An interruption may land in some object's __del__, where Python
-        # prints and drops it.
+        # Wait before interrupting: an interruption may arrive in some object's __del__, where
+        # Python prints and drops it.
         end_all(self._workers, _PATIENCE)
         for worker in self._workers:
             worker.interrupt()
         self._end(wait)  # the next run starts new ones
 
     def _leave(self, executions: Sequence[Execution], caller: int) -> None:
-        """As Python ends: end every lane, and let the caller's thread leave the run, which is
-        torch's code too."""
+        """At exit of Python: end all lanes, then wait until the caller's thread has left the
+        run."""
         self._halt(executions, wait=1.0 + self.count)
         deadline = monotonic() + 1.0
         while _is_inside(caller) and monotonic() < deadline:
@@ -223,13 +228,13 @@ class Lanes(LaneExecutor):
         failures: list[tuple[tuple[int, int], BaseException]],
         done: queue.SimpleQueue[int],
     ) -> None:
-        """The work of one lane, in one execution after the other."""
+        """Run one lane, in one execution after the other. The job of a worker thread."""
         execution = executions[0]
         lane = execution.lanes[seat]
         try:
             compute_with(execution.ready.threads)
-            place, (own, seats) = lane.place, self.seat(lane.program.lane)
-            pin([own], seats, self._cores)
+            place, (number, count) = lane.place, self.seat(lane.program.lane)
+            pin([number], count, self._cores)
             place.backend.use(place.device)
             with (
                 execution.context.computing(),
@@ -240,9 +245,8 @@ class Lanes(LaneExecutor):
             ):
                 for execution in executions:
                     lane = execution.lanes[seat]
-                    RUNNING.set(
-                        partial(execution.where, lane)
-                    )  # of the copied context, which ends with the job
+                    # Set in the copied context of this job, so nothing has to reset it.
+                    RUNNING.set(partial(execution.where, lane))
                     if not _do(execution, lane, switches, executions, failures):
                         break
                     lane.thread = 0
@@ -252,11 +256,12 @@ class Lanes(LaneExecutor):
             failures.append((execution.position(lane), execution.failure(lane, error)))
         finally:
             lane.thread = 0
+            # Last: the caller reads `failures` as soon as it gets this number.
             done.put(lane.program.lane)
 
 
 def _is_inside(thread: int) -> bool:
-    """Is a thread in this package's code, or in what this code called."""
+    """Return whether a thread is in this package's code, or in code called from there."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("funcpipe."):
@@ -266,10 +271,8 @@ def _is_inside(thread: int) -> bool:
 
 
 def _take(done: queue.SimpleQueue[int], watch: LaneWatch | None) -> int:
-    """The next number in the queue; an alarm when the watch has a report.
-
-    Waits in C, where Ctrl-C wakes it unless it comes just as the wait begins.
-    """
+    """Return the next number in the queue, or an alarm when the watch has a report."""
+    # The wait has a timeout: Ctrl-C that arrives just before the wait in C does not end the wait.
     while True:
         try:
             return done.get(timeout=0.5 if watch is None else min(0.5, watch.pause))
@@ -285,9 +288,10 @@ def _do(
     executions: Sequence[Execution],
     failures: list[tuple[tuple[int, int], BaseException]],
 ) -> bool:
-    """Do the lane's part of the order; did it come to its end.
+    """Run the actions of a lane; return whether all are done.
 
-    Failures are taken here: context managers write to exceptions that they see.
+    Failures are caught here, because the context managers of the caller write to exceptions that
+    pass through them.
     """
     try:
         execution.begin(lane)
@@ -302,15 +306,14 @@ def _do(
         if execution.stopped and _from_stop(error):
             return False
         for each in executions:
-            each.stopped = True  # no lane begins another action, even before the caller wakes
+            each.stopped = True  # before the caller wakes, so that no lane begins another action
         failures.append((execution.position(lane), execution.failure(lane, error)))
         return False
     return True
 
 
 def _from_stop(error: BaseException | None) -> bool:
-    """Is the error Stop, or what user code raised from it (``except BaseException as e: raise Mine
-    from e``)."""
+    """Return whether the error is Stop, or an error that user code raised while handling Stop."""
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         if isinstance(error, Stop):
@@ -321,11 +324,11 @@ def _from_stop(error: BaseException | None) -> bool:
 
 
 def lanes(plan: Plan) -> Lanes:
-    """Threads that are kept between runs: ``with fp.lanes(plan) as lanes: fp.run(...,
-    executor=lanes)``.
+    """Keep the threads of a plan's lanes between runs.
 
-    Starting threads anew for each run costs about 0.2 ms per lane and fresh memory arenas; long
-    trainings of short steps save it. The threads end with the ``with`` block.
+    Without `lanes`, each run starts new threads. That costs about 0.2 ms per lane, and new memory
+    arenas. Use `lanes` for long trainings with short steps. The threads end with the ``with``
+    block.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -335,19 +338,25 @@ def lanes(plan: Plan) -> Lanes:
     ...     [float(fp.run(plan, weights, batch, executor=lanes).loss) for _ in range(3)]
     [36.0, 36.0, 36.0]
 
+    Args:
+        plan: the plan to run. Other plans with the same number of lanes run, too.
+
+    Returns:
+        An executor for `run`. It starts one thread per lane, and is a context manager.
+
     Raises:
-        PlanError: this is no plan.
+        PlanError: ``plan`` is not a plan.
     """
     return Lanes(checked_plan("lanes", plan).num_devices)
 
 
 def uncarried(plan: Plan) -> list[str]:
-    """What other threads cannot take over from the caller, for this plan."""
+    """Return the modes of the caller that other threads cannot inherit, for this plan."""
     return [*not_carried(), *_lent_twice(plan)]
 
 
 def refuse_uncarried(plan: Plan) -> None:
-    """Raise PlanError where other threads cannot run a plan now."""
+    """Raise PlanError if other threads cannot run a plan now."""
     obstacles = uncarried(plan)
     if obstacles:
         copies = (
@@ -362,14 +371,16 @@ def refuse_uncarried(plan: Plan) -> None:
 
 
 def _find_lent_twice(plan: Plan) -> list[str]:
-    """Modules into which functions of several lanes put parameters of their own, each while it
-    computes."""
+    """Describe the modules that functions of several lanes call with their own parameters.
+
+    Two threads that put parameters into one module at the same time would mix them up.
+    """
     lanes_of: dict[int, set[int]] = {}
     names: dict[int, str] = {}
-    for stage, whole in enumerate(plan.stages):
-        for part in whole.simple():
+    for stage, composed in enumerate(plan.stages):
+        for simple in composed.simple():
             for key, (name, _) in (
-                {} if isinstance(part.fn, Bindable) else lent_modules(part.fn)
+                {} if isinstance(simple.fn, Bindable) else lent_modules(simple.fn)
             ).items():
                 lanes_of.setdefault(key, set()).add(plan.schedule.device_of[stage])
                 names[key] = name

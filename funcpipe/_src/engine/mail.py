@@ -1,4 +1,7 @@
-"""Mailboxes: what others give a lane, in one process or over processes."""
+"""Mailboxes, through which lanes receive values and notices of free slots.
+
+`remote` has the mailboxes that stand for lanes of other processes.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,43 @@ from funcpipe._src.core.errors import FuncpipeError
 
 
 class Stop(SystemExit):
-    """Raised in a thread to unwind it when its run is over; users never see it."""
+    """Raised in a thread to end it when its run is over. Never raised to users."""
 
 
 class Mailbox:
-    """What others have put for a lane: tickets by slot, events of free slots by (lane, slot). One
-    thread runs all."""
+    """A mailbox for lanes that share one thread.
+
+    Attributes:
+        came: tickets by slot, and events of free slots by (lane, slot).
+        waits: the key that the lane waits for. None: it does not wait.
+    """
 
     def __init__(self) -> None:
         self.came: dict[Hashable, Any] = {}
         self.waits: Hashable = None
-        """The key that the lane waits for; None: it does not wait."""
 
     def put(self, key: Hashable, item: Any) -> None:
-        """Hand something to the lane."""
+        """Deliver an item to the lane."""
         self.came[key] = item
 
     def wait(self, key: Hashable) -> None:
-        """Wait until something has come under a key."""
+        """Raise: on one thread in plan order, each item is delivered before it is needed."""
         raise FuncpipeError(f"internal error: lanes in plan order, and {key} has not come yet")
 
     def stop(self) -> None:
-        """The lane waits no longer: it ends."""
+        """End the lane's wait. A no-op, because the lane never waits."""
 
 
 class Inbox(Mailbox):
-    """The mailbox of a thread, which alone reads ``came``.
+    """The mailbox of a lane with its own thread. Only this thread reads ``came``.
 
     Args:
-        lead: called by the thread before it waits. It reads what other processes send, until
-            something lies in the box or another thread reads. None: there are no other processes.
+        lead: a function that the thread calls before it waits. The function reads messages of other
+            processes, until the box has an item or another thread reads. None: there are no other
+            processes.
 
     Attributes:
-        wake: interrupts the thread while it reads; None: it does not read.
+        wake: interrupts the thread while it reads messages. None: the thread does not read.
     """
 
     def __init__(self, lead: Callable[[Inbox], None] | None = None) -> None:
@@ -53,19 +60,19 @@ class Inbox(Mailbox):
 
     @property
     def is_empty(self) -> bool:
-        """Has the thread taken all that was put here."""
+        """Whether the thread has taken all items."""
         return self._messages.empty()
 
     def put(self, key: Hashable, item: Any) -> None:
-        """Hand something to the thread."""
+        """Deliver an item to the thread."""
         self._post((key, item))
 
     def nudge(self) -> None:
-        """Let the thread look again whether it is to read."""
+        """Wake the thread, so that it checks again whether it must read messages."""
         self._messages.put((None, None))
 
     def wait(self, key: Hashable) -> None:
-        """Wait until something has come under a key. Raises Stop."""
+        """Wait until an item with this key has come. Raises Stop if the run ends."""
         self.waits = key
         while key not in self.came:
             if self._lead is not None and self._messages.empty():
@@ -78,24 +85,29 @@ class Inbox(Mailbox):
         self.waits = None
 
     def stop(self) -> None:
-        """The thread waits no longer: it ends."""
+        """End the thread's wait: it raises Stop."""
         self._post(None)
 
     def _post(self, message: tuple[Hashable, Any] | None) -> None:
         self._messages.put(message)
-        wake = self.wake  # second: the thread looks into the box after it has said how it is woken
+        # Read `wake` after the put. The thread sets `wake` before it looks into the box, so either
+        # it sees this message or we see its `wake`.
+        wake = self.wake
         if wake is not None:
             wake()
 
 
 class PoolLevel:
-    """How many values lie in a pool. One lane writes ``sent``, another ``freed``."""
+    """The fill level of a pool of slots.
+
+    One lane writes ``sent`` and ``most``, another lane writes ``freed``. So no lock is needed.
+    """
 
     def __init__(self) -> None:
         self.sent = self.freed = self.most = 0
 
     def add(self) -> None:
-        """Count a value that is sent."""
+        """Count a sent value."""
         self.sent = sent = self.sent + 1
         if sent - self.freed > self.most:
             self.most = sent - self.freed

@@ -1,4 +1,4 @@
-"""The options of a run as one object, and the protocol of executors."""
+"""`RunOptions`, the options of a run as one object, and `Executor`, the protocol of executors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from funcpipe._src.stages.trainable import Trainable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunOptions:
-    """The options of a run besides plan, params and batch, as the user gave them; see `run`.
+    """The options of a run, as given to `run`, which describes them.
+
+    An `Executor` receives plan, params and batch separately, and these options as one object.
 
     Attributes:
-        takes_faulthandler: whether a timeout takes Python's one timer of ``faulthandler``. False if
-            the user gave no timeout.
+        takes_faulthandler: whether a timeout uses the process's only timer of ``faulthandler``.
+            `ranks` sets False for a timeout that the user did not give.
     """
 
     state: Sequence[Tree] | None = None
@@ -40,13 +42,15 @@ class RunOptions:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Who does the actions of runs: `lanes`, `graphs`, and what the words "serial" and "threads"
-    stand for."""
+    """The protocol of objects that you can give to `run` as ``executor=``.
+
+    `lanes`, `graphs` and `ranks` return executors. "serial" and "threads" name two more.
+    """
 
     def run(self, plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) -> Result:
-        """A whole run of a plan; arguments, result and errors are those of `run`."""
+        """Run a plan on a batch. Arguments, result and errors are as in `run`."""
         ...
 
 
 ExecutorLike: TypeAlias = Literal["serial", "threads"] | Executor | None
-"""What users give for one; None: whichever suits the plan."""
+"""The values of ``executor=``. None selects an executor for the plan."""

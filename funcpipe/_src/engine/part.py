@@ -1,5 +1,7 @@
-"""The part of a plan that a process runs: all of it, or some lanes, with whom it then agrees on
-what concerns all."""
+"""`PlanPart`: the part of a plan that one process runs, and its exchanges with the other processes.
+
+`WholePlan` is one process with all lanes. `Ranks` is one of several processes.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +23,41 @@ from funcpipe._src.replicas.same_numbers import ComparedLeaves
 
 
 class PlanPart(Protocol):
-    """Some lanes of a plan, which are here, and the way to the others."""
+    """Some lanes of a plan in this process, and the exchanges with the other processes."""
 
     @property
     def lanes(self) -> Sequence[int]:
-        """The lanes that are here."""
+        """The lanes of this process."""
         ...
 
     @property
     def stages(self) -> Collection[int]:
-        """The stages of these lanes."""
+        """The stages of the lanes of this process."""
         ...
 
     @property
     def rank_of(self) -> Sequence[int]:
-        """The process of each lane of the plan."""
+        """The rank of each lane of the plan."""
         ...
 
     @property
     def rank(self) -> int:
-        """The number of this process among those of its replica."""
+        """The number of this process within its replica."""
         ...
 
     @property
     def replica(self) -> int:
-        """The number of this replica: of the processes that run the whole plan, each with rows of
-        its own."""
+        """The number of this replica. Each replica runs the whole plan on its own rows."""
         ...
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         ...
 
     @property
     def beside(self) -> int:
-        """How many lanes run on this machine, in whichever process."""
+        """The number of lanes on this machine, in all processes."""
         ...
 
     @property
@@ -70,29 +71,32 @@ class PlanPart(Protocol):
         ...
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """The device of each lane; of those that are not here as the plan names it."""
+        """Return the device of each lane. For lanes of other processes, as the plan names it."""
         ...
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of the lanes that are here."""
+        """Return the programs of the lanes of this process."""
         ...
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
-        """What every process gives, by replica and rank; all give something about the same, and go
-        on when all came."""
+        """Return the values of all processes, by replica and rank.
+
+        All processes call this with the same ``about``, and wait for each other.
+        """
         ...
 
     @property
     def others(self) -> Exchange:
-        """The same for what comes out of a run."""
+        """The exchange that a `Result` uses after the run."""
         ...
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
-        """The leaves of a stage's parameters, by number, that are spread over its replicas; None:
-        each has all.
+        """Return how the DTensors among a stage's parameters are spread over its replicas.
+
+        The result is by leaf number. None says that each replica has the whole tensor.
 
         Raises:
-            PlanError: one is spread in a way that cannot be gathered.
+            PlanError: a leaf is spread in a way that cannot be gathered.
         """
         ...
 
@@ -102,48 +106,50 @@ class PlanPart(Protocol):
         parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
         done: Callable[[Any], None],
     ) -> None:
-        """Begin to fetch the parts of parameters that other replicas have, and call ``done`` when
-        they come.
+        """Begin to gather parameter parts from the other replicas, and call ``done`` when they
+        come.
 
         Args:
-            stage: whose.
-            parts: of each tensor what this replica has, and rooms for what each has.
-            done: called, maybe from another thread, with the event after which they are there,
-                None: they are.
+            stage: the stage of the parameters.
+            parts: for each tensor, the part of this replica, and memory for the part of each
+                replica.
+            done: a function that may be called on another thread. Its argument is the event after
+                which the parts are ready, or None if they are ready.
         """
         ...
 
     def reduce(
         self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
     ) -> Callable[[], GiveSums]:
-        """Begin to sum the gradients of a stage that is here over the replicas.
+        """Begin to sum the gradients of a stage of this process over the replicas.
 
         Args:
-            stage: whose.
-            gradients: of all its leaves; they have no memory afterwards.
-            cuts: of which this replica gets its part.
-            told: called, maybe from another thread, with what gives the sums.
+            stage: the stage.
+            gradients: the gradients of all its leaves. Their memory is freed.
+            cuts: the leaves of which this replica gets only its part, by number.
+            told: a function that may be called on another thread. Its argument is a function that
+                returns the sums.
 
         Returns:
-            What lets the caller's thread wait for them. It raises PeerError.
+            A function that waits for the sums on the caller's thread. It raises PeerError.
         """
         ...
 
     def gather(
         self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
     ) -> list[Tensor]:
-        """Tensors that several processes hold, in order.
+        """Return tensors that several processes hold, in order.
 
         Args:
-            mine: those that are here, by their place in the order.
-            holders: the process of each.
-            like: the `TensorLayout` of each.
+            mine: the tensors of this process, by their place in the order.
+            holders: the rank of each tensor.
+            like: the `TensorLayout` of each tensor.
         """
         ...
 
 
 class WholePlan:
-    """All lanes, in this process: it agrees with itself."""
+    """All lanes of a plan in one process, so that exchanges return only its own values."""
 
     rank = replica = 0
     replicas = 1
@@ -158,15 +164,15 @@ class WholePlan:
         self.compared = ComparedLeaves()
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """The devices of all lanes."""
+        """Return the devices of all lanes."""
         return plan_devices(plan)
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of all lanes."""
+        """Return the programs of all lanes."""
         return program.lanes
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
-        """There is one replica, which has all; DTensors are of the stages' own."""
+        """Return nothing: there is one replica. DTensors belong to the stages themselves."""
         return {}
 
     def gather_params(
@@ -175,34 +181,34 @@ class WholePlan:
         parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
         done: Callable[[Any], None],
     ) -> None:
-        """There is nothing to fetch."""
+        """Call ``done`` at once: there is nothing to gather."""
         done(None)
 
     def reduce(
         self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
     ) -> Callable[[], GiveSums]:
-        """There is nothing to add: the sums are the gradients."""
+        """Deliver the gradients at once: they are the sums."""
         told(lambda: gradients)
         return lambda: lambda: gradients
 
     def gather(
         self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
     ) -> list[Tensor]:
-        """What is here, in order."""
+        """Return the tensors of this process, in order."""
         return [mine[place] for place in sorted(mine)]
 
 
 whole: Remembered[Plan, PlanPart] = Remembered(WholePlan)
-"""The part that is everything."""
+"""Return the `WholePlan` of a plan, made once."""
 
 
 def stages_of(plan: Plan, lanes: Collection[int]) -> frozenset[int]:
-    """The stages of some lanes."""
+    """Return the stages of some lanes."""
     return frozenset(stage for stage, lane in enumerate(plan.schedule.device_of) if lane in lanes)
 
 
 def lane_program(program: Lowered, lane: int) -> LaneProgram:
-    """The program of a lane, worked out once; those of the others are not built."""
+    """Return the program of one lane, built once. Programs of other lanes are not built."""
     known = _known(program)
     if lane not in known:
         known[lane] = program.lane(lane)

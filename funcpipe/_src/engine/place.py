@@ -1,4 +1,4 @@
-"""Moves trees to the devices of a plan."""
+"""`place`: move parameters and state to the devices of a plan, and check where tensors are."""
 
 from __future__ import annotations
 
@@ -18,37 +18,32 @@ from funcpipe._src.stages.trainable import refuse_undeclared_ties, resolve_ties,
 
 
 class HasStages(Protocol):
-    """Something that some stages of a plan are at, and each at every replica: `Ranks`."""
+    """A process that has some stages of a plan, as `Ranks` has."""
 
     @property
     def stages(self) -> Container[int]:
-        """Their numbers."""
+        """The numbers of the stages in this process."""
         ...
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """The device of each lane of a plan."""
+        """Return the device of each lane of a plan."""
         ...
 
     @property
     def mesh(self) -> Any:
-        """The ``DeviceMesh`` of the replicas; None: there are none."""
+        """The ``DeviceMesh`` of the replicas, or None without replicas."""
         ...
 
 
 def place(
     plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None, *, shard: bool = False
 ) -> tuple[Tree, ...]:
-    """Each stage's tree on its device. Works for parameters, state, or any tuple with a tree per
-    stage.
+    """Move the tree of each stage to the device of the stage.
 
-    With ``ranks`` (of `fp.ranks`) there is None in place of what other processes have. With
-    ``shard`` each replica keeps its part of every tensor: a ``DTensor`` that is cut along its first
-    axis; a run then gathers the parts of a stage when it computes (`fp.schedules.gather_params`
-    says when), gradients and what an optimizer keeps are parts too.
-
-    Tensors that are there already stay the very same, so an optimizer and a module that hold them
-    see every step. Moved ones keep ``requires_grad`` and being a Parameter. Those on the meta
-    device stay there, without numbers, until `load` makes them where they belong.
+    Works for parameters, for state, and for any tuple with one tree per stage. A tensor that is
+    already on its device stays the same object, so a module or an optimizer with this tensor sees
+    each step. A moved tensor keeps ``requires_grad``, and a Parameter stays a Parameter. A tensor
+    on the meta device stays there until `load` creates it on the device of its stage.
 
     >>> stages = [fp.stage(lambda p, x: x * p["w"]), fp.stage(lambda p, x: x * p["w"])]
     >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")  # or ["cuda:0", "cuda:1"]
@@ -56,10 +51,23 @@ def place(
     >>> [str(tree["w"].device) for tree in params]
     ['cpu', 'cpu']
 
+    Args:
+        plan: the plan that will run.
+        params: a tuple with one tree per stage.
+        ranks: the processes of `fp.ranks`. The result has None for the stages of other processes.
+            None, the default: one process has all stages.
+        shard: spread each tensor over the replicas. Each replica keeps one part, a ``DTensor`` cut
+            along axis 0. A run gathers the parts of a stage before the stage computes, see
+            `schedules.gather_params`. Gradients and optimizer state are parts, too.
+
+    Returns:
+        A tuple with one tree per stage.
+
     Raises:
-        PlanError: this is no plan; one tensor in two stages, and no tie of the plan names it.
-        PlacementError: not one tree per stage, one hides tensors, or there are no replicas to shard
-            over.
+        PlanError: ``plan`` is not a plan; or one tensor is in two stages on different devices, and
+            the plan has no tie for it.
+        PlacementError: ``params`` has not one tree per stage; a tree contains tensors in objects
+            that are not trees; or ``shard=True`` without replicas.
     """
     checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
@@ -72,7 +80,7 @@ def place(
         for stage, tree in enumerate(params)
         for fault in refuse_hidden(tree, f"[{stage}]", *flatten(tree))
     ]
-    raise_all("tensors that cannot be seen cannot be moved:", faults, PlacementError)
+    raise_all("place cannot move tensors that it cannot see:", faults, PlacementError)
     by_lane = plan_devices(plan) if ranks is None else ranks.devices(plan)
     device_of = plan.schedule.device_of
     if (
@@ -82,16 +90,15 @@ def place(
         trained = trainable_leaves(params, None)
         try:
             ties = resolve_ties(plan, params, trained)
-        except PlanError:  # state has other paths than params, and nothing in it is tied
+        except PlanError:  # the trees are state: it has other paths than params, and no ties
             ties = None
         if ties is not None:
-            refuse_undeclared_ties(
-                params, [flatten(tree)[0] for tree in params], trained, ties
-            )  # copies on several devices would go apart
+            # An undeclared tie would become one copy per device, and the copies would diverge.
+            refuse_undeclared_ties(params, [flatten(tree)[0] for tree in params], trained, ties)
     if shard and (ranks is None or ranks.mesh is None):
         raise PlacementError(
-            "shard=True spreads parameters over replicas, and there are none: fp.ranks(plan, "
-            "mesh, dp=...)"
+            "shard=True spreads parameters over replicas, and there are no replicas; name their "
+            "mesh dimension: fp.ranks(plan, mesh, dp=...)"
         )
     placed = tuple(
         _move(tree, by_lane[device_of[stage]]) if ranks is None or stage in ranks.stages else None
@@ -107,28 +114,27 @@ def place(
 def _sharded(tree: Tree, mesh: Any) -> Tree:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    made: dict[int, Tensor] = {}  # a tensor that stands twice stays one
+    made: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
 
     def shard(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.dim():
             return leaf
         if id(leaf) not in made:
-            # Every replica has all of it: nothing is sent.
+            # src_data_rank=None: each replica has the whole tensor, so nothing is sent.
             new = distribute_tensor(leaf.detach(), mesh, [Shard(0)], src_data_rank=None)
             if isinstance(leaf, nn.Parameter):
                 new = nn.Parameter(new, leaf.requires_grad)
             made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
             if not leaf.is_meta:
-                whole.keep(
-                    made[id(leaf)], leaf
-                )  # parts alone cannot show whether replicas began alike
+                # The parts alone cannot show whether all replicas began with equal numbers.
+                whole.keep(made[id(leaf)], leaf)
         return made[id(leaf)]
 
     return map_leaves(shard, tree)
 
 
 def _move(tree: Tree, device: torch.device) -> Tree:
-    moved: dict[int, Tensor] = {}  # a tensor that stands twice stays one
+    moved: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.is_meta or same_device(leaf.device, device):
@@ -150,8 +156,10 @@ def misplaced(
     root: str,
     rows: Sequence[Sequence[Any]] | None = None,
 ) -> list[str]:
-    """The tensors that do not lie on their stage's device, one line each. ``rows`` are the leaves,
-    if at hand."""
+    """Describe the tensors that are not on their stage's device, one line each.
+
+    ``rows`` are the leaves of the trees, if the caller has them.
+    """
     device_of = plan.schedule.device_of
     faults: list[str] = []
     for stage, tree in enumerate(trees):
@@ -161,7 +169,7 @@ def misplaced(
             continue
         for name, leaf in zip(locations(tree, f"{root}[{stage}]"), leaves, strict=True):
             if isinstance(leaf, Tensor) and not same_device(leaf.device, device):
-                faults.append(f"{name} lies on {leaf.device}, stage {stage} runs on {device}")
+                faults.append(f"{name} is on {leaf.device}, but stage {stage} runs on {device}")
     return faults
 
 

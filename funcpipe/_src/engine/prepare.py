@@ -1,4 +1,8 @@
-"""Checks a run and binds its stages, before the first action."""
+"""Prepare a run before its first action: check arguments, cut the batch, bind the stages.
+
+`refusals` has checks of single arguments, and `agreement` derives the facts that all processes
+share.
+"""
 
 from __future__ import annotations
 
@@ -66,24 +70,26 @@ from funcpipe._src.stages.trainable import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is checked, its batch cut and its stages bound.
+    """A checked run, with its batch cut and its stages bound.
+
+    "Here" means in this process.
 
     Attributes:
         plan: the plan.
-        part: what of it is here.
-        program: its program for the microbatches that have rows.
-        batch: the batch, cut; of a part what its stages read.
-        shares: how much each microbatch counts.
-        params, state: as given, one tree per stage; None for stages that are not here.
-        bounds: the stages that are here, with their parameters.
-        where: the torch device of each lane.
-        threads: intra-op threads of a lane.
-        ties: groups of (stage, leaf number); -1 for a leaf that is not here.
-        layouts: of each member of each tie, where some are not here.
-        spread: of the stages that are here, those with parameters of which each replica has a part.
-        even: have all replicas as many microbatches.
-        strict: is a trainable leaf that no backward reached an error.
-        options: as the user gave them.
+        part: the part of the plan that runs here.
+        program: the program for the microbatches that have rows.
+        batch: the cut batch, with the values that the stages here read.
+        shares: the share of each microbatch in the loss.
+        params, state: one tree per stage, as given. None for stages of other processes.
+        bounds: the stages here, bound to their parameters.
+        where: the `torch.device` of each lane.
+        threads: the number of intra-op threads of a lane.
+        ties: groups of (stage, leaf number). The number is -1 for a leaf of another process.
+        layouts: the layout of each member of each tie, if some members are in other processes.
+        spread: the sharded parameters here, by stage.
+        even: whether all replicas have the same number of microbatches.
+        strict: whether a trainable leaf that no backward reached is an error.
+        options: the options of the run, as given.
     """
 
     plan: Plan
@@ -104,12 +110,14 @@ class Prepared:
     options: RunOptions
 
     def cuts_of(self, stage: int) -> Mapping[int, Sharding]:
-        """How the replicas have those parameters of a stage that are cut, by leaf number."""
+        """Return the sharding of a stage's sharded parameters, by leaf number."""
         return self.spread[stage].cuts if stage in self.spread else {}
 
     def reduce(self, stage: int, box: Mailbox | None = None) -> Reduction:
-        """Begin to sum the gradients of a stage over its replicas. ``box`` is the mailbox of its
-        lane, if the lane waits."""
+        """Begin to sum the gradients of a stage over its replicas.
+
+        ``box`` is the mailbox of the stage's lane, if the lane waits for the sums.
+        """
         reduction, params = Reduction(stage, box), self.bounds[stage].params
         if self.part.replicas > 1:
             gradients, cuts = dense(params.grads()), self.cuts_of(stage)
@@ -119,11 +127,11 @@ class Prepared:
         return reduction
 
     def device(self, stage: int) -> torch.device:
-        """Where a stage computes."""
+        """Return the device of a stage."""
         return self.where[self.plan.schedule.device_of[stage]]
 
     def at(self, stage: int, microbatch: int | None, word: str) -> Where:
-        """The coordinates of something that a stage does."""
+        """Return the coordinates of something that a stage does, for errors."""
         lane, phase = self.plan.schedule.device_of[stage], self.bounds[stage].phase
         word = f"{word} ({phase})" if phase else word
         return Where(
@@ -141,18 +149,21 @@ def prepare(
     part: PlanPart | None = None,
     halves: bool = False,
 ) -> Prepared:
-    """Check everything that can be checked, cut the batch, bind the stages. Nothing has run when it
-    raises.
+    """Check all arguments, cut the batch and bind the stages. No stage runs.
 
-    Of a ``part`` of the plan what is here; it then agrees with the others. With ``halves`` the
-    program is that of a `vjp`.
+    Args:
+        name: the name of the caller's function, for errors.
+        plan, params, batch, options: as given to `run`.
+        part: the part of the plan that runs in this process, which exchanges facts with the others.
+            None: the whole plan.
+        halves: whether to use the program of a `vjp`.
     """
     checked_plan(name, plan)
     refuse_transforms(name)
     if RUNNING.get():
         raise FuncpipeError(
-            f"{name} was called inside of a stage of another run; a stage is one step of a plan: "
-            "use fp.apply there, or fp.compose to nest stages"
+            f"{name} was called within a stage of another run; use fp.apply there, or fp.compose "
+            "to nest stages"
         )
     backward = plan.schedule.has_backward
     if halves:
@@ -175,7 +186,7 @@ def prepare(
         plan, states, devices, "state"
     )
     raise_all(
-        "tensors must lie where their stage runs; move them with fp.place(plan, params):",
+        "tensors must be on the device of their stage; move them with fp.place(plan, params):",
         faults,
         PlacementError,
     )
@@ -225,12 +236,15 @@ def prepare(
     ready = uncut.of_target, uncut.rows_unclear
     word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
 
+    # After this exchange all processes have the same words. So every process raises an error that
+    # follows from them, and none waits for a process that has raised alone.
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
     if agreed.is_new:
         compare_numbers(part, plan, trees, states, spread)
     own = agreed.parts[part.replica]
     slices = microbatch.slice_lengths(agreed.length, plan.schedule.num_slices, plan.slices)
+    # Another process may have seen leaves with rows that this process lacks: then cut again.
     if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
         cut = uncut.cut(own, slices, agreed.merged)
     by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
@@ -259,7 +273,7 @@ def prepare(
     if backward and not halves:
         refuse_untrained(trees, leaves, states, trained)
         refuse_frozen(leaves, trainable, marked=agreed.marked)
-    # A caller who set fewer threads than there are cores leaves the others to other work.
+    # A caller who set fewer threads than cores wants the other cores for other work.
     available = min(len(cores()), torch.get_num_threads())
     threads = options.threads_per_lane or max(1, available // part.beside)
     checks = checked_words(options.check)
@@ -268,10 +282,8 @@ def prepare(
     bindable = [
         spread[stage].tree() if stage in spread else tree for stage, tree in enumerate(trees)
     ]
-    keys, guard = (
-        Keys(seed, plan.stages, first),
-        options.optimizer is None,
-    )  # a step writes into parameters
+    # Guard parameters against writes, except in runs whose steps write to them.
+    keys, guard = Keys(seed, plan.stages, first), options.optimizer is None
     bounds = _bind(
         plan, here, bindable, states, trained, keys, shares, checks, options.observe, guard=guard
     )
@@ -298,7 +310,7 @@ def prepare(
 
 
 def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
-    """What the parameters of this process are, without their numbers: the same for each replica."""
+    """Describe the parameters of this process without their numbers. Equal for all replicas."""
     rows = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in leaves]
     tensors = [
         (tuple(leaf.shape), leaf.dtype, getattr(leaf, "placements", ()))
@@ -314,7 +326,7 @@ def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]
 
 
 def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
-    """The parameters of stages that are spread over their replicas. Raises PlanError."""
+    """Return the sharded parameters of this process, by stage. Raises PlanError."""
     out: dict[int, ShardedParams] = {}
     for stage in part.stages:
         cuts = part.spread(stage, trees[stage])
@@ -324,13 +336,15 @@ def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
 
 
 def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tuple[str, ...]:
-    """What the stages that are here read and the process was not given; in one process nothing can
-    be missing so."""
+    """Describe the batch parts that the stages of this process read but that were not given.
+
+    In one process nothing can be missing, because the caller gives the whole batch.
+    """
     if len(here) == plan.num_stages:
         return ()
     first, last = 0 in here and inputs is None, plan.num_stages - 1 in here and target is None
     lacks = ["has stage 0 and was given no inputs"] if first and not plan.stages[0].feeds else []
-    # A loss may do without a target; then nobody gives one, and the batch is (inputs, None).
+    # A loss may need no target: then the batch is (inputs, None), which is complete.
     return (
         *lacks,
         *(
@@ -344,15 +358,14 @@ def _lacks(plan: Plan, here: Collection[int], inputs: Tree, target: Tree) -> tup
 def _weighed_again(
     part: PlanPart, cut: microbatch.Batch, plan: Plan
 ) -> tuple[tuple[float, ...], ...] | None:
-    """The weights of microbatches that were cut otherwise than their process thought at first, of
-    each replica."""
+    """Compute the weights of all microbatches again, after some process had to cut again."""
     found: list[Weighed] = part.exchange("the weights of microbatches", weighed(cut, plan))
     size = len(found) // part.replicas
     return weights_of_all([found[first : first + size] for first in range(0, len(found), size)])
 
 
 def checked_seed(seed: Any) -> int | None:
-    """A seed as an int, None where there is none. Raises PlanError."""
+    """Return a seed as an int, or None. Raises PlanError."""
     if seed is None:
         return None
     try:
@@ -374,7 +387,7 @@ def _bind(
     *,
     guard: bool,
 ) -> dict[int, Bound]:
-    """Bind every stage that is here to its parameters and state."""
+    """Bind each stage of this process to its parameters and state."""
     bounds: dict[int, Bound] = {}
     lock = Lock()  # observers are called by one lane at a time
     for index in sorted(here):
@@ -438,7 +451,7 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
         ]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
-        if forgotten:  # the plan's statistics may be from before training
+        if forgotten:  # the statistics in the plan may be older than training
             raise PlanError(forgotten)
         if plan.state is not None and not changing:
             return tuple(
@@ -447,9 +460,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
             )
         if plan.state is not None:
             raise PlanError(
-                f"state= is missing: a batch changes that of {', '.join(changing)}; give "
-                "fp.place(plan, plan.state) with the first batch, and with every other one the "
-                "result.state of the one before"
+                f"state= is missing: a batch changes the state of {', '.join(changing)}; give "
+                "fp.place(plan, plan.state) with the first batch, and the result.state of the "
+                "batch before with every other batch"
             )
         if needing:
             raise PlanError(
@@ -470,7 +483,7 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
 
 
 def split_batch(plan: Plan, batch: Any) -> tuple[Tree, Tree]:
-    """A batch as inputs and target. Raises BatchError."""
+    """Return a batch as inputs and target. Raises BatchError."""
     if plan.loss is None:
         return batch, None
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]

@@ -1,5 +1,4 @@
-"""``ranges=True``: every action is a range for profilers, of torch.profiler, and of NVTX on CUDA
-devices."""
+"""``ranges=True``: make each action a range of torch.profiler, and of NVTX on CUDA devices."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from funcpipe._src.engine.steps import Step
 
 
 def named_range(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """What is done inside of it has this name in profiles: it runs on the host, and queues work on
-    the device."""
+    """Return a context whose work, on the host and queued on the device, has a name in profiles."""
     return _for_both(name) if device.type == "cuda" else record_function(name)
 
 
 @contextmanager
 def _for_both(name: str) -> Generator[None]:
-    """torch.profiler sees only what torch records, Nsight Systems only NVTX."""
+    """Open both ranges: torch.profiler shows only record_function, Nsight Systems only NVTX."""
     torch.cuda.nvtx.range_push(name)
     try:
         with record_function(name):
@@ -32,7 +30,7 @@ def _for_both(name: str) -> Generator[None]:
 
 
 def ranged(step: Step, program: LaneProgram, device: torch.device) -> Step:
-    """A step that is a range with the name of its action, such as ``2F3``."""
+    """Wrap a step in a range with the name of its action, such as ``2F3``."""
 
     def ranged(reads: list[Any], run: Run) -> Sequence[Any]:
         with named_range(str(program.action(run)), device):

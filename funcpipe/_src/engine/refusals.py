@@ -1,4 +1,7 @@
-"""Refuses batches, params and state that a run would take otherwise than they were meant."""
+"""Checks that refuse arguments of a run which are wrong, or which mean something else to the run.
+
+`prepare` calls them. Checks of a whole plan are in `lower`.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,25 @@ from funcpipe._src.stages.trainable import Trainable
 
 
 def refuse_unsaid_axes(cut: microbatch.Batch) -> None:
-    """Raise BatchError where no input is cut along axis 0: the axis of the outputs' rows is not
-    known then."""
+    """Raise BatchError if no input is cut along axis 0, so that the outputs' axis is unknown."""
     axes = sorted({axis for axis in cut.axes if axis is not None})
     if axes and axes[0] > 0:
         raise BatchError(
-            f"the inputs are cut along axis {', '.join(map(str, axes))}, and nothing says how "
-            f"outputs are joined: make_plan(..., merge={axes[0]}), or merge=0, 'each', or a tree "
-            "of these like the outputs"
+            f"the inputs are cut along axis {', '.join(map(str, axes))}, so the plan must say "
+            f"along which axis to join the outputs: make_plan(..., merge={axes[0]}), or merge=0, "
+            "'each', or a tree of these like the outputs"
         )
 
 
 class NamedTrees:
-    """Trees by name, taken apart once."""
+    """Trees by name, flattened once for several checks."""
 
     def __init__(self, trees: Mapping[str, Tree]) -> None:
         self.trees = [(root, tree, flatten(tree)[0]) for root, tree in trees.items()]
 
     def found(self, wrong: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-        """The wrong leaves with their places; places cost much, so they are made only for trees
-        with a wrong leaf."""
+        """Return the wrong leaves with their locations."""
+        # Locations are expensive, so they are made only for trees with a wrong leaf.
         return [
             (place, leaf)
             for root, tree, leaves in self.trees
@@ -50,13 +52,13 @@ class NamedTrees:
 
 
 def refuse_attached(trees: NamedTrees) -> None:
-    """Raise BatchError for leaves of the batch that ask for a gradient: none goes from a run into
-    its batch."""
+    """Raise BatchError for leaves of the batch that require a gradient, which they would not
+    get."""
     faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
     raise_all(
-        "no gradient goes from a run into its batch, and what made these values would not be "
-        "trained. Make it the first stage; or take the gradients of the inputs by fp.vjp, or by "
-        "fp.Pipe inside of an autograd graph; or hand the values in detached, x.detach():",
+        "fp.run computes no gradients of its batch, so the layers that made these values would "
+        "not be trained. Make these layers the first stage, use fp.vjp, use fp.Pipe within an "
+        "autograd graph, or give detached values, x.detach():",
         faults,
         BatchError,
     )
@@ -67,7 +69,7 @@ def _bare(leaf: Any) -> Any:
 
 
 def _why(leaf: Any) -> str:
-    """Why a leaf of a batch asks for a gradient, as words for a fault."""
+    """Return why a leaf of a batch requires a gradient, as words for a fault."""
     bare = _bare(leaf)
     node = bare.grad_fn if isinstance(bare, Tensor) else None
     return "requires a gradient" if node is None else f"was computed by {node.name()}"
@@ -86,11 +88,11 @@ def refuse_untrained(
     states: Sequence[Tree],
     trained: list[list[bool]],
 ) -> None:
-    """Raise PlanError for state that requires gradients, params that are arrays, and params with
-    gradient hooks."""
+    """Raise PlanError for state that requires gradients, and params that are arrays or have
+    hooks."""
     states_by_name = NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
     faults = [
-        f"{place} requires a gradient, and state gets none: put it into params, or detach it"
+        f"{place} requires a gradient, but state gets none: put it into params, or detach it"
         for place, _ in states_by_name.found(_asks)
     ]
     for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
@@ -98,15 +100,15 @@ def refuse_untrained(
         if any(whys):
             pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
             faults += [f"{place} {why}" for place, why in pairs if why]
-    raise_all("these would not be trained as they say:", faults)
+    raise_all("these tensors would not be trained as they are marked:", faults)
 
 
 def _untrained(leaf: Any, trained: bool, stage: int) -> str:
-    """Why a leaf of the params would not be trained as it says; "" where it would."""
+    """Return why a leaf of the params would not be trained as it is marked, or ""."""
     if not isinstance(leaf, Tensor):
         array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
         return (
-            f"is a {type(leaf).__name__}, and gradients are of tensors: torch.from_numpy(array)"
+            f"is a {type(leaf).__name__}, but only tensors get gradients: torch.from_numpy(array)"
             if array
             else ""
         )
@@ -115,20 +117,20 @@ def _untrained(leaf: Any, trained: bool, stage: int) -> str:
     if has_gradient_hooks(leaf):
         return (
             "has hooks on its gradient, which a run does not call: apply them to "
-            f"result.grads[{stage}] before fp.step, and take them off (the handle's remove())"
+            f"result.grads[{stage}] before fp.step, and remove them (the handle's remove())"
         )
     return ""
 
 
 def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: bool) -> None:
-    """Raise PlanError where ``trainable`` is None and every Parameter is frozen."""
+    """Raise PlanError if ``trainable`` is None and every Parameter is frozen."""
     if trainable is not None or marked:
         return
     if any(isinstance(leaf, torch.nn.Parameter) for row in leaves for leaf in row):
         raise PlanError(
             "every parameter is frozen (requires_grad is False), so there is nothing to train; "
-            "leaf.requires_grad_() on what is trained, run(..., trainable=True) for gradients all "
-            "the same, or evaluate: fp.make_plan(stages, schedule.forwards())"
+            "call leaf.requires_grad_() on the parameters to train, or run(..., trainable=True) "
+            "for gradients of all; to evaluate: fp.make_plan(stages, schedule.forwards())"
         )
 
 
@@ -140,23 +142,23 @@ def refuse_meta(trees: NamedTrees) -> None:
 
 
 def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool) -> None:
-    """Raise PlanError where a schedule's steps and the optimizer of a run do not fit."""
+    """Raise PlanError if a schedule's steps and the options of a run do not fit together."""
     if not plan.schedule.steps:
         if options.optimizer is not None or options.max_norm is not None:
             raise PlanError(
-                f"schedule {plan.schedule.name!r} has no S, so nothing is stepped in it: "
-                "fp.schedules.step_params(schedule) puts it in; or leave optimizer= and "
+                f"schedule {plan.schedule.name!r} has no S, so fp.run would not step the "
+                "optimizer; fp.schedules.step_params(schedule) adds S; or leave optimizer= and "
                 "max_norm= out and call fp.step after the run"
             )
     elif name == "vjp":
         raise PlanError(
-            f"schedule {plan.schedule.name!r} steps (S), and vjp gives gradients for a loss of "
-            "your own; use a schedule without step_params, and fp.step"
+            f"schedule {plan.schedule.name!r} steps (S), but vjp cannot step; use a schedule "
+            "without step_params, and fp.step"
         )
     elif name in ("run", "run_batches"):
         if options.optimizer is None and alone:
             raise PlanError(
-                f"schedule {plan.schedule.name!r} steps (S), and the run was given no optimizer: "
+                f"schedule {plan.schedule.name!r} steps (S), but the run got no optimizer: "
                 f"fp.{name}(..., optimizer=torch.optim.AdamW(fp.leaves(params))); for gradients "
                 "alone use a schedule without step_params"
             )
@@ -164,7 +166,7 @@ def refuse_unstepped(name: str, plan: Plan, options: RunOptions, *, alone: bool)
 
 
 def refuse_options(options: RunOptions) -> None:
-    """Raise PlanError for options that are of a wrong type or out of range."""
+    """Raise PlanError for options with a wrong type or value."""
     feeds, scale, threads, timeout = (
         options.feeds,
         options.loss_scale,
@@ -180,7 +182,7 @@ def refuse_options(options: RunOptions) -> None:
         raise PlanError(f"ranges is True or False; got {options.ranges!r}")
     if feeds is not None and not isinstance(feeds, Mapping):
         raise PlanError(
-            "feeds is a dict with a tree for each name that stages feed on; got a "
+            "feeds is a dict with a tree for each feed that stages declare; got a "
             f"{type(feeds).__name__}"
         )
     if not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
@@ -194,21 +196,21 @@ def refuse_options(options: RunOptions) -> None:
 
 
 def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
-    """Raise PlanError where a plan with backwards has no loss, or autograd records nothing."""
+    """Raise PlanError if a plan with backwards has no loss, or autograd is disabled."""
     if not backward:
         return
     if plan.loss is None:
         raise PlanError(
             f"the plan's schedule has backwards but the plan has no loss, so {name} does not know "
             "where gradients begin: make_plan(..., loss=fn); for gradients of outputs use "
-            "fp.vjp; for outputs alone a forward-only schedule, fp.schedules.fill_drain(..., "
-            "backward=False)"
+            "fp.vjp; for outputs alone use a schedule without backwards, "
+            "fp.schedules.fill_drain(..., backward=False)"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlanError(
-            f"the plan has backwards, but {name} was called under torch.{mode}; evaluate with the "
-            "forwards alone: fp.make_plan(stages, schedule.forwards(), ...)"
+            f"the plan has backwards, but {name} was called under torch.{mode}; to evaluate, make "
+            "a plan of forwards: fp.make_plan(stages, schedule.forwards(), ...)"
         )
 
 
@@ -216,17 +218,17 @@ def refuse_halves(plan: Plan, backward: bool) -> None:
     """Raise PlanError for a plan that a `vjp` cannot run."""
     if plan.loss is not None:
         raise PlanError(
-            "vjp is for plans without a loss, and this one has one: fp.run gives its gradients; "
-            "or leave loss= out of make_plan and give the cotangents of the outputs"
+            "vjp takes a plan without a loss, but this plan has a loss: fp.run computes its "
+            "gradients; or leave loss= out of make_plan and give cotangents of the outputs"
         )
     if plan.schedule.num_slices > 1:
         raise PlanError(
-            f"vjp takes whole microbatches, and the plan's schedule {plan.schedule.name!r} cuts "
-            "them into slices; use one without num_slices="
+            f"vjp takes whole microbatches, but the plan's schedule {plan.schedule.name!r} cuts "
+            "them into slices; use a schedule without num_slices="
         )
     if not backward:
         raise PlanError(
-            "the plan's schedule has no backwards to pull cotangents through; use "
+            "vjp needs a schedule with backwards, and the plan's schedule has none; use "
             "fp.schedules.fill_drain(num_stages, num_microbatches), or fp.run for outputs alone"
         )
     if torch.is_inference_mode_enabled():
@@ -237,7 +239,7 @@ def refuse_halves(plan: Plan, backward: bool) -> None:
 
 
 def checked_words(check: Any) -> set[str]:
-    """The words of ``check=``. Raises PlanError."""
+    """Return the words of ``check=``. Raises PlanError."""
     words = (
         {check}
         if isinstance(check, str)

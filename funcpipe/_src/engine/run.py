@@ -1,4 +1,4 @@
-"""run: run a plan on a batch. value_and_grad: the same with the signature of JAX."""
+"""`run`: run a plan on a batch. `value_and_grad`: `run` with the signature of JAX."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def run(
     optimizer: Optimizer | None = None,
     max_norm: float | None = None,
 ) -> Result:
-    """Run a plan on one batch. Returns losses, gradients, new state and outputs.
+    """Run a plan on one batch, and return losses, gradients, new state and outputs.
 
-    The numbers are those of `run_sequential`, bit for bit, whatever the schedule, the devices, the
-    executor, remat. A run without ``optimizer`` does not write to your tensors. On the CPU it
-    raises PlanError if a stage writes to its params.
+    Results are bit-identical to `run_sequential`, for all schedules, devices and executors, and
+    with remat. A run without ``optimizer`` does not write to your tensors. On the CPU, `run` raises
+    PlanError if a stage writes to its params.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -55,57 +55,72 @@ def run(
     (tensor(36.), (tensor(36.), tensor(24.)))
 
     Args:
-        plan: made by `make_plan`.
-        params: a tuple with one tree per stage, each on its stage's device (`place`).
-        batch: ``(inputs, target)`` if the plan has a loss, else inputs: trees whose tensors are cut
-            along axis 0 into at most M microbatches that differ by one row at most. Non-tensors are
-            shared; see `Replicate`, `Axis`, `Microbatches`. Any device.
-        state: a tuple with one tree per stage, () for stages without; None if no stage has state,
-            or if the plan has a split's state that training does not change.
-        feeds: by name, what stages declare as feeds; cut like the batch.
-        seed: keys every random number; give another for each step. None: drawing raises.
-        trainable: which leaves get gradients. None: those with ``requires_grad``, or every floating
-            leaf if none has it. Else True or False, a function ``(name, leaf) -> bool`` (names as
-            in `named_leaves`), or a tuple with a bool or a tree of bools per stage.
-        loss_scale: gradients are multiplied by it (mixed precision); the loss is not.
-        record: measure a timeline.
-        ranges: every action is a range of torch.profiler, named as it is printed (``2F3``), and of
-            NVTX on CUDA devices. (Other threads are seen by a profiler with
-            ``profile_all_threads``; the how-to on profilers has it.)
-        observe: a function ``(action, name, value)`` that is called for each value of each action:
-            ``"input"``, ``"skip NAME"``, ``"feed NAME"`` and ``"target"`` before a forward,
-            ``"output"``, ``"stash NAME"``, ``"loss"`` and ``"auxiliary loss"`` after it;
-            ``"output gradient"`` and ``"stash gradient NAME"`` before a backward, ``"input
-            gradient"``, ``"skip gradient NAME"`` and ``"parameter gradients"`` (the sums so far, by
-            name) after it. Tensors are detached and read-only. Calls are made on the threads of
-            lanes, one at a time. None costs nothing.
-        executor: "threads" (a thread per lane), "serial" (this thread, plan order: debuggers,
-            profilers and hooks work), `lanes` (threads kept between runs), `graphs` (one CUDA
-            graph), anything else with ``run(plan, params, batch, options)``, or None: threads where
-            at least two lanes are on the CPU ("serial" is quicker where actions take less than 100
-            us). Same bits.
-        threads_per_lane: intra-op threads; None: cores, or ``torch.get_num_threads()`` where that
-            is less, divided by lanes. Some of torch's kernels divide sums among them, so that other
-            numbers of threads give other bits.
-        check: any of "finite" (NaN or Inf in what a stage hands on is an error that names stage and
-            microbatch; costs a look at every value), "used" (a trainable leaf that no backward
-            reached is an error). See also `Result.finite`, which costs nothing during the run.
-        timeout: seconds. When no lane begins an action for so long, RunTimeout says what each did
-            last and waits for, with its Python stack. Code that cannot be interrupted is left
-            behind in its thread. Python's one ``faulthandler.dump_traceback_later`` is taken for
-            the length of the run.
-        optimizer: of a schedule that steps (`schedules.step_params`) what steps: parameters and its
-            state are written to, as by `step` after the run, with the same bits; each stage's on
-            its lane, beside what others do. Where the run fails, or `step` would not have stepped
-            (inf or NaN under a loss scale), they are what they were. One that is not torch's own,
-            or has hooks, is stepped as a whole when all is done. With `ranks` each has one of its
-            own leaves.
-        max_norm: of `step`, for such a schedule.
+        plan: a plan of `make_plan`.
+        params: a tuple with one tree per stage. Each tree is on the device of its stage, see
+            `place`.
+        batch: ``(inputs, target)`` if the plan has a loss, else the inputs. Inputs and target are
+            trees on any devices. Their tensors ``[B, ...]`` are cut along axis 0 into at most M
+            microbatches, whose sizes differ by at most one row. Each microbatch gets all leaves
+            that are not tensors. `Replicate`, `Axis` and `Microbatches` change the cut.
+        state: a tuple with one tree per stage, () for a stage without state. None, the default: no
+            stage has state, or training does not change the state that `split` put into the plan.
+        feeds: a tree for each name that stages declare as a feed. Cut like the batch.
+        seed: an int, the key of all random numbers. Give another seed in each step. None, the
+            default: a stage that draws raises `DrawError`.
+        trainable: the leaves that get gradients. None, the default: the leaves with
+            ``requires_grad``, or all floating-point leaves if no leaf has it. True or False: all or
+            none. A function ``(name, leaf) -> bool``, with the names of `named_leaves`. Or a tuple
+            with a bool or a tree of bools per stage.
+        loss_scale: a factor of the gradients, for mixed precision. The loss is not multiplied.
+        record: measure the start and end of each action, for ``result.timeline``.
+        ranges: make each action a range of torch.profiler, named like ``2F3``. On CUDA devices also
+            a range of NVTX. A profiler sees the lanes' threads with ``profile_all_threads``.
+        observe: a function ``(action, name, value)``, called for each value of each action. The names
+            of a forward are "input", "skip NAME", "feed NAME" and "target", then "output", "stash
+            NAME", "loss" and "auxiliary loss". The names of a backward are "output gradient" and
+            "stash gradient NAME", then "input gradient", "skip gradient NAME" and "parameter
+            gradients": the sums so far, by name. Tensors are detached, and `run` raises `PlanError`
+            if the function writes to them. Lanes call the function one at a time. None, the
+            default: no cost.
+        executor: one of these; all executors give bit-identical results.
+
+            - "threads": one thread per lane.
+            - "serial": the calling thread, in plan order. Debuggers, profilers and hooks work. This
+              executor is faster if actions take less than 100 us.
+            - a `lanes` object: threads that are kept between runs.
+            - a `graphs` object: one CUDA graph for a run.
+            - a `ranks` object: several processes.
+            - an object with ``run(plan, params, batch, options)``.
+            - None, the default: "threads" if at least two lanes are on the CPU, else "serial". Also
+              "serial" if threads cannot inherit a mode of the caller.
+        threads_per_lane: the number of intra-op threads of each lane. None, the default: the number
+            of cores, or ``torch.get_num_threads()`` if smaller, divided by the number of lanes.
+            Another number of threads may change the rounding, because some kernels divide sums
+            among threads.
+        check: "finite", "used", or a sequence of both; the default is none. "finite" raises
+            `NotFiniteError` for NaN or Inf in a value that a stage returns, and reads each value.
+            "used" raises `PlanError` if no backward reached a trainable leaf. `Result.finite` is a
+            check after the run, without cost during the run.
+        timeout: seconds. If no lane begins an action for this time, `run` raises `RunTimeout`. The
+            message has the last action of each lane, its present wait and its Python stack. Code
+            that cannot be interrupted stays behind in its thread. The run uses the process's only
+            timer of ``faulthandler.dump_traceback_later``. None, the default: no limit.
+        optimizer: the optimizer of a schedule with steps (`schedules.step_params`). The run writes
+            to the parameters and to the optimizer's state. The result is bit-identical to `step`
+            after the run. Each lane steps its own stages, while other lanes still compute. If the
+            run fails, or finds inf or NaN under a loss scale, the old values are restored. An
+            optimizer with hooks, or not of torch, steps once after all lanes. With `ranks`, each
+            process has its own optimizer of its own leaves.
+        max_norm: the ``max_norm`` of `step`, for a schedule with steps.
+
+    Returns:
+        A `Result`.
 
     Raises:
-        PlanError, PlacementError, BatchError: something does not fit; nothing has run.
-        StageError: user code failed; also an instance of what it raised, see there.
-        NotFiniteError, RunTimeout: see ``check`` and ``timeout``.
+        PlanError, PlacementError, BatchError: arguments do not fit together. No stage has run.
+        StageError: user code failed. The error is also an instance of the original error's class.
+        NotFiniteError: ``check="finite"`` found NaN or Inf.
+        RunTimeout: no lane began an action for ``timeout`` seconds.
     """
     options = RunOptions(
         state=state,
@@ -124,7 +139,7 @@ def run(
     )
     try:
         return outside_of_graphs(_run)(plan, params, batch, executor, options)
-    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
+    except StageError as error:  # the cause has the user's frames, so drop the frames of the run
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -139,9 +154,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[tuple[Tensor, Result], tuple[Tree, ...]]]:
     """Return a function that computes the loss and the gradients of a batch, as in JAX.
 
-    ``fp.value_and_grad(plan)(params, batch)`` returns ``(loss, result), grads``. It calls `run`
-    and reads ``loss`` and ``grads`` from the `Result`. New state and outputs are in ``result``,
-    which takes the place of JAX's auxiliary output.
+    ``fp.value_and_grad(plan)(params, batch)`` calls `run` and returns ``(loss, result), grads``.
+    ``result`` is the `Result`, with new state and outputs, in the place of JAX's auxiliary output.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)

@@ -1,5 +1,7 @@
-"""The oracle of `run`: the same stages on the same microbatches in a plain loop, without lanes and
-slots."""
+"""`run_sequential`, the oracle of `run`: a plain loop over stages and microbatches.
+
+It has no lanes, no slots and no program, so an error in these shows as a difference from `run`.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ def run_sequential(
     check: str | Sequence[str] = (),
     observe: Observer | None = None,
 ) -> Result:
-    """What `run` must equal: every microbatch through all stages and back, one after the other, on
-    this thread.
+    """Run a plan as a plain loop over microbatches and stages, on the calling thread.
 
-    Gradients of a stage accumulate in the order in which the schedule runs its backwards (B, I, W).
-    Arguments, result and errors are those of `run`.
+    Use `run_sequential` in tests: the results of `run` must be bit-identical. The loop sums the
+    gradients of a stage in the order of the stage's backwards (B, I, W) in the schedule. Arguments,
+    result and errors are as in `run`. A schedule with steps computes gradients only.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -57,6 +59,16 @@ def run_sequential(
     >>> expected, result = fp.run_sequential(plan, weights, batch), fp.run(plan, weights, batch)
     >>> expected.loss == result.loss, expected.grads == result.grads
     (tensor(True), True)
+
+    Args:
+        plan, params, batch: as in `run`.
+        state, feeds, seed, trainable, loss_scale, threads_per_lane, check: as in `run`.
+
+    Returns:
+        A `Result`, without timeline.
+
+    Raises:
+        PlanError, PlacementError, BatchError, StageError, NotFiniteError: as in `run`.
     """
     options = RunOptions(
         state=state,
@@ -70,7 +82,7 @@ def run_sequential(
     )
     try:
         return outside_of_graphs(_run)(plan, params, batch, options)
-    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
+    except StageError as error:  # the cause has the user's frames, so drop the frames of the run
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -96,8 +108,10 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
 
 
 class Loop:
-    """Runs the stages in a plain loop, a microbatch at a time; of one in slices a slice, ``m`` is
-    that of the piece."""
+    """The plain loop and its values.
+
+    ``m`` numbers pieces: microbatches, or the slices of all microbatches.
+    """
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.plan, self.routes = ready, ready.plan, routes(ready.plan.stages)
@@ -107,15 +121,15 @@ class Loop:
         self.grads: dict[tuple[int, int], Gradients] = {}
         self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
         self.carries: dict[int, Border] = {}
-        """By stage, what the slice that ran last hands to the next."""
+        """By stage, the carry from the slice that ran last."""
         self.carry_grads: dict[tuple[int, int], Gradients] = {}
-        """The gradients of what pieces were handed."""
+        """By (stage, piece), the gradients of the carry that the piece received."""
         self.at = (0, 0, "F")
         self.switches = SwitchWatch(alone=True)
 
     def run(self) -> None:
-        """Run all microbatches: a forward of each, then every backward that the order of its stage
-        lets come next."""
+        """Run each piece forward, then all backwards that are next in their stage's order and have
+        their values."""
         schedule = self.plan.schedule.first(self.ready.batch.num_microbatches)
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
@@ -123,6 +137,7 @@ class Loop:
                 for _ in self.forward(m, keep=schedule.has_backward):
                     if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
                         self.switches.check()
+                # Last stage first, because a backward needs the gradient from the next stage.
                 for stage, waiting in reversed([*enumerate(backwards)]):
                     while waiting and self._may(waiting[0], stage):
                         self._backward(waiting.popleft())
@@ -135,32 +150,34 @@ class Loop:
             fail(error, self.where())
 
     def _may(self, action: Action, stage: int) -> bool:
-        """Are there the values that a backward reads. Where the next stage's has run, so have all
-        later ones."""
+        """Return whether the values that a backward reads exist.
+
+        If the backward of the next stage has run, the backwards of all later stages have run, too.
+        """
         m = self.piece(action)
         if action.kind is Kind.W:
-            return True  # its I stands before it
+            return True  # the order has its I before it
         return (stage, m) in self.residuals and (
             stage == self.plan.num_stages - 1 or (stage, m) in self.grads
         )
 
     def where(self) -> Where:
-        """The coordinates of what it is at."""
+        """Return the coordinates of the present action, for errors."""
         stage, m, letter = self.at
         action = action_of(Kind(letter), stage, m, self.slices)
         return self.ready.at(stage, action.microbatch, str(action))
 
     @property
     def slices(self) -> int:
-        """How many slices a microbatch has."""
+        """The number of slices of a microbatch."""
         return self.plan.schedule.num_slices
 
     def piece(self, action: Action) -> int:
-        """The number of the piece that an action is of."""
+        """Return the number of an action's piece."""
         return action.microbatch * self.slices + (action.slice or 0)
 
     def _moved(self, value: Border, stage: int) -> Border:
-        """The value on the stage's device."""
+        """Return the value on the stage's device."""
         place = Place(self.ready.where[self.plan.schedule.device_of[stage]], alone=True)
         if not place.asynchronous and all(
             getattr(leaf, "device", place.device).type == "cpu" for leaf in value.leaves
@@ -171,7 +188,7 @@ class Loop:
         return ticket[0]
 
     def forward(self, m: int, *, keep: bool) -> Iterator[int]:
-        """A microbatch through all stages, each given when it has run."""
+        """Run a piece through all stages; yield each stage's number after it has run."""
         plan, batch = self.plan, self.ready.batch
         x = batch.inputs[m]
         skips: dict[str, Border] = {}
@@ -207,6 +224,8 @@ class Loop:
             bound.backward_weight(self.residuals.pop((stage, m)))
             return
         y = self.grads.pop((stage, m), None)
+        # Later poppers first, as in the effects table: another order of addition would round
+        # differently, and the oracle would not be bit-identical to `run`.
         stash = {
             name: [
                 self._to(self.skip_grads.pop((name, popper, m)), stage)

@@ -1,5 +1,7 @@
-"""What each call of a program does with a stage: values in, values out, in the order of the effects
-table."""
+"""Make the step of each call of a program: a function from the read values to the written values.
+
+The order of both is that of the effects table (`lower.effects`). `Lane` moves values and slots.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def make_step(
     reduce: Callable[[int, int | None], Reduction],
     advance: Callable[[int, Reduction], None],
 ) -> Step:
-    """The step of a call; everything that is the same for all microbatches is worked out here, once
-    a run."""
+    """Make the step of a call. Work that is the same for all microbatches is done here, once per
+    run."""
     wires = program.wires
     match call.kind:
         case Kind.F | Kind.R:
@@ -49,16 +51,15 @@ def make_step(
             assert host is not None
             return _move(call, bound, host)
         case Kind.U:
-            # of parameters that are here; of others `sharded.holding` makes more of it
+            # Nothing to gather for parameters in this process; `sharded.holding` wraps the others.
             return _nothing
         case Kind.G:
             return lambda reads, run: [reduce(call.stage, run.writes[0])]
         case Kind.S:
 
             def stepped(reads: list[Any], run: Run) -> Sequence[Any]:
-                written = (
-                    [] if reads else [reduce(call.stage, None)]
-                )  # the schedule has no G for this stage
+                # Without a read, the schedule has no G for this stage: begin the reduction here.
+                written = [] if reads else [reduce(call.stage, None)]
                 (reduction,) = reads or written
                 advance(call.stage, reduction)
                 return written
@@ -95,14 +96,15 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
         )
         out = forward(args, keep=keeps)
         if drops and isinstance(out.residual, EagerResidual):
-            out.residual.stash.pop(CARRY, None)  # nobody reads it, so nothing comes back to it
+            # The last slice: no piece reads this carry, so no gradient will come for it.
+            out.residual.stash.pop(CARRY, None)
         return take(out)
 
     return step
 
 
 def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
-    """What picks the values that a forward writes out of what it returned."""
+    """Return a function that selects the written values from a forward's `StageOut`."""
     places = {Role.ACT: 0, Role.OUTPUT: 0, Role.REPORT: 1, Role.RESIDUAL: 2}
     stashed = (Role.SKIP, Role.CARRY)  # a carry has the name CARRY, "", as a wire
     if len(wires) > 1 and all(wire.role in places for wire in wires):
@@ -120,8 +122,8 @@ def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
 def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
     roles = [wires[number] for number, _ in call.reads]
     output = next((at for at, wire in enumerate(roles) if wire.role is Role.GRAD), None)
-    # By name, where the gradients from each popper stand; the table has them in the order in which
-    # they are added.
+    # By name, the positions of the gradients from each popping stage. The table has them in the
+    # order in which they are added; another order would change the rounding.
     stashed: dict[str, list[int]] = {}
     for at, wire in enumerate(roles):
         if wire.role in (Role.SKIP_GRAD, Role.CARRY_GRAD):
@@ -161,7 +163,8 @@ def _move(call: Call, bound: Bound, host: HostLink) -> Step:
     def load(reads: list[Any], run: Run) -> Sequence[Any]:
         event = reads[0].move(host.back)
         if event is not None:
-            host.coming[run.writes[0]] = event  # the backward waits for it, not who comes before
+            # The backward that reads the slot waits for the copy, not the actions before it.
+            host.coming[run.writes[0]] = event
         return reads
 
     return load

@@ -176,8 +176,8 @@ class SwitchWatch:
         _hooks.take_off()
 
     def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
-        """Note that a stage is about to change a switch. Raises PlanError where other stages would
-        see the change."""
+        """Note that a stage is about to change a switch. Raises PlanError if other stages would see the
+        change."""
         now = None if switch.read is None else switch.read()
         if now == values or (now is not None and now[: len(values)] == values):
             return  # torch.compile sets switches to their present values
@@ -187,7 +187,7 @@ class SwitchWatch:
                 and now is not None
                 and not (now[1] and (*values, True)[1])
             ):
-                # without NaN checks only messages change; torch.cond does this in a backward
+                # Without NaN checks only messages change, and torch.cond does this in a backward.
                 return
             self._refuse(
                 f"the stage calls {switch.name}, which changes a setting of the whole process, "
@@ -196,8 +196,8 @@ class SwitchWatch:
             )
         if now is None:
             raise PlanError(
-                f"the stage calls {switch.name}, which cannot be put back afterwards; call it "
-                "around the run"
+                f"the stage calls {switch.name}, which funcpipe cannot restore afterwards; call "
+                "it around the run"
             )
         self.touched = True
         self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
@@ -225,8 +225,9 @@ class SwitchWatch:
             raise PlanError(self._refusal)
         if left:
             raise PlanError(
-                f"the stage changes {', '.join(left)} and leaves it so, which other stages would "
-                "see; enter and leave it in the stage (with ...:), or set it around the run"
+                f"the stage changes {', '.join(left)} and does not restore it, so other stages "
+                "would see the change; enter and leave it within the stage (with ...:), or set it "
+                "around the run"
             )
 
     def _restore(self) -> list[str]:
@@ -361,9 +362,8 @@ class _Hooks:
             if not self._watches:
                 for owner, originals, _ in self._places:
                     _set(owner, originals)
-                if (
-                    _anomaly_mode() != self._anomaly
-                ):  # threads that enter and leave it alternately leave it on
+                # Threads that enter and leave anomaly mode alternately would leave it on.
+                if _anomaly_mode() != self._anomaly:
                     torch.set_anomaly_enabled(*self._anomaly)
 
 

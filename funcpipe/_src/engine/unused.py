@@ -1,4 +1,4 @@
-"""Which trainable leaves no backward reached."""
+"""Find the trainable leaves that no backward reached, over all processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from funcpipe._src.engine.prepare import Prepared
 from funcpipe._src.stages.trainable import key_of
 
 UnusedLeaf: TypeAlias = tuple[int, int, str]
-"""Of parameters: (stage, number, name)."""
+"""(stage, leaf number, name) of a parameter."""
 
 
 def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[UnusedLeaf]:
-    """The trainable leaves of stages that are here (None: of all) that no backward of this process
-    reached."""
+    """Return the trainable leaves that no backward of this process reached.
+
+    ``stages`` limits the search to some stages of this process.
+    """
     return [
         (stage, number, repr(_key(ready, stage, number)))
         for stage in (ready.bounds if stages is None else stages)
@@ -27,20 +29,22 @@ def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[
 
 
 def unused_in_all(ready: Prepared, unused: Iterable[Sequence[UnusedLeaf]]) -> list[UnusedLeaf]:
-    """Of what each process found those that no backward of any replica reached."""
+    """Return the leaves that no backward of any replica reached, from the lists of all
+    processes."""
     counts = Counter(leaf for leaves in unused for leaf in leaves)
     return [leaf for leaf, count in counts.items() if count == ready.part.replicas]
 
 
 def unused_keys(ready: Prepared, unused: Sequence[UnusedLeaf]) -> tuple[tuple[int, Any], ...]:
-    """(stage, path) of such leaves that are here. Raises PlanError where there must be none at
-    all."""
+    """Return (stage, path) of the unused leaves of this process.
+
+    Raises PlanError for any unused leaf if the run has ``check="used"``.
+    """
     if ready.strict:
         faults = [f"{key} of {names_of(ready.plan.stages)[stage]}" for stage, _, key in unused]
         raise_all(
             'these trainable leaves got no gradient (check="used"); use them, freeze them '
-            "(trainable=, "
-            "requires_grad), or leave the check out:",
+            "(trainable=, requires_grad), or leave the check out:",
             faults,
         )
     return tuple(
@@ -53,5 +57,5 @@ def unused_keys(ready: Prepared, unused: Sequence[UnusedLeaf]) -> tuple[tuple[in
 
 
 def _key(ready: Prepared, stage: int, number: int) -> Any:
-    """A leaf as users write its place."""
+    """Return a leaf's path in the form that users write."""
     return key_of(paths(ready.params[stage])[number])

@@ -1,4 +1,4 @@
-"""vjp: the forwards of a plan now, its backwards later, from any gradients of the outputs."""
+"""`vjp`: run the forwards of a plan now, and its backwards later with cotangents from the user."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def vjp(
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, Pullback]:
-    """Run the forwards of a plan without a loss; what comes back runs its backwards, from any
-    cotangents, once.
+    """Run the forwards of a plan without a loss, and return a function that runs its backwards.
 
-    ``jax.vjp`` for a pipeline: `run` with a loss computes the same gradients, bit for bit, where
-    the cotangents are those of the loss. Every device's order has its forwards first (`fill_drain`,
-    `looped_bfs`, with or without `remat`).
+    This is ``jax.vjp`` for a pipeline. The function takes cotangents, which are gradients of the
+    outputs. With the cotangents of a loss, the gradients are bit-identical to `run` with this loss.
+    The schedule must run all forwards of a device first: `schedules.fill_drain` or
+    `schedules.looped_bfs`, with or without `schedules.remat`.
 
     >>> stages = [fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p * x)]
     >>> plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2), devices="cpu")
@@ -63,19 +63,21 @@ def vjp(
     ([15.0, 15.0], [10.0, 6.0], [15.0, 15.0])
 
     Args:
-        plan: made without ``loss=``, of a schedule with backwards.
-        params, state, feeds, seed, trainable, executor, threads_per_lane, ranges, check, timeout:
-            as for `run`.
-        inputs: the inputs alone; cut as those of `run`.
-        input_grads: compute the gradients of the inputs too: True for those of every floating leaf,
-            or a tree of bools like the inputs.
+        plan: a plan without ``loss=``, whose schedule has backwards.
+        params, state, feeds, seed, trainable, threads_per_lane, ranges, check, timeout: as in
+            `run`.
+        inputs: the inputs of the batch, a tree with tensors ``[B, ...]``. Cut as in `run`.
+        input_grads: the inputs that get gradients. True, the default: all floating-point leaves.
+            False: none. Else a tree of bools with the structure of the inputs.
+        executor: as in `run`, except `graphs` and `ranks`.
 
     Returns:
-        The result (``outputs`` and ``state``; no loss, no grads) and the pullback.
+        A `Result` with ``outputs`` and ``state`` but without loss and grads, and a
+        `typing.Pullback`.
 
     Raises:
-        PlanError, PlacementError, BatchError: something does not fit; nothing has run.
-        StageError: user code failed; also an instance of what it raised.
+        PlanError, PlacementError, BatchError: arguments do not fit together. No stage has run.
+        StageError: user code failed. The error is also an instance of the original error's class.
     """
     options = RunOptions(
         state=state,
@@ -91,7 +93,7 @@ def vjp(
     chosen = _by_halves(executor, plan)
     ready = prepare("vjp", plan, params, inputs, options, halves=True)
     for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
-        # The caller may write into his batch before R reads it again.
+        # Shared copies: the caller may write into the batch before R reads it again.
         borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]
     if input_grads is not False:
         _want(ready.batch.inputs, input_grads)
@@ -99,18 +101,18 @@ def vjp(
 
 
 def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
-    """The executor of both halves. Raises PlanError where it does whole runs only."""
+    """Return the executor of both halves. Raises PlanError if it can do whole runs only."""
     chosen = executor_for(executor, plan)
     if not isinstance(chosen, LaneExecutor) or not chosen.halves:
         raise PlanError(
-            "executor is 'threads', 'serial', fp.lanes(plan), or None, for fp.run also "
-            f"fp.graphs(plan) and fp.ranks(plan), which do whole runs; got {chosen!r}"
+            "the executor of vjp is 'threads', 'serial', fp.lanes(plan) or None; fp.graphs(plan) "
+            f"and fp.ranks(plan) work with fp.run only; got {chosen!r}"
         )
     return chosen
 
 
 def _want(inputs: list[Border], input_grads: Tree) -> None:
-    """Mark the leaves whose gradients are asked for. Raises PlanError."""
+    """Mark the input leaves whose gradients are wanted. Raises PlanError."""
     for index, border in enumerate(inputs):
         tree = input_grads[index] if isinstance(input_grads, Microbatches) else input_grads
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
@@ -127,15 +129,15 @@ def _want(inputs: list[Border], input_grads: Tree) -> None:
 
 
 def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
-    """Run the forwards; return the result and the pullback."""
+    """Run the forwards, and return the result and the pullback."""
     execution.go(0, _middle(ready.program))
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
     sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
     if sided:
         raise PlanError(
             f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add "
-            "it to; return it as an output of the last stage (through a skip) and give its "
-            "cotangent, or use run with a loss"
+            "it to; pass it to the last stage as a skip, return it as an output and give its "
+            "cotangent, or call fp.run with a loss"
         )
     last = ready.plan.num_stages - 1
     pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
@@ -146,8 +148,10 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
 
 
 def _middle(program: Lowered) -> int:
-    """The index in the order where the second half begins: after the last forward and the offloads
-    that follow it."""
+    """Return the index in the plan order of the first action of the second half.
+
+    The first half ends with the last forward and the offloads after it.
+    """
     kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
     middle = 1 + max(index for index, kind in enumerate(kinds) if kind is Kind.F)
     while middle < len(kinds) and kinds[middle] is Kind.O:
@@ -156,16 +160,15 @@ def _middle(program: Lowered) -> int:
 
 
 class Pullback:
-    """The second half of a `vjp`: cotangents of the outputs in, gradients out; once.
+    """The second half of a `vjp`: a function from cotangents to gradients. Call it once.
 
-    It keeps what the backwards need (residuals, parameters) until it is called or dropped. Its
-    executor is that of the first half, and what the caller had switched on then (autocast, default
-    device) holds again.
+    A pullback keeps the residuals and the parameters until you call or delete it. The call uses the
+    executor of `vjp`, and the autocast and default device that were active in `vjp`.
 
     Attributes:
-        attached: for each microbatch, which leaves of its outputs can have a gradient:
-            ``requires_grad`` in plain autograd.
-        unused: (stage, path) of trainable leaves that the backwards did not reach; known after the
+        attached: for each microbatch, whether each leaf of its outputs can have a gradient. In
+            plain autograd this is ``requires_grad``.
+        unused: the trainable leaves that no backward reached, as (stage, path). Empty before the
             call.
     """
 
@@ -184,29 +187,28 @@ class Pullback:
         return f"<Pullback of {execution.ready.plan!r}; give it cotangents of the outputs, once>"
 
     def __call__(self, cotangents: Tree) -> tuple[tuple[Tree, ...], Tree]:
-        """Run the backwards.
+        """Run the backwards, and return the gradients.
 
         Args:
-            cotangents: in the structure of ``result.outputs``: for each leaf a tensor of its shape
-                and dtype, on any device, or None for no gradient.
+            cotangents: a tree with the structure of ``result.outputs``. Each leaf is a tensor with
+                the shape and dtype of the output, on any device, or None for no gradient.
 
         Returns:
-            The gradients of the parameters, one tree per stage (None where not trainable, zeros
-            where unused), and those of the inputs, in their structure (None where a leaf has none,
-            or for ``input_grads=False``).
+            ``(grads, input_grads)``. ``grads`` has one tree per stage: None for a leaf that is not
+            trainable, zeros for an unused leaf. ``input_grads`` has the structure of the inputs:
+            None for a leaf without gradient, or if ``input_grads=False``.
 
         Raises:
-            BatchError: the cotangents do not fit the outputs; call again with others.
-            PlanError: parameters were written to since the forwards.
-            StageError: user code failed in a backward; the pullback is spent.
-            FuncpipeError: the pullback is spent.
+            BatchError: the cotangents do not fit the outputs. You can call again with others.
+            PlanError: parameters were written to since the forwards, or other modes are active.
+            StageError: user code failed in a backward. The pullback cannot be called again.
+            FuncpipeError: the pullback was already called.
         """
         refuse_transforms("a pullback")
         execution = self._execution
         if execution is None:
             raise FuncpipeError(
-                "this pullback is spent: its residuals are freed by the first call; call fp.vjp "
-                "again"
+                "this pullback is spent: the first call has freed its residuals; call fp.vjp again"
             )
         pieces = self._seam.cut(cotangents)
         ready = execution.ready
@@ -217,12 +219,14 @@ class Pullback:
         )
         if not_carried() != self._carried:
             raise PlanError(
-                "function modes, dispatch modes or saved-tensor hooks are on that were not at "
-                "vjp, or the other way round; call the pullback where they are the same"
+                "other function modes, dispatch modes or saved-tensor hooks are active than at "
+                "vjp; call the pullback with the same modes and hooks"
             )
         with self._lock:
             if self._execution is None:
-                raise FuncpipeError("this pullback is spent: another thread calls it")
+                raise FuncpipeError(
+                    "this pullback is spent: another thread has called it; call fp.vjp again"
+                )
             self._execution = None
         execution.give(Wire(Role.GRAD, ready.plan.num_stages - 1), pieces)
         execution.go(_middle(ready.program))

@@ -1,5 +1,4 @@
-"""Watches for ``timeout=``: when no action begins, reports what every lane did last and waits for,
-and ends the run."""
+"""Watch for ``timeout=``: if no action begins, report what each lane does, and end the run."""
 
 from __future__ import annotations
 
@@ -23,16 +22,18 @@ from funcpipe._src.replicas.replicas import Summed
 from funcpipe._src.replicas.sharded import Gathered
 
 _GRACE = 1.0
-"""Seconds that a thread gets to react before its stack is printed, whatever holds it."""
+"""Seconds that a thread gets to react before its stack is printed."""
 
 
 class LaneWatch:
-    """What a thread that waits for the lanes looks at now and then: whether any has begun an
-    action.
+    """Detects that no lane has begun an action for the timeout.
+
+    It has no thread: the thread that waits for the lanes calls `look` repeatedly. `Watchdog` has a
+    thread.
 
     Attributes:
-        pause: seconds from one look to the next.
-        report: what every lane did, once none had begun an action for the timeout.
+        pause: the seconds between two looks.
+        report: what each lane does, after no lane has begun an action for the timeout; else "".
     """
 
     def __init__(self, executions: Sequence[Execution], timeout: float) -> None:
@@ -42,17 +43,17 @@ class LaneWatch:
         self._has_backstop = False
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to measure the time."""
         self._seen, self._since = self._marks(), monotonic()
         self._backstop()
 
     def end(self) -> None:
-        """Look no more. It may be called again, and after a start that was interrupted."""
+        """End the watch. You may call it twice, and after an interrupted start."""
         if self._has_backstop:
             faulthandler.cancel_dump_traceback_later()
 
     def look(self) -> bool:
-        """Look; has no lane begun an action for the timeout. Then there is a report."""
+        """Look at the lanes. Return whether no lane has begun an action for the timeout."""
         marks, now = self._marks(), monotonic()
         if marks != self._seen:
             self._seen, self._since = marks, now
@@ -65,29 +66,22 @@ class LaneWatch:
         return [self.executions[0].executor.beats(), *begun(self.executions)]
 
     def _backstop(self) -> None:
-        """Start Python's own timer, which works also while code keeps the GIL and stops this
-        thread.
+        """Start Python's own timer, which prints stacks even while C code keeps the GIL.
 
-        The process has one such timer, so only runs with a timeout given by the user take it.
+        The process has one such timer, so only runs with a timeout of the user take it.
         """
         if not self.executions[0].ready.options.takes_faulthandler:
             return
         self._has_backstop = True  # set first: an interruption may come right after the call
         try:
             faulthandler.dump_traceback_later(self.timeout + _GRACE)
-        except (
-            AttributeError,
-            ValueError,
-            OSError,
-            RuntimeError,
-            OverflowError,
-        ):  # stderr is no file (notebooks)
+        # In notebooks, stderr is not a file.
+        except (AttributeError, ValueError, OSError, RuntimeError, OverflowError):
             pass
 
 
 class Watchdog(LaneWatch):
-    """A thread that looks at the lanes while another runs them; when none begins an action it
-    reports, and bites once."""
+    """A thread that watches lanes on another thread, and calls ``bite`` once after the timeout."""
 
     def __init__(
         self, executions: Sequence[Execution], timeout: float, bite: Callable[[], None]
@@ -99,12 +93,12 @@ class Watchdog(LaneWatch):
         self._thread = threading.Thread(target=self._watch, name="funcpipe watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         super().start()
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more. It may be called again, and after a start that was interrupted."""
+        """End the thread. You may call it twice, and after an interrupted start."""
         with self._gate:
             self._over.set()
         super().end()
@@ -120,17 +114,17 @@ class Watchdog(LaneWatch):
                     self.bite()
                     break
         if not self._over.wait(_GRACE):
-            with suppress(OSError, ValueError):  # nobody reads it: a closed pipe, a closed file
+            with suppress(OSError, ValueError):  # stderr is a closed pipe or file
                 print(f"funcpipe: {self.report}", file=sys.stderr, flush=True)
 
 
 def begun(executions: Sequence[Execution]) -> list[int]:
-    """How many actions each lane has begun in each execution."""
+    """Return the number of actions that each lane has begun in each execution."""
     return [lane.begun for execution in executions for lane in execution.lanes]
 
 
 def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Lane]]:
-    """Of every lane that is here the execution that it is in, or was last."""
+    """Return each lane of this process with its present execution, or its last one."""
     rows = [
         [(execution, execution.lanes[seat]) for execution in executions]
         for seat in range(len(executions[0].lanes))
@@ -139,15 +133,17 @@ def _at_work(executions: Sequence[Execution]) -> list[tuple[Execution, Lane]]:
 
 
 def _lateness(at: tuple[Execution, Lane]) -> tuple[bool, int]:
-    """Sorts the executions of a lane: the one that it is in comes last, else the last that has
-    begun, else the first."""
+    """Return a sort key for the executions of a lane. The maximum is the present execution.
+
+    If the lane is in none, the maximum is the last execution that began, else the first.
+    """
     execution, lane = at
     number = execution.number or 0
     return lane.thread != 0, number if lane.begun else -1 - number
 
 
 def lane_states(executions: Sequence[Execution]) -> list[tuple[bool, str]]:
-    """Of every lane that is here: is it in an action, and what it did last and waits for."""
+    """Describe each lane of this process: whether it is in an action, and what it does."""
     states: list[tuple[bool, str]] = []
     for execution, lane in _at_work(executions):
         working = _is_working(execution, lane)
@@ -169,7 +165,7 @@ def _is_working(execution: Execution, lane: Lane) -> bool:
 
 
 def describe(executions: Sequence[Execution], seconds: float) -> str:
-    """What every lane did last and waits for, and where its Python is."""
+    """Return a report: the last action of each lane, its present wait, and its Python stack."""
     lines = [f"no action began in any lane for {seconds:.1f} s:"]
     lines += [f"  * {words}" for _, words in lane_states(executions)]
     frames = sys._current_frames()
@@ -208,7 +204,7 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
     if not working:
         if execution.settling and lane.place.asynchronous:
-            return f"{last}, and its device has not come to its end"
+            return f"{last}, and its device has not finished the queued work"
         return last if lane.done < lane.stop else f"{last} and is done"
     current = str(execution.where(lane)).removeprefix("in ").rsplit(" on device", 1)[0]
     waits = execution.boxes[program.lane].waits
@@ -226,17 +222,16 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
         return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
     part = program.parts[lane.done]
     received = [each.value for each in part if type(each) is Receive and each.slot == waits]
-    if not received:  # it has gone on meanwhile
+    if not received:  # the lane has continued meanwhile
         return f"{last} and is in {current}"
     return f"{last} and waits, before {current}, for {program.value(received[0])}"
 
 
 class interrupting:
-    """While inside, the calling thread is the one that a `Watchdog` interrupts: it then raises
-    RunTimeout.
+    """A context in which a `Watchdog` interrupts the calling thread, which then raises RunTimeout.
 
-    The main thread gets SIGINT, which wakes it from sleeping; others get an exception at their next
-    bytecode.
+    The main thread gets SIGINT, which also ends a sleep. Other threads get an exception at their
+    next bytecode.
     """
 
     def __init__(self, executions: Sequence[Execution], timeout: float | None) -> None:
@@ -262,12 +257,12 @@ class interrupting:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        dog, self.dog = self.dog, None  # the two hold each other, and the dog holds the run
+        dog, self.dog = self.dog, None  # break the cycle, which keeps the run alive
         if dog is None:
             return
         try:
             dog.end()
-        except (KeyboardInterrupt, Stop):  # the interruption came just now
+        except (KeyboardInterrupt, Stop):  # the watchdog's interruption came during `end`
             if not dog.report:
                 raise
             dog.end()

@@ -1,5 +1,4 @@
-"""Threads that do jobs: interrupted inside of a job only, ended one by one, and waited for when
-Python ends."""
+"""Worker threads, which can be interrupted within a job, and which Python's exit waits for."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ import torch
 from funcpipe._src.engine.mail import Stop
 
 _waited_for: set[Worker] = set()
-"""Workers that Python's end must wait for: a thread that is in torch's code then would abort the
-process."""
+"""Workers that Python's exit must wait for: a thread in torch's code would abort the process."""
 
 
 class Worker:
-    """One thread that does jobs until it is told to end.
+    """One thread that runs jobs until it is dismissed.
 
     Args:
-        name: of the thread.
-        stop: ends the job that it does when Python ends; None: Python's end does not wait for it.
-        patience: for how many seconds Python's end waits for it.
+        name: the name of the thread.
+        stop: a function that ends the present job, called at Python's exit. None: Python's exit
+            does not wait for this worker.
+        patience: the seconds that Python's exit waits.
     """
 
     def __init__(
@@ -44,12 +43,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Has the thread begun and not ended."""
+        """Whether the thread has started and not ended."""
         return self._thread.is_alive()
 
     @property
     def is_here(self) -> bool:
-        """Is this thread the one that calls."""
+        """Whether the caller runs on this thread."""
         return self._thread is threading.current_thread()
 
     def start(self) -> None:
@@ -59,23 +58,22 @@ class Worker:
         self._thread.start()
 
     def give(self, job: Callable[[], Any]) -> None:
-        """Queue a job; it sees the context variables of the caller."""
+        """Queue a job. It runs in a copy of the caller's context variables."""
         self._jobs.put(partial(contextvars.copy_context().run, job))
 
     def interrupt(self) -> None:
-        """Raise Stop in the thread at its next bytecode, that is after the operation that it is
-        in."""
+        """Raise Stop in the thread at its next bytecode, which is after its present operation."""
         with self._gate:
             if self._interruptible and self._thread.ident is not None:
                 identity = ctypes.c_ulong(self._thread.ident)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Stop))
 
     def dismiss(self) -> None:
-        """Let the thread end after the jobs that are queued."""
+        """Let the thread end after the queued jobs."""
         self._jobs.put(None)
 
     def end(self, seconds: float | None = None) -> None:
-        """Dismiss it, and wait for its end; for so long at most."""
+        """Dismiss the thread, and wait for its end, at most ``seconds``."""
         self.dismiss()
         if self._thread.ident is not None and not self.is_here:
             self._thread.join(seconds)
@@ -85,12 +83,10 @@ class Worker:
         try:
             while (job := self._jobs.get()) is not None:
                 self._do(job)
-                del job  # it holds the run's values
+                del job  # else the job would keep the run's values alive until the next job
         finally:
             _waited_for.discard(self)
-            self.stop = (
-                None  # mostly a method of who has this worker: a cycle, with all that is held there
-            )
+            self.stop = None  # usually a method of the worker's owner: this breaks the cycle
 
     def _do(self, job: Callable[[], Any]) -> None:
         try:
@@ -105,23 +101,25 @@ class Worker:
 
 
 def _tell_system(name: str) -> None:
-    """Tell Linux the name of this thread, as Python does from 3.14 on: profilers and debuggers show
-    it, 15 letters."""
+    """Give the thread's name to Linux, as Python 3.14 does. Profilers show its first 15 letters."""
     with suppress(OSError):
         Path("/proc/thread-self/comm").write_text(name)
 
 
 def end_all(workers: list[Worker], seconds: float | None) -> None:
-    """End workers, waiting for so many seconds together (None: for ever)."""
+    """End workers, and wait at most ``seconds`` in total. None waits without limit."""
     deadline = None if seconds is None else monotonic() + seconds
     for worker in workers:
         worker.end(None if deadline is None else max(0.0, deadline - monotonic()))
 
 
 def compute_with(threads: int) -> None:
-    """Set the intra-op threads of this thread: MKL counts per thread, and one that never set it
-    takes every core."""
-    # else torch takes at the first operation what another run has set since
+    """Set the number of intra-op threads for this thread.
+
+    MKL has one number per thread, and a thread that never set it uses every core.
+    """
+    # The read initializes torch's number for this thread. Without it, the first operation would
+    # take the number that another run has set meanwhile.
     torch.get_num_threads()
     torch.set_num_threads(threads)
 
@@ -130,7 +128,7 @@ def compute_with(threads: int) -> None:
 def _leave() -> None:
     start, workers = monotonic(), list(_waited_for)
     for worker in workers:
-        stop = worker.stop  # its thread may end meanwhile
+        stop = worker.stop  # a local: the thread may end and clear the attribute
         if stop is not None:
             stop()
     for worker in workers:

@@ -1,4 +1,4 @@
-"""The leaves of parameters with their gradients, each once, whatever ties them."""
+"""Pair the leaves of parameters with their gradients, each leaf once, also with ties."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class LeafGradient:
     """A leaf of the parameters with its gradient.
 
     Attributes:
-        leaf: the tensor that the optimizer may hold.
-        gradient: the sum over all its places.
-        stage: the first that has the leaf.
-        sums: which gradients are in it already, see `sums_of`.
-        counts: does it count in the norm; replicas of a tied parameter do not.
+        leaf: the parameter tensor.
+        gradient: the sum of the gradients over all places of the leaf.
+        stage: the first stage with the leaf.
+        sums: the gradients that the sum already contains, see `sums_of`.
+        counts: whether the gradient counts in the norm. False for further copies of a tied
+            parameter.
     """
 
     leaf: Tensor
@@ -69,8 +70,7 @@ def misfits(params: Tree, grads: Tree) -> list[str]:
 
 
 def _fits(leaf: Any, gradient: Any) -> bool:
-    """Return whether a gradient can be the ``.grad`` of a leaf. None fits; a leaf that is no tensor
-    has none."""
+    """Return whether a gradient can be the ``.grad`` of a leaf. None always fits."""
     if gradient is None or not isinstance(leaf, Tensor):
         return True
     if (
@@ -92,25 +92,24 @@ def taken_by(
     SparseAdam."""
     if not isinstance(optimizer, torch.optim.SparseAdam):
         return entries
-    taken = [
-        entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()
-    ]  # zeros: unused
+    # A dense gradient of zeros belongs to an unused leaf, which needs no step.
+    taken = [entry for entry in entries if entry.gradient.is_sparse or entry.gradient.any()]
     wrong = [tuple(entry.leaf.shape) for entry in taken if not entry.gradient.is_sparse]
     if wrong:
         raise PlanError(
-            f"SparseAdam takes sparse gradients, and those of leaves of shapes {wrong} are dense: "
-            "only tables of nn.Embedding(sparse=True) that nothing else uses have sparse ones, "
-            "in stages that are not compiled, and without replicas; give the other leaves to "
-            "another optimizer"
+            f"SparseAdam takes sparse gradients, but the gradients of leaves of shapes {wrong} are "
+            "dense; only tables of nn.Embedding(sparse=True) that no other layer uses have sparse "
+            "gradients, in stages that are not compiled, and without replicas; give the other "
+            "leaves to another optimizer"
         )
     return taken
 
 
 def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
-    """The leaves that have a gradient, each once.
+    """Return the leaves with a gradient, each once.
 
-    One tensor at two places of a stage: its gradient is the sum. In two stages it is tied (a run
-    refuses it otherwise), and every place was given the whole sum already.
+    If a tensor appears twice in one stage, its gradients are added here. If it appears in two
+    stages, it is tied, and each place already has the sum over all places.
     """
     sums = sums_of(grads, ties)
     counted = counted_elsewhere(grads, ties)
@@ -134,26 +133,28 @@ def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
 
 
 def sums_of(grads: Tree, ties: Ties) -> dict[int, int]:
-    """For each tied gradient (by id) one number of its tie: tied gradients are the same sum."""
+    """Map the id of each tied gradient to one id for its tie. Tied gradients are the same sum."""
     out: dict[int, int] = {}
     for group in ties:
         members: list[Any] = []
         for stage, path in group:
             try:
-                if grads[stage] is not None:  # else it is at another process
+                if grads[stage] is not None:  # else the stage is in another process
                     members.append(at(grads[stage], path))
             except (KeyError, IndexError, TypeError, AttributeError):
                 raise PlanError(
                     f"ties name {path!r} of stage {stage}, where grads have no leaf; give the "
-                    "plan's: ties=plan.ties"
+                    "ties of the plan: ties=plan.ties"
                 ) from None
         out.update((id(member), id(members[0])) for member in members)
     return out
 
 
 def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
-    """The ties (by the numbers of `sums_of`) that count in the norm of another process: that of
-    their first stage."""
+    """Return the ties, by their ids of `sums_of`, that another process counts in the norm.
+
+    A tie counts once, in the process of its first stage.
+    """
     sums = sums_of(grads, ties)
     out: set[int] = set()
     for group in ties:
@@ -165,8 +166,7 @@ def counted_elsewhere(grads: Tree, ties: Ties) -> set[int]:
 
 
 def distinct(grads: Tree, ties: Ties) -> list[tuple[int, Tensor]]:
-    """List this process's gradients with their stages, one for each tie, none for ties that another
-    process counts."""
+    """List the gradients of this process that count in the norm, with their stages."""
     sums = sums_of(grads, ties)
     elsewhere = counted_elsewhere(grads, ties)
     distinct: dict[int, tuple[int, Tensor]] = {}

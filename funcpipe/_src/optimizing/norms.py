@@ -1,4 +1,4 @@
-"""The norm of gradients, of which processes may have parts."""
+"""Compute the norm of gradients that may be spread over processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe._src.data.exchange import Exchange, alone, entire, lies_over, numb
 
 
 def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
-    """The 2-norm of the gradients of all processes, each with its stage."""
+    """Return the 2-norm of the gradients of all processes. Each gradient comes with its stage."""
     if exchange == alone:
         return _total([numbers(gradient) for _, gradient in gradients])
     norms = on_host([local_norm(stage, gradient, exchange) for stage, gradient in gradients])
@@ -22,27 +22,27 @@ def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
 
 
 LocalNorm: TypeAlias = tuple[int, bool, Tensor]
-"""Of a gradient: its stage, has each copy of that another part of it, and the norm of what is
-here."""
+"""For a gradient: its stage, whether each replica has another part, and the norm of this part."""
 
 
 def local_norm(stage: int, gradient: Tensor, exchange: Exchange) -> LocalNorm:
-    """What others must know of a gradient for the norm of all."""
+    """Return the facts of a gradient that other processes need for the norm."""
     return stage, _is_part(gradient, exchange), _local_norm(gradient, exchange)
 
 
 def on_host(norms: Sequence[LocalNorm]) -> list[LocalNorm]:
-    """Norms that can be told to others."""
+    """Return norms on the CPU, which can be sent to other processes."""
     return [(stage, is_part, norm.cpu()) for stage, is_part, norm in norms]
 
 
 def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -> Tensor:
-    """The 2-norm of gradients, by what every process has of each."""
+    """Return the 2-norm of all gradients, from the norms of all processes."""
     ranks = len(everyone) // max(1, len(exchange.copies))
     found = [
         _of_copies(row) for rank in range(ranks) for row in zip(*everyone[rank::ranks], strict=True)
     ]
-    # Together those of one type, in the order of the stages: as torch does it, for the same bits.
+    # Grouped by dtype, in the order of the stages, as torch does. Another order would round
+    # differently from a run in one process.
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for _, norm in sorted(found, key=itemgetter(0)):
         by_type.setdefault(norm.dtype, []).append(norm)
@@ -51,19 +51,19 @@ def norm_of_norms(everyone: Sequence[Sequence[LocalNorm]], exchange: Exchange) -
 
 
 def _is_part(gradient: Any, exchange: Exchange) -> bool:
-    """Has each copy of the stage another part of the gradient."""
+    """Return whether each replica of the stage has another part of the gradient."""
     return lies_over(gradient, exchange.copies) and any(
         each.is_shard() for each in gradient.placements
     )
 
 
 def _local_norm(gradient: Tensor, exchange: Exchange) -> Tensor:
-    """The 2-norm of what is here of a gradient."""
+    """Return the 2-norm of this process's part of a gradient."""
     return entire(torch.linalg.vector_norm(numbers(exchange.here(gradient))))
 
 
 def _of_copies(row: Sequence[LocalNorm]) -> tuple[int, Tensor]:
-    """The stage and the norm of a gradient, by what each copy of the stage has of it."""
+    """Return the stage and the norm of a gradient, from the norms of all replicas."""
     stage, is_part, norm = row[0]
     if is_part:
         parts = torch.stack([part for *_, part in row])
@@ -72,7 +72,7 @@ def _of_copies(row: Sequence[LocalNorm]) -> tuple[int, Tensor]:
 
 
 def _total(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of the gradients of this process; of DTensors of all that have parts of them."""
+    """Return the 2-norm of the gradients of this process. A DTensor counts as a whole."""
     if not any(hasattr(gradient, "full_tensor") for gradient in gradients):
         return get_total_norm(gradients)
     norms = [entire(torch.linalg.vector_norm(gradient)).double() for gradient in gradients]

@@ -1,4 +1,7 @@
-"""Steps of torch.optim, norms and accumulation of gradients, over explicit trees."""
+"""`step`, `global_norm` and `accumulate`: torch optimizers and gradients over explicit trees.
+
+Steps within a run, by lanes, are in `stepping`.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,13 @@ def step(
     ties: Ties = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
-    """One step of an optimizer over ``leaves(params)``; every ``.grad`` is None again afterwards.
+    """Make one step of a torch optimizer with the gradients of a run.
 
-    ``fp.step(optimizer, params, result)`` takes what it must know from the result: the gradients,
-    the ties, and the loss scale. Gradients of a run with ``loss_scale`` are divided by it, and
-    where one of any stage is inf or NaN nothing is stepped. Of a result of `ranks` every rank makes
-    the step, each with an optimizer of its own leaves, and the norm is that of all.
+    `step` reads the gradients, the ties and the loss scale from the result. After a run with
+    ``loss_scale``, `step` divides the gradients by the scale. If any gradient of any stage is then
+    inf or NaN, no parameter changes. Every ``.grad`` of ``params`` is None afterwards. With
+    `ranks`, all ranks call `step`, each with an optimizer of its own leaves, and the norm is the
+    norm over all ranks.
 
     >>> params = ({"w": torch.ones(2)},)
     >>> norm = fp.step(torch.optim.SGD([params[0]["w"]], lr=1.0), params, ({"w": torch.tensor([3.0, 4.0])},))
@@ -58,31 +62,34 @@ def step(
     (5.0, [-2.0, -3.0])
 
     Args:
-        optimizer: any torch optimizer that holds some of the leaves of ``params``; the others stay
-            as they are. None on a rank of `ranks` where nothing is trained.
-        params: the trees that were run.
-        grads: a result of a run with backwards (or `accumulate`); or gradients alone, of the
-            structure of params, None where there is none, of a run without loss scale. Not written
-            to.
-        max_norm: clip the norm over all stages to it, held by this optimizer or not.
-        ties: for gradients alone, as in the plan: a tied parameter counts once in the norm.
-        scaler: of a run with ``loss_scale=scaler.get_scale()``: it unscales, and skips the step.
-            Call ``scaler.update()`` afterwards, once a batch.
+        optimizer: a torch optimizer with some of the leaves of ``params``. Other leaves do not
+            change. None on a rank of `ranks` without trained leaves.
+        params: the trees that were given to the run.
+        grads: a `Result` of a run with backwards, or of `accumulate`. Or a tree of gradients with
+            the structure of ``params``, None for a leaf without gradient, of a run without loss
+            scale. `step` does not write to gradients.
+        max_norm: the largest norm. Larger gradients are scaled down to this norm. The norm is over
+            all stages, also over leaves that the optimizer does not have. None, the default: no
+            clipping.
+        ties: groups of tied leaves, as in the plan, for a tree of gradients. A tied gradient counts
+            once in the norm. A `Result` has its own ties.
+        scaler: a ``torch.amp.GradScaler``, after a run with ``loss_scale=scaler.get_scale()``. The
+            scaler unscales the gradients, and skips the step for inf or NaN. Call
+            ``scaler.update()`` afterwards, once per batch.
 
     Returns:
-        The norm before clipping, a 0-dim tensor; of the unscaled gradients, so not finite where the
-        step is skipped.
+        The norm of the unscaled gradients before clipping, a 0-dim tensor. The norm is inf or NaN
+        if the step was skipped.
 
     Raises:
-        PlanError: the result has no gradients, or its run has stepped; params and grads differ in
-            structure; a gradient has another shape, type or device than its parameter; no leaf of
-            the optimizer has a gradient; the optimizer wants a closure (LBFGS) or sparse gradients;
-            or an option is wrong.
+        PlanError: the result has no gradients, or its run has already stepped; ``params`` and
+            ``grads`` differ in structure; a gradient has another shape, type or device than its
+            parameter; no leaf of the optimizer has a gradient; the optimizer needs a closure, such
+            as LBFGS, or sparse gradients; or an option has a wrong value.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
-    with exchange.telling(
-        "fp.step"
-    ):  # otherwise the other ranks would go on, a step ahead of this one
+    # Tell errors: otherwise the other ranks would go on, one step ahead of this one.
+    with exchange.telling("fp.step"):
         check_options(optimizer, max_norm, scaler, optional=exchange != alone)
         return _step(optimizer, params, grads, max_norm, ties, scaler, exchange)
 
@@ -96,22 +103,20 @@ def _step(
     scaler: torch.amp.GradScaler | None,
     exchange: Exchange,
 ) -> Tensor:
-    """Step after `step` has checked its options."""
+    """Make the step after `step` has checked its options."""
     scale = 1.0
     if isinstance(grads, Result):
         if grads.norm is not None:
             raise PlanError(
-                "the run has stepped (its schedule has S), and its result is not stepped again: "
-                "leave fp.step out, or run a schedule without step_params"
+                "the run has already stepped (its schedule has S), so its result cannot be stepped "
+                "again; leave fp.step out, or run a schedule without step_params"
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
     if structure(params) != structure(grads):
-        named_leaves(
-            params
-        )  # raises for params that are no trees of tensors, with a better message
+        named_leaves(params)  # raises a better message if params are not trees of tensors
         raise PlanError(
             bullets(
-                "params and grads differ in structure; give both of the same run:",
+                "params and grads differ in structure; give params and result of the same run:",
                 apart(params, grads),
             )
         )
@@ -119,7 +124,7 @@ def _step(
         return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
     except FuncpipeError:
         raise
-    except Exception:  # torch refuses a ``.grad`` that does not fit, without a name
+    except Exception:  # torch refuses a ``.grad`` that does not fit, but does not name the leaf
         title = "these gradients do not fit their parameters, and nothing was stepped:"
         raise_all(title, misfits(params, grads), most=8)
         raise
@@ -140,7 +145,7 @@ def _stepped(
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
     for leaf in leaves(params):
-        leaf.grad = None  # what an earlier backward left there is not stepped
+        leaf.grad = None  # a gradient of an earlier ``backward()`` must not be stepped
     if scaler is not None:
         return _scaler_step(scaler, optimizer, entries, stepped, max_norm, exchange)
     if scale != 1.0:
@@ -158,8 +163,10 @@ def apply_gradients(
     norm: Tensor | None = None,
     max_norm: float | None = None,
 ) -> None:
-    """Step leaves by their gradients, which stay as they are, clipped where the norm of all is
-    above ``max_norm``."""
+    """Step leaves with their gradients, clipped if ``norm`` is above ``max_norm``.
+
+    Does not write to the gradients: an optimizer that may write gets copies.
+    """
     entries = taken_by(optimizer, entries)
     try:
         for entry in entries:
@@ -180,7 +187,8 @@ def _scaler_step(
     max_norm: float | None,
     exchange: Exchange,
 ) -> Tensor:
-    """Likewise, by a scaler, which writes into gradients; the norm of all."""
+    """Make the step with a scaler, and return the norm. Gradients are copied, because the scaler
+    writes to them."""
     try:
         for entry in stepped:
             entry.leaf.grad = entry.gradient = entry.gradient.clone()
@@ -199,32 +207,35 @@ def _scaler_step(
 
 
 def _writable(gradient: Tensor, optimizer: torch.optim.Optimizer, *, clips: bool) -> Tensor:
-    """A gradient that may be written into, if somebody does."""
+    """Return the gradient, or a copy if clipping or the optimizer may write to it."""
     return gradient.clone() if clips else cow_clone(gradient) if _may_write(optimizer) else gradient
 
 
 def _clip(entries: Sequence[LeafGradient], norm: Tensor, max_norm: float) -> None:
     tensors = [entry.leaf for entry in entries]
-    spread = any(hasattr(leaf, "device_mesh") for leaf in tensors)  # one call takes no two meshes
+    # torch's foreach kernels refuse DTensors of two meshes in one call.
+    spread = any(hasattr(leaf, "device_mesh") for leaf in tensors)
     clip_grads_with_norm_(tensors, max_norm, norm, foreach=False if spread else None)
 
 
 def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
-    """The 2-norm of all gradients of all stages; tied leaves count once.
+    """Compute the 2-norm of the gradients of all stages. Tied leaves count once.
 
     >>> float(fp.global_norm(({"w": torch.tensor([3.0])}, {"w": torch.tensor([4.0])})))
     5.0
 
     Args:
-        grads: a result, whose ties and loss scale it knows; or a tuple with one tree per stage,
-            None where there is no gradient.
-        ties: groups of (stage, path), whose gradients are equal; one stands for all.
+        grads: a `Result`, whose ties and loss scale are used. Or a tuple with one tree per stage,
+            None for a leaf without gradient.
+        ties: groups of (stage, path) with equal gradients, for a tuple of trees. The first of each
+            group counts.
 
     Returns:
         A 0-dim tensor on the device of the first gradient.
 
     Raises:
-        PlanError: a tie names no leaf, the result has no gradients, or this is no tree.
+        PlanError: a tie names a leaf that does not exist, the result has no gradients, or ``grads``
+            is not a tree.
     """
     if isinstance(grads, Result):
         exchange = grads.exchange
@@ -234,13 +245,13 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
 
 
 def accumulate(results: Iterable[Result]) -> Result:
-    """Several runs over parts of one batch as one: exact, because every part counts by its weight.
+    """Combine the results of several runs over parts of one batch into one result.
 
-    Losses and gradients are those of one run over all rows (those of sums are added); the state is
-    that of the last run (give each run the state of the one before). Of evaluations, which have no
-    gradients, it is the loss over all batches. What comes out can be accumulated further, so
-    ``total = accumulate([total, result])`` after each run holds two sets of gradients at a time,
-    however many the parts.
+    Loss and gradients equal those of one run over all rows, up to rounding, because each part
+    counts by its weight. Losses with ``reduction="sum"`` are added. The state is the state of the
+    last run, so give each run the state of the previous run. Results of evaluations give the loss
+    over all batches. To keep only two sets of gradients in memory, call ``total =
+    fp.accumulate([total, result])`` after each run.
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> plan = fp.make_plan([layer], fp.schedules.fill_drain(1, 2), loss=nn.functional.mse_loss, devices="cpu")
@@ -251,12 +262,16 @@ def accumulate(results: Iterable[Result]) -> Result:
     (6.0, tensor(36.6667), (tensor(36.6667),))
 
     Args:
-        results: of the same plan and params, with the same leaves trained. Gradients of runs with
-            other loss scales are brought to the scale of the last.
+        results: results of the same plan with the same params and trained leaves. Gradients of
+            other loss scales are converted to the loss scale of the last result.
+
+    Returns:
+        A `Result` without outputs and timeline. ``losses`` and ``aux`` have an entry for each
+        microbatch of all runs.
 
     Raises:
-        PlanError: no results, some that are none, without a loss, that stepped, or of other params;
-            runs with and without backwards.
+        PlanError: there are no results; one is not a `Result`, has no loss, or is of a run that
+            stepped; gradients are of other leaves, or only some results have gradients.
     """
     runs = _results(results)
     last = runs[-1]
@@ -302,13 +317,15 @@ def accumulate(results: Iterable[Result]) -> Result:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Is this one of torch's own optimizers."""
+    """Return whether this is one of torch's own optimizers."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def _may_write(optimizer: torch.optim.Optimizer) -> bool:
-    """May an optimizer write into gradients; of torch's own Adagrad does, and SGD with Nesterov's
-    momentum (foreach)."""
+    """Return whether an optimizer may write to gradients.
+
+    Of torch's own optimizers, Adagrad and SGD with Nesterov momentum (foreach) write to them.
+    """
     nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
     writes = isinstance(optimizer, torch.optim.Adagrad) or (
         nesterov and isinstance(optimizer, torch.optim.SGD)
@@ -319,8 +336,7 @@ def _may_write(optimizer: torch.optim.Optimizer) -> bool:
 def held_of(
     optimizer: torch.optim.Optimizer | None, entries: list[LeafGradient]
 ) -> list[LeafGradient]:
-    """The entries whose leaves this optimizer holds. Raises PlanError where a step could change
-    nothing."""
+    """Return the entries whose leaves this optimizer has. Raises PlanError if there are none."""
     if not entries:
         raise PlanError(
             "no leaf has a gradient, so there is nothing to step; run with trainable=True, or set "
@@ -334,21 +350,21 @@ def held_of(
 
 
 def refuse_unheld(optimizer: torch.optim.Optimizer, tensors: Sequence[Any]) -> None:
-    """Raise PlanError where an optimizer holds none of some leaves."""
+    """Raise PlanError if an optimizer has none of some leaves."""
     ids = _ids(optimizer)
     if not any(id(leaf) in ids for leaf in tensors):
         raise PlanError(_HOLDS_NONE)
 
 
 def _ids(optimizer: torch.optim.Optimizer | None) -> set[int]:
-    """What an optimizer holds, by identity."""
+    """Return the ids of an optimizer's leaves."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {id(leaf) for group in groups for leaf in group["params"]}
 
 
 _HOLDS_NONE = (
-    "the optimizer holds none of the leaves that have a gradient; make it after fp.place, over "
-    "the very params that are run: torch.optim.AdamW(fp.leaves(params))"
+    "the optimizer holds none of the leaves that have a gradient; make it after fp.place, with "
+    "the params that you give to fp.run: torch.optim.AdamW(fp.leaves(params))"
 )
 
 
@@ -359,14 +375,13 @@ def _unscale(
     stepped: list[LeafGradient],
     exchange: Exchange,
 ) -> None:
-    """Divide all gradients by the scale; those that the optimizer holds in place, in their leaves'
-    ``.grad``.
+    """Divide all gradients by the scale. Gradients of the optimizer's leaves are divided in place.
 
-    A scaler looks for inf and NaN only at what the optimizer holds. It is all stages or none, so
-    what is not finite elsewhere is brought before it as a NaN.
+    A scaler looks for inf and NaN only in gradients of the optimizer's leaves. But all stages step
+    or none does. So if another gradient is not finite, one gradient of the optimizer gets a NaN.
     """
     finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
-    if optimizer is None:  # its scaler goes on with the others' all the same
+    if optimizer is None:  # the scalers of all ranks must see the same steps, so use a dummy leaf
         nothing = torch.zeros(1, requires_grad=True)
         nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))
         optimizer, stepped = torch.optim.SGD([nothing]), []
@@ -374,8 +389,8 @@ def _unscale(
         scaler.unscale_(optimizer)
         return
     first = stepped[0].gradient
-    # Fused optimizers skip a step where exactly one device has found something (torch adds up what
-    # all have found).
+    # Fused optimizers skip a step only if the sum of found_inf over devices is exactly 1. So only
+    # the device of the first gradient may report a NaN; gradients elsewhere become zeros.
     held = (
         []
         if finite
@@ -385,37 +400,35 @@ def _unscale(
     for gradient in held:
         gradient.zero_()
     if not finite:
-        numbers(first).fill_(float("nan"))  # the memory of the gradient, which is coalesced
+        numbers(first).fill_(float("nan"))  # in place: a sparse gradient is coalesced here
     if scaler.is_enabled():
         ids = {id(entry) for entry in stepped}
         for entry in entries:
             if id(entry) not in ids:
                 entry.gradient = entry.gradient * (1.0 / scaler.get_scale())
-    scaler.scale(
-        torch.zeros((), device=first.device)
-    )  # its scale becomes a tensor when it first scales one
+    scaler.scale(torch.zeros((), device=first.device))  # a scaler makes its scale tensor lazily
     scaler.unscale_(optimizer)
-    for gradient, before in own:  # the norm is of what they were
+    for gradient, before in own:  # the norm must be of the original gradients
         gradient.copy_(before / scaler.get_scale())
 
 
 def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...], Ties, float]:
-    """The gradients of a result, its ties, and what is left to divide by."""
+    """Return the gradients of a result, its ties, and the scale that `step` must divide by."""
     if result.grads is None and result.norm is not None:
         raise PlanError(
-            "the gradients were spent as run_batches stepped with them; their norm is in "
-            "result.norm"
+            "run_batches has already stepped with these gradients and dropped them; their norm is "
+            "in result.norm"
         )
     if result.grads is None:
         raise PlanError(
-            "the result has no gradients: its schedule has no backwards; run a plan of a schedule "
-            "that has them"
+            "the result has no gradients: its schedule has no backwards; run a plan whose schedule "
+            "has backwards"
         )
     if scaler is None:
         return result.grads, ties or result.ties, result.loss_scale
     if scaler.is_enabled() and scaler.get_scale() != result.loss_scale:
         raise PlanError(
-            f"the scaler's scale is {scaler.get_scale():g} and the run's was "
+            f"the scaler's scale is {scaler.get_scale():g}, but the run had the loss scale "
             f"{result.loss_scale:g}; run with loss_scale=scaler.get_scale(), and call "
             "scaler.update() after the step"
         )
@@ -425,12 +438,12 @@ def _of_result(result: Result, ties: Ties, scaler: Any) -> tuple[tuple[Tree, ...
 def check_options(
     optimizer: torch.optim.Optimizer | None, max_norm: Any, scaler: Any, *, optional: bool
 ) -> None:
-    """Raise PlanError for what `step` cannot step by; an ``optional`` optimizer may be None."""
+    """Raise PlanError for options that `step` cannot use. An ``optional`` optimizer may be None."""
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise PlanError(f"max_norm is a number from 0, or None; got {max_norm!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise PlanError(f"scaler is a torch.amp.GradScaler, or None; got a {type(scaler).__name__}")
-    if optimizer is None and optional:  # nothing may be trained at this process
+    if optimizer is None and optional:  # this process may train nothing
         return
     if isinstance(optimizer, type):
         raise PlanError(
@@ -445,36 +458,38 @@ def check_options(
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(
-            f"{type(optimizer).__name__} evaluates the loss itself, several times in a step, so "
-            "there are no gradients to hand it; call its step(closure) with a closure that runs "
-            "the plan, puts the gradients into .grad and returns the loss "
-            "(docs/howto/optimizers.md)"
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, so fp.step "
+            "cannot give it gradients; call its step(closure) with a closure that runs the plan, "
+            "puts the gradients into .grad and returns the loss (docs/howto/optimizers.md)"
         )
 
 
 def _results(results: Any) -> list[Result]:
-    """The results as a list. Raises PlanError where they cannot be added."""
+    """Return the results as a list. Raises PlanError if they cannot be combined."""
     if not isinstance(results, Iterable):
         raise PlanError(
-            "accumulate takes results one after the other, accumulate([first, second]); got a "
+            "accumulate takes an iterable of results, accumulate([first, second]); got a "
             f"{type(results).__name__}"
         )
     runs = list(cast("Iterable[Any]", results))
     kinds = sorted({type(run).__name__ for run in runs if not isinstance(run, Result)})
     if kinds:
-        raise PlanError(f"accumulate takes results of fp.run; among them came: {', '.join(kinds)}")
+        raise PlanError(
+            f"accumulate takes results of fp.run; some are not results: {', '.join(kinds)}"
+        )
     if not runs or any(run.loss is None for run in runs):
         raise PlanError(
             "accumulate takes one or more results of plans with a loss; make_plan(loss=...)"
         )
     if any(run.norm is not None for run in runs):
         raise PlanError(
-            "these runs stepped (their schedule has S), so their gradients are of other "
-            "parameters each; accumulate runs of a schedule without step_params"
+            "these runs have already stepped (their schedule has S), so each has gradients at "
+            "other parameters; accumulate runs of a schedule without step_params"
         )
     if len({run.weight is None for run in runs}) > 1:
         raise PlanError(
-            "accumulate takes results of one plan; among these are means and sums (reduction='sum')"
+            "accumulate takes results of one plan; some of these losses are means and some are "
+            "sums (reduction='sum')"
         )
     trained = [[leaf is not None and leaf.shape for leaf in flatten(run.grads)[0]] for run in runs]
     for number, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Learning rates, and what else a scheduler sets, for batches that come."""
+"""Advance a learning rate scheduler for several batches in advance, and restore it after errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from funcpipe._src.optimizing.undo import to_the_end
 
 
 class Rates:
-    """A scheduler of an optimizer, or none, and how both were when this was made."""
+    """A scheduler of an optimizer, or None, and a copy of the values of both to restore."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -28,18 +28,19 @@ class Rates:
         self._kept = [(each, _copied(vars(each))) for each in _schedulers(scheduler)]
 
     def step(self) -> None:
-        """A batch was stepped: what is set now is for the next one."""
+        """Step the scheduler after a batch."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     def ahead(self, count: int) -> Sequence[Settings] | None:
-        """Go on by so many batches; what each of them is stepped with. None: with what the groups
-        have."""
+        """Step the scheduler ``count`` times, and return the group settings for each batch.
+
+        None: there is no scheduler, so the groups' present settings hold.
+        """
         if self.scheduler is None:
             return None
-        setattr(
-            self.optimizer, STEPPED, True
-        )  # else the scheduler warns that it comes before the first step
+        # Otherwise the scheduler warns that it steps before the optimizer.
+        setattr(self.optimizer, STEPPED, True)
         settings: list[Settings] = []
         for _ in range(count):
             settings.append(self._now())
@@ -47,7 +48,7 @@ class Rates:
         return settings
 
     def restore(self) -> None:
-        """Let all be as it was."""
+        """Restore the scheduler and the settings of the optimizer's groups."""
         if self.scheduler is not None:
             to_the_end(self._restore)
 
@@ -55,10 +56,9 @@ class Rates:
         assert self.optimizer is not None
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=True):
             for name, value in before.items():
+                # In place: the scheduler, or a CUDA graph, refers to this tensor object.
                 if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                    group[name].copy_(
-                        value
-                    )  # the scheduler, or a recorded graph, knows this very tensor
+                    group[name].copy_(value)
                 else:
                     group[name] = value
         for scheduler, kept in self._kept:
@@ -81,7 +81,7 @@ class Rates:
 
 
 def _schedulers(value: Any) -> list[LRScheduler]:
-    """A scheduler and those that it holds, as warmups and sequences do."""
+    """Return a scheduler and the schedulers within it, as in SequentialLR."""
     found: list[LRScheduler] = []
     left = [value]
     while left:
@@ -97,8 +97,8 @@ def _schedulers(value: Any) -> list[LRScheduler]:
 
 
 def _copied(value: Any) -> Any:
-    """A value whose containers are copies; what is no container (an optimizer, a model, a function)
-    is itself."""
+    """Copy the containers of a value. Other objects, such as optimizers and functions, are
+    shared."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if isinstance(value, dict):
@@ -109,13 +109,16 @@ def _copied(value: Any) -> Any:
 
 
 def refuse_scheduler(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
-    """Raise PlanError for what steps no learning rates of this optimizer batch by batch."""
+    """Raise PlanError if this is not a scheduler of the optimizer that steps after each batch."""
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     if plateau or not isinstance(scheduler, LRScheduler):
-        why = "wants the loss of each batch before the next one begins" if plateau else "is none"
+        why = "needs the loss of each batch before the next begins" if plateau else "is not one"
         raise PlanError(
-            "scheduler is one of torch.optim.lr_scheduler, which is stepped after each batch; a "
+            "scheduler is a scheduler of torch.optim.lr_scheduler that steps after each batch; a "
             f"{type(scheduler).__name__} {why}: leave it out, and step it after run_batches"
         )
     if scheduler.optimizer is not optimizer:
-        raise PlanError("scheduler is of another optimizer than optimizer=; make it of this one")
+        raise PlanError(
+            "scheduler has another optimizer than optimizer=; make the scheduler with the "
+            "optimizer that you give to run_batches"
+        )

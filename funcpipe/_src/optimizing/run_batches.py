@@ -1,4 +1,8 @@
-"""run_batches: runs a plan that steps on several batches, with no pause between them."""
+"""`run_batches`: train on several batches without a pause between them.
+
+This module decides whether batches can run together, and undoes them after errors. `together` runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +53,26 @@ def run_batches(
     check: str | Sequence[str] = (),
     timeout: float | None = None,
 ) -> tuple[Result, ...]:
-    """Train on several batches, each device beginning the next one as soon as it has stepped its
-    stages.
+    """Train on several batches; each device begins the next batch after it has stepped its stages.
 
-    Parameters, the optimizer's state and the results are those of one `run` after the other, bit
-    for bit. In between no device waits for the others: while the last stages still work on a batch,
-    the first ones are at the next one already (the zero-bubble paper's post-validation, arXiv
-    2401.10241, section 4). With `ranks` no process waits for all either.
+    Parameters, optimizer state and results are bit-identical to one `run` per batch. No device
+    waits for the others between batches: while the last stages work on a batch, the first stages
+    already work on the next batch. This is the post-validation of the zero-bubble paper (arXiv
+    2401.10241, section 4). With `ranks`, no process waits for the others. On one thread, which is
+    the default on CUDA, the actions of all batches are queued one after the other.
 
-    It is all batches or none: after an error parameters, the optimizer and the scheduler are what
-    they were before the first.
+    After an error, parameters, optimizer and scheduler are restored to their values before the
+    first batch. For that, `run_batches` keeps a copy of parameters and optimizer state, or two
+    copies if batches run one by one. Batches run one by one in these cases:
 
-    Some batches go one by one all the same: of a plan with ties, with an optimizer that has hooks
-    or holds other leaves, of replicas that have state which a batch changes or other numbers of
-    microbatches, and the first that a plan ever runs. Where gradients of one turn out to be
-    clipped, or not finite under a loss scale, what was done is undone, and all are done again one
-    by one. What undoes steps is a copy of parameters and the optimizer's state; one by one there
-    are two. On one thread (the default on CUDA) it is the devices that do not wait: their actions
-    of all batches are queued one after the other.
+    - the first batch that the stages ever train on;
+    - a plan with ties, or stages whose parameters share memory;
+    - a loss that returns ``(sum, weight)``;
+    - an optimizer with hooks, or with leaves that are not in ``params``;
+    - replicas with different numbers of microbatches, or with state that a batch changes;
+    - all batches again, after an undo, if gradients of one were clipped, or not finite under a loss
+      scale.
+
 
     >>> layer = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2))
@@ -79,26 +85,31 @@ def run_batches(
     ([36.0, 64.85], [0.75, 2.23])
 
     Args:
-        plan: of a schedule that steps (`schedules.step_params`).
-        params: as for `run`.
-        batches: a list of such as `run` takes; all are held until the end, so none is written over
-            by the next. With `ranks` as many on every rank, None where it reads none.
-        optimizer: one of torch's own. With `ranks` each has one of its own leaves.
-        max_norm: as for `step`; batches whose gradients are above it take longer, see above.
-        scheduler: a learning rate scheduler of the optimizer, stepped after each batch.
-        state: as for `run`; each batch gets that which the one before has left.
-        feeds: of each batch, as for `run`.
-        seed: batch k draws as a run with ``fold_in(seed, k)``.
-        trainable, loss_scale, record, ranges, executor, threads_per_lane, check, timeout: as for
+        plan: a plan whose schedule has steps (`schedules.step_params`).
+        params: as in `run`.
+        batches: a list of batches as in `run`. All batches stay in memory until the end, so each
+            must have its own tensors. With `ranks`, each rank gives the same number of batches,
+            None for a batch that the rank does not read.
+        optimizer: one of torch's own optimizers. With `ranks`, each rank has its own optimizer of
+            its own leaves.
+        max_norm: as in `step`. Clipping makes all batches run again one by one, so choose a
+            ``max_norm`` that rarely clips.
+        scheduler: a learning rate scheduler of the optimizer. It steps after each batch. None, the
+            default: constant rates.
+        state: the state for the first batch, as in `run`. Each later batch gets the new state of
+            the batch before.
+        feeds: a list with the feeds of each batch, as in `run`.
+        seed: an int. Batch k draws as a run with ``seed=fold_in(seed, k)``.
+        trainable, loss_scale, record, ranges, executor, threads_per_lane, check, timeout: as in
             `run`.
 
     Returns:
-        The result of each batch. Their gradients are spent: ``grads`` is None, ``norm`` is what it
-        was.
+        The `Result` of each batch. ``norm`` is the norm of the gradients. ``grads`` is None, because
+        the step has used the gradients.
 
     Raises:
-        PlanError, PlacementError, BatchError: something does not fit.
-        StageError, NotFiniteError, RunTimeout, PeerError: as for `run`; a note says in which batch.
+        PlanError, PlacementError, BatchError: arguments do not fit together.
+        StageError, NotFiniteError, RunTimeout, PeerError: as in `run`. A note names the batch.
     """
     options = RunOptions(
         state=state,
@@ -117,7 +128,7 @@ def run_batches(
         return outside_of_graphs(_run_all)(
             plan, params, batches, feeds, scheduler, executor, options
         )
-    except StageError as error:  # its cause has the user's frames, so frames of the run are dropped
+    except StageError as error:  # the cause has the user's frames, so drop the frames of the run
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -138,7 +149,7 @@ def _run_all(
         work.restore()
         add_note(
             error,
-            "no batch of these is stepped: parameters, optimizer and scheduler are as they were",
+            "run_batches has undone all steps: parameters, optimizer and scheduler are as before",
         )
         raise
     finally:
@@ -147,7 +158,7 @@ def _run_all(
 
 
 class _Work:
-    """Batches that are done, and those that are left."""
+    """The progress of one `run_batches`: finished results, remaining batches, and the undo."""
 
     def __init__(
         self,
@@ -166,7 +177,7 @@ class _Work:
         self._before: tuple[Undo, Rates] | None = None
 
     def do(self, batches: Iterable[Any], feeds: Sequence[Mapping[str, Tree]] | None) -> None:
-        """All of them: together, or what is first one by one."""
+        """Run all batches: together if possible, else one by one."""
         together = self._together(partial(self._check, batches, feeds))
         if together or not self.left:
             return
@@ -175,46 +186,56 @@ class _Work:
             Rates(self.options.optimizer, self.scheduler),
         )
         undo.keep(held_by(self.options.optimizer))
-        if together is not None:  # what is not known before the first run is known after it
+        # False: perhaps only because some stage has never run (`together._can_go_on`). So run one
+        # batch, and try again. None: they ran and were undone, so each must run by itself.
+        if together is not None:
             self._one(rates)
             self._together()
         while self.left:
             self._one(rates)
-        if self.lanes is not None:  # one whose last step fails tells it to those that are done
+        if self.lanes is not None:  # ranks wait here for each other, so that all hear of an error
             with self.lanes.running(self.options):
                 self.lanes.part(self.plan).exchange("all batches", None)
 
     def restore(self) -> None:
-        """After an error: let all be as it was."""
+        """Restore parameters, optimizer and scheduler after an error."""
         for each in self._before or ():
             each.restore()
-        if self.lanes is not None:  # others may have begun another one
+        if self.lanes is not None:  # other ranks may be further: let all agree on the next number
             self.lanes.runs = self._runs + 1
 
     def close(self) -> None:
-        """Nothing will be restored any more."""
+        """Release the copies for the undo."""
         if self._before is not None:
             self._before[0].close()
 
     def _check(self, batches: Iterable[Any], feeds: Sequence[Mapping[str, Tree]] | None) -> None:
-        """Raise PlanError for what cannot be run so; else note what is asked for."""
+        """Raise PlanError for arguments that do not fit; else list the batches with their
+        options."""
         options = self.options
         _refuse_unstepped(self.plan, options)
         if self.scheduler is not None:
             refuse_scheduler(options.optimizer, self.scheduler)
-        given = _listed("batches is a list of what run takes as batch", batches)
-        told = f"feeds has a dict for each of {len(given)} batches"
-        fed = [None] * len(given) if feeds is None else _listed(told, feeds)
-        if len(fed) != len(given):
-            raise PlanError(f"{told}; got {len(fed)}")
+        listed = _listed("batches is a list of batches as fp.run takes them", batches)
+        rule = f"feeds has a dict for each of {len(listed)} batches"
+        feeds_of = [None] * len(listed) if feeds is None else _listed(rule, feeds)
+        if len(feeds_of) != len(listed):
+            raise PlanError(f"{rule}; got {len(feeds_of)}")
         seed = checked_seed(options.seed)
-        seeds = [None if seed is None else fold_in(seed, number) for number in range(len(given))]
-        every = [replace(options, feeds=own, seed=key) for own, key in zip(fed, seeds, strict=True)]
-        self.left = [*zip(given, every, strict=True)]
+        seeds = [None if seed is None else fold_in(seed, number) for number in range(len(listed))]
+        options_of = [
+            replace(options, feeds=names, seed=key)
+            for names, key in zip(feeds_of, seeds, strict=True)
+        ]
+        self.left = [*zip(listed, options_of, strict=True)]
 
     def _together(self, check: Callable[[], None] = lambda: None) -> bool | None:
-        """Do all that are left at once. False: they cannot be done so; None: they were, and it is
-        undone."""
+        """Run all remaining batches together.
+
+        Returns:
+            True if done. False if they cannot run together. None if they ran, and were undone
+            because gradients were clipped or not finite.
+        """
         if self.lanes is None:
             check()
             return False
@@ -243,7 +264,7 @@ class _Work:
         return None if results is None else bool(results)
 
     def _one(self, rates: Rates) -> None:
-        """Do the first of those that are left."""
+        """Run the next batch by itself."""
         batch, options = self.left.pop(0)
         try:
             result = self.executor.run(self.plan, self.params, batch, self._with_state(options))
@@ -254,29 +275,30 @@ class _Work:
         rates.step()
 
     def _with_state(self, options: RunOptions) -> RunOptions:
-        """The options of the next batch: its state is that which the last one has left."""
+        """Return the options with the state that the last finished batch returned."""
         return replace(options, state=self.results[-1].state) if self.results else options
 
 
-def _listed(told: str, values: Any) -> list[Any]:
-    """The values as a list. Raises PlanError: they are none."""
+def _listed(rule: str, values: Any) -> list[Any]:
+    """Return the values as a list. Raises PlanError with the ``rule`` if they are not iterable."""
     if isinstance(values, (Tensor, Mapping, str, bytes)) or not isinstance(values, Iterable):
-        raise PlanError(f"{told}; got a {type(values).__name__}")
+        raise PlanError(f"{rule}; got a {type(values).__name__}")
     return [*cast("Iterable[Any]", values)]
 
 
 def _refuse_unstepped(plan: Plan, options: RunOptions) -> None:
-    """Raise PlanError where nothing is stepped between batches, or not by what can be undone."""
+    """Raise PlanError if the schedule has no steps, or the optimizer's steps cannot be undone."""
     if not plan.schedule.steps:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} has no S, so nothing is stepped between its batches: "
-            "fp.schedules.step_params(schedule) puts it in; to evaluate, call fp.run for each batch"
+            f"schedule {plan.schedule.name!r} has no S, so run_batches would not step between "
+            "batches; fp.schedules.step_params(schedule) adds S; to evaluate, call fp.run for "
+            "each batch"
         )
     optimizer = options.optimizer
     check_options(optimizer, options.max_norm, None, optional=True)
     if optimizer is not None and not is_torchs(optimizer):
         raise PlanError(
-            f"{type(optimizer).__name__} is none of torch's own optimizers, so nobody knows how "
-            "to undo its steps where a batch fails; call fp.run(..., optimizer=optimizer) for "
-            "one batch after the other"
+            f"{type(optimizer).__name__} is not one of torch's own optimizers, so run_batches "
+            "cannot undo its steps if a batch fails; call fp.run(..., optimizer=optimizer) for "
+            "each batch"
         )

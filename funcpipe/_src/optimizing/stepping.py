@@ -1,9 +1,8 @@
-"""The optimizer's steps inside of a run: a stage's once its gradients are whole, undone where it
-was a step too many.
+"""Optimizer steps within a run: step a stage when its gradients are complete, undo if necessary.
 
-A stage is stepped before it is known whether the others' gradients are finite, what the norm of all
-is, and whether the run will fail: what its parameters and the optimizer's state were is kept until
-then (post-validation, arXiv 2401.10241, section 4).
+A lane steps a stage before three facts are known: whether the other gradients are finite, the norm
+of all gradients, and whether the run fails. So copies of parameters and optimizer state are kept
+until then. This is post-validation (arXiv 2401.10241, section 4). `optim` has `step` after a run.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ _BY_NUMBER = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Those of torch's that step each number of a leaf by itself; Muon, say, multiplies whole
-matrices."""
+"""Optimizers of torch that update each number of a leaf separately. Muon, for example, multiplies
+whole matrices."""
 _CLIPPING = 1e-6
-"""What torch's clipping adds to a norm before it divides."""
+"""The number that torch's clipping adds to a norm before the division."""
 
 
 @dataclass
 class _Spent:
-    """What is left of the gradients of a stage that a step has used up.
+    """The facts that remain of a stage's gradients after a step has consumed them.
 
     Attributes:
-        norms: of each.
-        trained: how many they were.
-        unused: those of these that no backward reached.
+        norms: the norm of each gradient.
+        trained: the number of gradients.
+        unused: the leaves among these that no backward reached.
     """
 
     norms: list[LocalNorm]
@@ -69,11 +68,11 @@ class _Spent:
 
 
 class Steps(NamedTuple):
-    """Of the steps of a process in one batch.
+    """The facts of one process's steps in one batch, which are sent to the other processes.
 
     Attributes:
-        norms: of the gradients that they have used up.
-        stand: was every stage stepped.
+        norms: the norms of the gradients that the steps have consumed.
+        stand: whether every stage was stepped.
     """
 
     norms: list[LocalNorm]
@@ -81,22 +80,22 @@ class Steps(NamedTuple):
 
 
 Settings: TypeAlias = Sequence[Mapping[str, Any]]
-"""Of each group of an optimizer what it is stepped with."""
+"""The settings of each group of an optimizer, such as the learning rate."""
 
 
 class Stepping:
-    """The steps of one run.
+    """The optimizer steps of one run.
 
     Args:
-        ready: the run.
-        undo: what knows how all was, of several runs before the first of them; None: of this one.
-        spends: are the gradients used up as they are stepped, so that only their norms are left.
+        ready: the prepared run.
+        undo: the copies to restore, shared by several runs. None: copies for this run only.
+        spends: whether a step consumes the gradients, so that only their norms remain.
 
     Attributes:
-        stepped: the stages that were, on their lanes.
-        late: did the loss give weights that nobody knew before.
-        early: the stages that can be stepped on their lanes.
-        settings: what the groups of the optimizer are stepped with, where it is not what they have.
+        stepped: the stages that lanes have stepped.
+        late: whether the loss returned weights, which were unknown before.
+        early: the stages that lanes can step during the run.
+        settings: the settings of the optimizer's groups for this run. None: their present settings.
     """
 
     def __init__(self, ready: Prepared, undo: Undo | None = None, *, spends: bool = False) -> None:
@@ -115,22 +114,22 @@ class Stepping:
         mine = [leaf for stage in ready.bounds for leaf in leaves(ready.params[stage])]
         if self.optimizer is not None:
             refuse_unheld(self.optimizer, mine)
-        # Gradients of losses that weigh late are scaled when all lanes are done. Replicas with as
-        # many microbatches come to each S in one order, so that none waits there for one that waits
-        # for it.
+        # A loss that returns weights scales gradients only when all lanes are done, so its stages
+        # cannot step early. Nor with different numbers of microbatches: replicas would reach their
+        # S in different orders and wait for each other in a cycle.
         apart = spends if self.optimizer is None else in_parts(self.optimizer, mine)
         if apart and ready.even and not ready.plan.stages[-1].seen.late:
             self.early = frozenset(ready.bounds) - _joined(ready)
 
     def step(self, stage: int, reduction: Reduction) -> None:
-        """Step a stage whose gradients are whole, on the lane that has it; not if others decide
-        about these."""
+        """Step a stage with complete gradients on its lane. A no-op unless the stage is in
+        ``early``."""
         if stage not in self.early:
             return
         sums = reduction.sums_on_lane()
         if self.spends:
             reduction.spend()
-        if self.ready.bounds[stage].params.written():  # what was written is told when the run ends
+        if self.ready.bounds[stage].params.written():  # the end of the run raises the error
             return
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
@@ -144,7 +143,7 @@ class Stepping:
             self.ready.bounds[stage].params.spend()
 
     def _scaled(self, entries: list[LeafGradient]) -> list[LeafGradient]:
-        """The gradients without the loss scale."""
+        """Return the gradients divided by the loss scale."""
         scale = self.ready.shares.loss_scale
         return (
             entries
@@ -153,8 +152,7 @@ class Stepping:
         )
 
     def _step(self, entries: Sequence[LeafGradient]) -> None:
-        """Step what the optimizer holds of these, as outside of the run: in no mode that stages
-        compute in."""
+        """Step the optimizer's leaves among these, without the stages' autocast."""
         if self.optimizer is None:
             return
         part = part_of(self.optimizer, [entry.leaf for entry in entries], self.settings)
@@ -163,13 +161,15 @@ class Stepping:
         self._moved = True
         held = {id(leaf) for group in part.param_groups for leaf in group["params"]}
         stepped = [entry for entry in entries if id(entry.leaf) in held]
-        self.undo.keep(entry.leaf for entry in stepped)
+        self.undo.keep(entry.leaf for entry in stepped)  # before the step, which may be undone
         with _no_autocast(stepped):
             apply_gradients(part, stepped)
 
     def settle(self, result: Result) -> Result:
-        """All is known: keep the steps, or undo them and make those that clipped, or late,
-        gradients want."""
+        """Finish the steps at the end of a run: keep them, or undo and make them again.
+
+        Steps are undone if gradients are clipped, not finite, or were weighted late.
+        """
         assert result.grads is not None
         params, grads = self.ready.params, result.grads
         if self.late:
@@ -183,7 +183,7 @@ class Stepping:
         if self.late or skips or clips:
             self.restore()
         for leaf in leaves(params):
-            leaf.grad = None  # what an earlier backward left there is not stepped
+            leaf.grad = None  # a gradient of an earlier ``backward()`` must not be stepped
         if skips or not held:
             return replace(result, norm=norm)
         if self.early and not clips:
@@ -199,42 +199,40 @@ class Stepping:
         return replace(result, norm=norm)
 
     def _skips(self, norm: Tensor) -> bool:
-        """Is nothing stepped with gradients of this norm."""
+        """Return whether a step with this norm is skipped."""
         return self.ready.shares.loss_scale != 1.0 and not bool(norm.isfinite())
 
     def _clips(self, norm: Tensor) -> bool:
-        """Are gradients of this norm clipped."""
+        """Return whether gradients with this norm are clipped."""
         return self.max_norm is not None and not bool(self.max_norm / (norm + _CLIPPING) >= 1.0)
 
     def restore(self) -> None:
-        """Make parameters and the optimizer's state what they were; it stays known."""
+        """Restore parameters and optimizer state, and keep the copies."""
         self.undo.restore()
         self.stepped.clear()
 
-    # -- where gradients are spent
-    # -------------------------------------------------------------------------------
+    # -- for runs whose steps consume the gradients
 
     @property
     def whole(self) -> bool:
-        """Can every stage that is here be stepped on its lane."""
+        """Whether every stage of this process can be stepped on its lane."""
         return self.early == frozenset(self.ready.bounds)
 
     @property
     def reached(self) -> tuple[int, list[UnusedLeaf]]:
-        """How many leaves were trained, and those that no backward reached."""
+        """The number of trained leaves, and the leaves that no backward reached."""
         spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
         return sum(each.trained for each in spent), [leaf for each in spent for leaf in each.unused]
 
     @property
     def steps(self) -> Steps:
-        """What all must know of the steps of this process."""
+        """The facts of this process's steps for the other processes."""
         spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
         norms = on_host([norm for each in spent for norm in each.norms])
         return Steps(norms, self.stepped == {*self.ready.bounds} and (self._moved or not norms))
 
     def settled(self, result: Result, everyone: Sequence[Steps]) -> Result | None:
-        """All is known: the result of the steps as they are; None where they are to be undone, for
-        all processes alike."""
+        """Return the result with its norm, or None if all processes must undo the steps."""
         norm = norm_of_norms([each.norms for each in everyone], result.exchange)
         if self.late:
             self.ready.plan.stages[-1].seen.late = True
@@ -248,7 +246,7 @@ class Stepping:
         return replace(result, norm=norm)
 
     def done(self) -> None:
-        """After the last of several: let all be as `settle` leaves it."""
+        """Clean up after the last of several batches, as `settle` does for one."""
         for leaf in leaves(self.ready.params):
             leaf.grad = None
         if self.optimizer is not None:
@@ -272,13 +270,15 @@ _GLOBAL_HOOKS = (
 
 
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
-    """Is each leaf stepped by itself, so that parts of an optimizer can be stepped one by one:
-    torch's own do so.
+    """Return whether parts of an optimizer can be stepped separately, each on its lane.
 
-    Others may count in their groups, look at all leaves, or hold another optimizer. Hooks, of this
-    optimizer or of all, expect the whole optimizer, once a step. And a step is of all that have a
-    gradient, so there are to be no others than these ``tensors`` of the run. Of parts of tensors
-    only what goes number by number can: the rest asks other processes, one lane beside the other.
+    - Torch's own optimizers update each leaf separately. Others may count in their groups, read all
+      leaves, or wrap another optimizer.
+    - Hooks expect one step of the whole optimizer.
+    - A step updates all leaves with a gradient, so the optimizer must have no leaves besides the
+      ``tensors`` of the run.
+    - For sharded tensors, an optimizer must update each number separately. Others, such as Muon,
+      communicate, and lanes would communicate at the same time.
     """
     held = held_by(optimizer)
     if type(optimizer) not in _BY_NUMBER and not all(map(is_plain, held)):
@@ -298,10 +298,10 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
 def part_of(
     optimizer: torch.optim.Optimizer, tensors: Sequence[Any], settings: Settings | None = None
 ) -> torch.optim.Optimizer | None:
-    """The optimizer for some of its parameters, with the same state; None: it holds none of them.
+    """Return an optimizer of some parameters, which shares the state; None if it has none of them.
 
-    Parts of different parameters can be stepped at the same time. With ``settings`` its groups have
-    others.
+    Parts with different parameters can be stepped at the same time. ``settings`` replaces the
+    settings of the groups.
     """
     ids = {id(leaf) for leaf in tensors}
     groups: list[dict[str, Any]] = []
@@ -318,18 +318,17 @@ def part_of(
             groups.append({**group, **own, **lists})
     if not groups:
         return None
-    part: torch.optim.Optimizer = object.__new__(
-        type(optimizer)
-    )  # `copy` takes what is saved, so no hooks
+    # Not `copy.copy`, which copies only what a checkpoint saves.
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(part).update(vars(optimizer))
-    vars(part).pop("step", None)  # a scheduler has put one there, which steps all of it
+    vars(part).pop("step", None)  # the wrapper of a scheduler, which steps the whole optimizer
     part.param_groups = groups
     return part
 
 
 @contextmanager
 def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
-    """Inside, nothing is cast: a step of an optimizer is none of what autocast is for."""
+    """Return a context without autocast: an optimizer's step must compute in full precision."""
     with ExitStack() as modes:
         for kind in {entry.leaf.device.type for entry in entries}:
             if torch.is_autocast_enabled(kind):
@@ -338,7 +337,7 @@ def _no_autocast(entries: Iterable[LeafGradient]) -> Generator[None]:
 
 
 def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """All leaves of an optimizer."""
+    """Return all leaves of an optimizer."""
     return [
         leaf
         for group in (optimizer.param_groups if optimizer is not None else ())
@@ -347,8 +346,7 @@ def held_by(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> None:
-    """Put the state of the leaves in their order, whichever was stepped first: so it is saved in
-    it."""
+    """Sort the optimizer's state by its leaves, so that checkpoints do not depend on step order."""
     state = optimizer.state
     for leaf in held_by(optimizer):
         if leaf in state:
@@ -356,8 +354,10 @@ def _in_order(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _joined(ready: Prepared) -> set[int]:
-    """The stages whose leaves are tied to those of others, or share their memory: a write into one
-    is seen in the other."""
+    """Return the stages with leaves that are tied to, or share memory with, another stage.
+
+    A step of one stage would change the other stage.
+    """
     tied = {stage for group in ready.ties for stage, _ in group}
     memories = {stage: {*map(_memory, leaves(ready.params[stage]))} for stage in ready.bounds}
     seen = Counter(number for numbers in memories.values() for number in numbers)
@@ -367,5 +367,5 @@ def _joined(ready: Prepared) -> set[int]:
 
 
 def _memory(leaf: Any) -> int:
-    """A number that leaves of the same memory share."""
+    """Return a number that all leaves in the same memory share."""
     return storage_number(leaf.untyped_storage()) if is_plain(leaf) else id(leaf)

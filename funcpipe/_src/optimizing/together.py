@@ -1,9 +1,8 @@
-"""Several batches at once: each lane does the program of one after that of the other, and waits for
-nobody in between.
+"""Run several batches together: each lane runs one batch after the other, without waiting.
 
-A lane begins a batch as soon as it has stepped its stages for the one before, and committed their
-state, while others still compute for that (arXiv 2401.10241, section 4). Whether all those steps
-were right is known when the lanes are done with all.
+A lane begins a batch as soon as it has stepped its stages for the batch before and committed their
+state. Other lanes may still compute then (arXiv 2401.10241, section 4). Whether the steps were
+right is known when all lanes are done. `run_batches` decides what to do if they were not.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from funcpipe._src.optimizing.undo import Undo
 
 @dataclass(frozen=True)
 class Batches:
-    """What lanes do together.
+    """The batches that lanes run together.
 
     Attributes:
-        plan, params: what is run.
-        each: the batches, with the options of a run of each.
-        ahead: lets a scheduler go on to the end of all; what the groups of the optimizer are
-            stepped with in each. None: what they have.
-        first: the place of the first among those that the user gave.
+        plan, params: the plan and the parameters.
+        each: the batches, each with its options.
+        ahead: a function that steps the scheduler for all batches, and returns the group settings
+            for each. It returns None without a scheduler.
+        first: the number of the first batch among all batches of the user.
     """
 
     plan: Plan
@@ -49,17 +48,16 @@ class Batches:
 def run_together(
     executor: LaneExecutor, options: RunOptions, given: Callable[[], Batches]
 ) -> tuple[Result, ...] | None:
-    """The results of all batches; all processes come to the same.
+    """Run batches together, and return their results. All processes return the same kind of value.
 
     Args:
-        executor: whose lanes have threads.
-        options: of all.
-        given: called when other processes hear of its errors.
+        executor: the executor.
+        options: the options that all batches share.
+        given: makes the batches. Called within the run, so that other processes are told of errors.
 
     Returns:
-        Nothing, (), where lanes cannot step every stage and go on; None where they did and it had
-        to be undone: gradients are clipped, say. Then the optimizer, and what it holds, is as it
-        was, as it is after an error.
+        The results. () if lanes cannot step every stage and continue; nothing has run then. None if
+        the steps had to be undone, for example because gradients are clipped.
     """
     undo = Undo(options.optimizer)
     try:
@@ -106,13 +104,16 @@ def _run(
 
 
 def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepared]:
-    """The batches checked, cut and bound."""
+    """Prepare all batches: check, cut and bind."""
     counts = part.exchange("number of batches", len(given.each))
     if len({*counts}) > 1:
-        said = "; ".join(
-            f"{name} was given {count}" for name, count in zip(part.names, counts, strict=True)
+        amounts = "; ".join(
+            f"{name} got {count}" for name, count in zip(part.names, counts, strict=True)
         )
-        raise RanksError(f"run_batches takes as many batches on every rank: {said}")
+        raise RanksError(
+            f"run_batches needs the same number of batches on every rank: {amounts}; give None "
+            "for a batch that a rank does not read"
+        )
     readies: list[Prepared] = []
     for number, (batch, options) in enumerate(given.each, given.first):
         with _noted(number):
@@ -127,7 +128,7 @@ def _prepared(given: Batches, part: PlanPart, running: RunOptions) -> list[Prepa
 
 @contextmanager
 def _noted(number: int) -> Generator[None]:
-    """Inside, an error is told to be of this batch."""
+    """Return a context that adds a note with the batch's number to errors."""
     try:
         yield
     except BaseException as error:
@@ -136,10 +137,10 @@ def _noted(number: int) -> Generator[None]:
 
 
 def _can_go_on(stepping: Stepping) -> bool:
-    """Can the lanes of this process step all their stages, and go on with them.
+    """Return whether the lanes of this process can step all their stages and continue.
 
-    A stage that runs for the first time has copies of its parameters, which show whether it writes
-    into them.
+    A stage that runs for the first time keeps copies of its parameters, to find out whether it
+    writes to them. The copies would be wrong after a step, so it cannot continue.
     """
     ready = stepping.ready
     stages, train = ready.plan.stages, ready.plan.train

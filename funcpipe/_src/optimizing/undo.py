@@ -1,5 +1,4 @@
-"""What parameters, and the optimizer's state of them, were before steps, so that these can be
-undone."""
+"""Keep copies of parameters and optimizer state before steps, so that the steps can be undone."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 @dataclass
 class _Kept:
-    """What a leaf and the optimizer's state of it were before a step.
+    """The values of a leaf and its optimizer state before a step.
 
     Attributes:
-        leaf: what was stepped.
-        numbers: of the leaf.
-        state: of the optimizer, each value with a copy of it; None: it had none.
+        leaf: the leaf.
+        numbers: a copy of the leaf.
+        state: the optimizer's state of the leaf, each value with a copy. None: there was no state.
     """
 
     leaf: Tensor
@@ -27,7 +26,7 @@ class _Kept:
     state: Mapping[str, tuple[Any, Any]] | None
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make it so again; tensors are the objects that they were."""
+        """Restore the values in place, so that all tensors stay the same objects."""
         self.leaf.detach().copy_(self.numbers)
         if self.state is None:
             optimizer.state.pop(self.leaf, None)
@@ -41,14 +40,14 @@ class _Kept:
 
 
 class Undo:
-    """What leaves of an optimizer, and its state of them, were before the first step of them."""
+    """Copies of an optimizer's leaves and their state, from before the first step of each leaf."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
         self._kept: dict[int, _Kept] = {}
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep what is now, but for what is kept already."""
+        """Copy the present values of leaves that have no copy yet."""
         if self.optimizer is None:
             return
         for leaf in tensors:
@@ -62,7 +61,7 @@ class Undo:
                 self._kept[id(leaf)] = _Kept(leaf, _copied(leaf), copies)
 
     def restore(self) -> None:
-        """Make it so again; it stays known."""
+        """Restore all values. The copies stay, so `restore` can be called again."""
         to_the_end(self._restore)
 
     def _restore(self) -> None:
@@ -82,8 +81,7 @@ def _copied(value: Any) -> Any:
 
 
 def to_the_end(work: Callable[[], None]) -> None:
-    """Do what may be done over again, and all of it: Ctrl-C on the way is raised when it is
-    done."""
+    """Do work that can be repeated, until it completes. Raise a Ctrl-C only afterwards."""
     interrupt: KeyboardInterrupt | None = None
     done = False
     while not done:

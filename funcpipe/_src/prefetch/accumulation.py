@@ -1,4 +1,7 @@
-"""Gradient accumulation as a fold over windows of batches, and ranks that stop together."""
+"""Gradient accumulation over windows of batches, and sources that end on all ranks together.
+
+These functions take any gradient function. `accumulate` in `optim` combines results of `run`.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +22,33 @@ Item = TypeVar("Item")
 
 
 def windows(items: Iterable[Item], size: int) -> Iterator[Iterator[Item]]:
-    """Groups of ``size`` items, drawn as they are used; the last may be shorter.
+    """Group items into windows of ``size``; the last window may be shorter.
 
-    Windows are cut by counting items, never by state that lives on between epochs: two epochs have
-    the same windows.
+    Items are drawn when you use them, so only one item is in memory. Windows are counted from the
+    first item, without state between calls, so two epochs have the same windows.
 
     >>> [list(window) for window in fp.batches.windows(range(5), 2)]
     [[0, 1], [2, 3], [4]]
 
     Args:
         items: any iterable, such as an `overlap`.
-        size: of a window, from 1.
+        size: the number of items per window, at least 1.
 
     Returns:
-        An iterator of iterators. What a window's user leaves over is drawn and dropped when the
-        next one is asked for.
+        An iterator of iterators. Use each window before you ask for the next. The next window drops
+        unused items of the window before.
 
     Raises:
-        PlanError: the size is no whole number from 1; or a window is asked for what was dropped
-            (``list(windows(...))``).
+        PlanError: ``size`` is not a positive int; or an item of an earlier window is asked for, as
+            after ``list(windows(...))``.
     """
     if type(size) is not int or size < 1:
-        raise PlanError(f"a window has a whole number of items from 1; got {size!r}")
+        raise PlanError(f"the size of a window is a positive int; got {size!r}")
     return _windows(_once(items), size)
 
 
 def _once(items: Iterable[Item]) -> Iterator[Item]:
-    """An iterator of the items that is not asked again after its end: some begin anew then."""
+    """Return an iterator that stays at its end. Some iterators begin again if asked after it."""
     return chain(iter(items))
 
 
@@ -60,7 +63,7 @@ def _windows(items: Iterator[Item], size: int) -> Iterator[Iterator[Item]]:
 
 
 class _Window(Iterator[Any]):
-    """One window: its items, until the next window is asked for. It keeps none that was drawn."""
+    """One window: its items, until the next window is asked for. Keeps no item that was used."""
 
     def __init__(self, first: list[Any], others: Iterator[Any]) -> None:
         self.first, self.others, self.dropped = first, others, False
@@ -68,22 +71,22 @@ class _Window(Iterator[Any]):
     def __next__(self) -> Any:
         if self.dropped:
             raise PlanError(
-                "this window is over: its items are drawn as they are used, and the rest was "
-                "dropped when the next window was asked for; use each in its turn (for window in "
-                "fp.batches.windows(...)), or keep it: list(window)"
+                "this window is over: windows draw items only as you use them, and the next "
+                "window has dropped the unused items of this one; use each window before the next "
+                "(for window in fp.batches.windows(...)), or keep its items: list(window)"
             )
         return self.first.pop() if self.first else next(self.others)
 
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """Gradients of a window.
+    """The gradients of a window of batches, as `accumulate_grads` returns them.
 
     Attributes:
-        grads: of all its batches together; None where there is none.
-        aux: what the gradient function gave besides, one for each batch.
-        count: how many batches the window had.
-        weight: the sum of their weights.
+        grads: the tree of gradients of the whole window, None for a leaf without gradient.
+        aux: for each batch, the second value that ``grad_fn`` returned.
+        count: the number of batches.
+        weight: the sum of the batches' weights.
     """
 
     grads: Tree
@@ -108,26 +111,28 @@ def accumulate_grads(
     reduce: Literal["mean", "sum"] = "mean",
     weight: Callable[[Any], float] | None = None,
 ) -> Accumulated:
-    """The gradients of a window of batches as if they were one batch; exact for the last, shorter
-    window, too.
+    """Compute the gradients of a window of batches as if the window were one batch.
 
-    (Results of `fp.run` know their weights: ``fp.accumulate(fp.run(plan, params, batch) for batch
-    in window)``.)
+    The mean divides by the weights of the batches in the window, so a shorter last window is right,
+    too. For results of `run` use `accumulate`, which reads the weights from the results.
 
     >>> found = fp.batches.accumulate_grads(lambda x: ({"w": x}, None), [torch.tensor(1.0), torch.tensor(4.0)])
     >>> float(found.grads["w"]), found.count
     (2.5, 2)
 
     Args:
-        grad_fn: batch -> (gradients, anything else). Gradients are those of the batch's mean loss.
-        window: batches, such as one of `windows`; each is dropped when its gradients are added.
-        reduce: "mean": the sum over batches, each times its weight, over the sum of weights; "sum":
-            the sum alone.
-        weight: batch -> how much it counts (rows, tokens), asked for before ``grad_fn`` runs; None:
-            all count 1.
+        grad_fn: a function ``batch -> (gradients, aux)``. The gradients are a tree, of the mean
+            loss of the batch. ``aux`` is any value.
+        window: an iterable of batches, such as a window of `windows`. Each batch is dropped after
+            its gradients are added.
+        reduce: "mean", the default: the weighted sum over batches, divided by the sum of weights.
+            "sum": the weighted sum.
+        weight: a function ``batch -> number`` of rows or tokens. It is called before ``grad_fn``.
+            None, the default: each batch has the weight 1.
 
     Returns:
-        Gradients in the types that ``grad_fn`` gave; half precision is summed in single.
+        An `Accumulated`. Gradients have the types that ``grad_fn`` returned. Half precision is
+        summed in single precision.
 
     Raises:
         PlanError: the window is empty, weights are negative or all zero, or gradients differ in
@@ -149,8 +154,8 @@ def accumulate_grads(
         factor = 1.0 if weight is None else float(weight(batch))
         if not 0 <= factor < float("inf"):
             raise PlanError(
-                f"the weight of a batch is a number from 0; batch {number} of the window has "
-                f"{factor}"
+                f"the weight of a batch is a finite number from 0; batch {number} of the window "
+                f"has {factor}"
             )
         returned: Any = grad_fn(batch)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -177,7 +182,7 @@ def accumulate_grads(
         if changed:
             place, kind = locations(grads, "grads")[changed[0]], type(leaves[changed[0]]).__name__
             raise PlanError(
-                f"{place} is a {kind} in batch {number} of the window, and was none before"
+                f"{place} is a {kind} in batch {number} of the window, unlike in the batches before"
             )
         with torch.no_grad():
             sums = [_add(old, leaf, factor) for old, leaf in zip(sums, leaves, strict=True)]
@@ -187,7 +192,7 @@ def accumulate_grads(
     if spec is None or total == 0:
         raise PlanError(
             "there is nothing to accumulate: the window has no batch"
-            + (" with a weight" if aux else "")
+            + (" with a weight above 0" if aux else "")
         )
     scale = 1.0 / total if reduce == "mean" else 1.0
     with torch.no_grad():
@@ -199,11 +204,11 @@ def accumulate_grads(
 
 
 def _add(old: Tensor | None, new: Any, factor: float) -> Tensor | None:
-    """The sum with a gradient added; never the caller's tensor."""
+    """Return the sum with a gradient added, never the caller's own tensor."""
     if not isinstance(new, Tensor):
         return None
     wide = new.float() if new.dtype in (torch.float16, torch.bfloat16) else new
-    if factor == 0:  # what does not count may be NaN: a mean over no tokens
+    if factor == 0:  # the gradient may be NaN, as the mean over no tokens is; 0 * NaN is NaN
         return torch.zeros_like(wide) if old is None else old
     return wide * factor if old is None else add_gradient(old, wide, factor)
 
@@ -214,11 +219,11 @@ def agree(
     *,
     pad: Callable[[Any], Any] | None = None,
 ) -> Iterator[Item]:
-    """A source that ends on all ranks at once, however many batches each has: else those that have
-    more wait for ever.
+    """Make a source that ends on all ranks at the same batch.
 
-    Every rank calls ``all_have`` once for each draw, so it may be a collective. With
-    ``torch.distributed``, on the CPU::
+    Ranks may have different numbers of batches. Without `agree`, a rank with more batches would
+    wait forever in a run. Each rank calls ``all_have`` once for each draw, so the function may be a
+    collective. With ``torch.distributed`` on the CPU::
 
         def all_have(mine):
             flag = torch.tensor(int(mine))
@@ -229,14 +234,15 @@ def agree(
     [1, 2, 3]
 
     Args:
-        source: of this rank.
-        all_have: (has this rank a batch) -> have all ranks one.
-        pad: None: stop with the first rank that has no more; a batch that others drew for nothing
-            is dropped. Else go on until no rank has any: ``pad(last batch of this rank, or None)``
-            is a batch to take part with.
+        source: the batches of this rank, any iterable.
+        all_have: a function ``bool -> bool``, the logical "and" of the argument over all ranks.
+        pad: None, the default: end with the first rank that has no more batches. The other ranks
+            drop the batch that they have already drawn. Else continue until no rank has a batch. A
+            rank without batches calls ``pad(its last batch, or None)`` for a batch to take part
+            with.
 
     Returns:
-        The iterator to give to `overlap`.
+        An iterator of batches, for `overlap` or a loop.
     """
     items, last = _once(source), None
     while True:

@@ -1,5 +1,4 @@
-"""Ready-made stages: the copy of a batch to its devices, and the wait for values that are under
-way."""
+"""Ready-made batch stages: `to_device` copies batches, `awaited` waits for asynchronous values."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ Pin: TypeAlias = Literal["auto"] | bool
 
 @dataclass(frozen=True, eq=False)
 class ToDevice:
-    """Copies batches to devices. `to_device` makes it and describes the fields; pin is "warn" on
-    the loop's thread."""
+    """The batch stage that `to_device` makes, which describes the fields.
+
+    ``pin`` is "warn" in a stage without its own thread.
+    """
 
     devices: Tree
     pin: Pin | Literal["warn"] = "auto"
@@ -32,24 +33,26 @@ class ToDevice:
     __name__ = "to_device"
 
     def without_waiting(self) -> ToDevice:
-        """The same for a thread that queues all work, which must not wait for memory to be
-        page-locked."""
+        """Return a stage for a thread that queues all work.
+
+        Such a thread must not wait while memory is page-locked, so the stage warns instead.
+        """
         return replace(self, pin="warn") if self.pin == "auto" else self
 
     def __call__(self, batch: Tree) -> Tree:
-        """The batch on its devices; leaves that are there already are the same objects.
+        """Copy a batch to its devices. Leaves that are already there stay the same objects.
 
         Raises:
-            BatchError: the batch has no such branch as the tree of devices, or nothing in it can
-                move.
+            BatchError: the tree of devices has a branch that the batch does not have, or no leaf of
+                the batch can move.
         """
         leaves, spec = flatten(batch, _moves_whole)
         try:
             devices = spread(self.devices, batch, _moves_whole)
         except ValueError as error:
             raise BatchError(
-                "to_device has devices for other branches than this batch has (one device stands "
-                f"for all below it, None leaves a branch where it is): {error}"
+                "the devices of to_device have another structure than this batch (a device applies "
+                f"to all leaves below it, None leaves a branch where it is): {error}"
             ) from error
         plain = (str, bytes, bool, int, float, complex, type(None), Tensor)
         if not any(map(moves, leaves)) and (
@@ -57,8 +60,9 @@ class ToDevice:
         ):
             raise BatchError(
                 "to_device finds nothing in the batch that can move: a "
-                f"{type(unmovable[0]).__name__} is no tree and has no to(device); register it "
-                "with optree.register_pytree_node(..., namespace='funcpipe'), or give it to()"
+                f"{type(unmovable[0]).__name__} is not a tree and has no method to(device); "
+                "register the class with optree.register_pytree_node(..., namespace='funcpipe'), "
+                "or add a method to(device)"
             )
         for at, device in enumerate(devices):
             if device is not None and isinstance(leaves[at], Tensor):
@@ -82,25 +86,24 @@ class ToDevice:
             elif not self.warned:
                 self.warned.append(locations(batch, "batch")[at])
                 warnings.warn(
-                    f"{self.warned[0]} lies in memory that is not page-locked, so its copy makes "
-                    "the thread wait that queues all work; give DataLoader(pin_memory=True), or "
+                    f"{self.warned[0]} is in memory that is not page-locked, so the thread that "
+                    "queues all work waits for its copy; use DataLoader(pin_memory=True), "
                     "to_device(pin=True), or a thread: BatchStage(to_device(...), thread=True)",
                     stacklevel=2,
                 )
         copy, source = backend.copy(leaf, device), backend.streamed(leaf)
         if source is not None and not backend.asynchronous(device):
-            Place(
-                source, alone=True
-            ).event().synchronize()  # work on the host could not wait for the copy later
+            # Later work on the host could not wait for this copy from a stream, so wait here.
+            Place(source, alone=True).event().synchronize()
         return copy
 
     def _moved_object(self, leaf: Any, device: torch.device) -> Any:
-        """The object's own copy; without the host waiting if the signature of its ``to`` has
-        ``non_blocking``."""
+        """Move an object by its own ``to``, with ``non_blocking=True`` if ``to`` accepts it."""
         queued = Place.backend.asynchronous(device)
         if self.pin is True or (self.pin == "auto" and queued):
             leaf = leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
-        if isinstance(leaf, (dict, UserDict)):  # transformers' BatchEncoding moves itself
+        # ``to`` of transformers' BatchEncoding changes the object itself: move a copy.
+        if isinstance(leaf, (dict, UserDict)):
             leaf = shallow_copy(cast("Any", leaf))
         return leaf.to(
             device, **({"non_blocking": True} if queued and _takes_non_blocking(leaf.to) else {})
@@ -108,22 +111,25 @@ class ToDevice:
 
 
 def to_device(devices: Any, *, pin: Pin = "auto") -> ToDevice:
-    """A stage that copies batches to a device, beside the computation.
+    """Make a batch stage that copies each batch to a device while training goes on.
 
     >>> batch = fp.batches.to_device({"x": "cpu", "y": None})({"x": torch.ones(2), "y": "a label"})
     >>> batch["y"]
     'a label'
 
     Args:
-        devices: a ``torch.device`` or its name, for every leaf that can move: tensors and objects
-            with ``to(device)``. Or a tree of them that is a prefix of the batch's, where None
-            leaves what is below it alone.
-        pin: page-lock host memory before the copy: True, False, or "auto": where the stage has a
-            thread of its own; else one warning names the first leaf that is not page-locked (its
-            copy makes the host wait).
+        devices: a ``torch.device`` or its name, for all leaves that can move: tensors and objects
+            with a method ``to(device)``. Or a tree of devices that is a prefix of the batch's tree.
+            None in this tree leaves all leaves below unchanged.
+        pin: whether to page-lock host memory before the copy. "auto", the default: True if the
+            stage has its own thread; else the stage does not pin, and warns once of a leaf that is
+            not page-locked, because the host waits for its copy.
+
+    Returns:
+        A function of a batch, for `overlap`.
 
     Raises:
-        PlanError: no device, or an option is not what it should be.
+        PlanError: ``devices`` contains no device, or an argument has a wrong value.
     """
     if pin not in (True, False, "auto"):
         raise PlanError(f'pin is True, False or "auto"; got {pin!r}')
@@ -139,22 +145,21 @@ def _device(leaf: Any) -> torch.device | None:
         RuntimeError,
         TypeError,
         AssertionError,
-    ) as error:  # no such word; torch was built without it
+    ) as error:  # an unknown name, or a kind of device that this torch was built without
         raise PlanError(
             f"to_device takes a device, or a tree of them; got {leaf!r}: {error}"
         ) from error
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The device with its number: that of the current one where it names none."""
+    """Return the device with an index: the current device's index if it has none."""
     if ":" in str(device) or not Place.backend.asynchronous(device):
         return device
     return torch.device(device.type, Place.backend.module(device).current_device())
 
 
 def _moves_whole(node: Any) -> bool:
-    """Whether a node of a tree is a container that moves by itself: a PackedSequence, a
-    BatchEncoding."""
+    """Return whether a node is a container with its own ``to``, such as a PackedSequence."""
     return not isinstance(node, Tensor) and moves(node)
 
 
@@ -170,13 +175,12 @@ def _takes_non_blocking(to: Any) -> bool:
 
 
 def awaited(batch: Tree) -> Tree:
-    """Every awaitable of a batch, waited for: a stage of its own, so that the wait is queued where
-    it belongs.
+    """Wait for all asynchronous values of a batch. Use it as a batch stage of its own.
 
-    A stage may return values that are not there yet: an asynchronous collective, torchrec's
-    ``Awaitable``. They go on as they are; this stage calls ``wait()`` on each such leaf, in its own
-    thread and on its own stream, and puts the result in its place. A handle whose ``wait`` returns
-    None or a bool (``torch.distributed.Work``) becomes None.
+    A batch stage may return values that are not ready, such as the handle of an asynchronous
+    collective or torchrec's ``Awaitable``. `awaited` calls ``wait()`` on each leaf that has this
+    method, in its own thread and on its own stream. The result replaces the leaf. A handle whose
+    ``wait`` returns None or a bool, such as ``torch.distributed.Work``, becomes None.
 
     >>> class Later:
     ...     def wait(self):
@@ -186,6 +190,9 @@ def awaited(batch: Tree) -> Tree:
 
     Args:
         batch: any tree.
+
+    Returns:
+        The tree with the results of ``wait()``.
     """
 
     def wait(leaf: Any) -> Any:

@@ -1,5 +1,7 @@
-"""`overlap`: a stream of batches through stages that work at the same time, each on another
-batch."""
+"""`overlap`: pass a stream of batches through stages that work at the same time on other batches.
+
+`stage` plans the work, and `rows` does it. This module has the iterator: start, next batch, end.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ from funcpipe._src.stages.context import not_carried, refuse_transforms
 ProgressReport: TypeAlias = bool | Callable[[Progress], None]
 
 _PATIENCE = 1.0
-"""Seconds that threads get to end after an error, and that a source gets which cannot be
-interrupted."""
+"""Seconds to wait for threads after an error, and at Python's exit for a source, which may not
+react."""
 
 _LONGEST = 30.0
-"""Seconds that Python's end waits for a stage."""
+"""Seconds that Python's exit waits for a stage."""
 
 
 def overlap(
@@ -62,14 +64,15 @@ def overlap(
     ranges: bool = False,
     progress: ProgressReport = False,
 ) -> Overlap:
-    """Prefetch batches through stages: while batch i is trained on, i+1 exchanges its inputs and
-    i+2 is copied.
+    """Prefetch batches through stages, while you train on an earlier batch.
 
-    The results equal ``[last(...first(batch)) for batch in source]`` bit for bit and in order,
-    whatever the depth and the threads, for functions that do not depend on each other and a source
-    that does not write into a batch again. Each batch that is drawn comes out, or the error that it
-    met is raised in its place, after the results of all batches before it: the exception itself,
-    with ``.funcpipe`` (stage, name, batch) and a note.
+    For example, batch i+2 is copied and batch i+1 is decoded while you train on batch i. The
+    results are bit-identical to ``[last(...first(batch)) for batch in source]``, in the same order,
+    for every depth and with or without threads. This needs functions that do not depend on each
+    other, and a source that does not write into earlier batches.
+
+    If a stage raises an error, `overlap` first returns the results of all batches before, and then
+    raises the original exception. Its ``.funcpipe`` and a note name the stage and the batch.
 
     >>> list(fp.batches.overlap(range(4), [lambda x: x + 1, lambda x: 10 * x]))
     [10, 20, 30, 40]
@@ -78,47 +81,47 @@ def overlap(
     ([1, 2, 3, 4], 10)
 
     Args:
-        source: any iterable of batches; None is a batch like others. Drawn once, from the first
-            ``next`` on, never after its end and never by two threads.
-        stages: functions of one batch, `BatchStage`, `to_device`, `awaited`; the last may be a
-            `Fold`, which runs where the loop runs. Without a fold all of them run ahead of the
-            loop's own work.
-        depth: how many batches are under way besides the one that is handed out next; all stages
-            work at once if it is at least the number of stages before the step. 0: the plain loop,
-            nothing runs ahead; good to find a fault.
-        start_index: the number of the first batch, where training resumes in the middle of an
-            epoch.
-        thread: whether the source and the stages have threads, where they do not say; None: where
-            no device with streams is named (`to_device`, ``devices``). There one thread queues
-            everything, in the plan's order.
-        devices: with streams, that stages work on besides those of `to_device`.
-        snapshot: called before each draw, such as ``loader.state_dict``, and copied; see
-            `Overlap.source_state`.
-        record: keep when everything ran, for `Overlap.timeline`.
-        ranges: the work on a batch is a range of torch.profiler, such as ``decode 3``, and of NVTX
-            on CUDA devices.
-        progress: True: a line on stderr; or a function that is given a `Progress` after each batch.
+        source: any iterable of batches. A batch may be any object, also None. The first ``next``
+            starts to draw. The source is iterated once, by one thread at a time.
+        stages: functions of one batch, `BatchStage`, `to_device` or `awaited`. The last may be a
+            `Fold`, which runs in the thread of your loop. Without a fold, all stages run ahead of
+            the loop.
+        depth: the number of batches in progress besides the next batch for the loop, 2 by default.
+            All stages work at the same time if ``depth`` is at least the number of stages before
+            the fold. 0: a plain loop without prefetching, to debug.
+        start_index: the number of the first batch, 0 by default. Give it if training resumes in the
+            middle of an epoch.
+        thread: whether the source and the stages have their own threads; a `BatchStage` may
+            override this. None, the default: True if no device with streams is named in `to_device`
+            or ``devices``. Otherwise one thread queues all work, in the order of the plan.
+        devices: further devices with streams that stages use, besides those of `to_device`.
+        snapshot: a function such as ``loader.state_dict``, called before each draw. Its result is
+            copied for `Overlap.source_state`.
+        record: whether to keep the times of all work, for `Overlap.timeline`.
+        ranges: whether the work on each batch is a range of torch.profiler, such as ``decode 3``,
+            and of NVTX on CUDA devices.
+        progress: True: print a progress line on stderr. A function: call it with a `Progress` after
+            each batch. False, the default: neither.
 
     Returns:
-        The iterator. Threads end with the last batch, with an error, with `Overlap.close` (or its
-        ``with`` block), or when no reference to it is left. If a stage is a method of an object
-        that refers to the overlap, use ``with``.
+        An `Overlap`, the iterator of the results. Its threads end after the last batch, after an
+        error, with `Overlap.close` or its ``with`` block, or when the iterator is deleted. If a
+        stage is a method of an object that refers to the overlap, use ``with``.
 
     Raises:
-        PlanError: stages or leads do not fit; every fault is named.
-        FuncpipeError: called under torch.func, or threads are wanted and a mode is on that they
-            cannot take over.
+        PlanError: stages or leads do not fit together. The message names all faults.
+        FuncpipeError: called under torch.func, or threads cannot inherit a mode of the caller.
     """
     refuse_transforms("overlap")
     if not isinstance(source, Iterable):
         kind = type(source).__name__
-        raise PlanError(f"the source of an overlap is an iterable of batches; got a {kind}")
+        raise PlanError(f"the source of overlap is an iterable of batches; got a {kind}")
     for name, number in (("depth", depth), ("start_index", start_index)):
         _require(type(number) is int and number >= 0, name, number, "a whole number from 0")
     _require(isinstance(thread, bool | None), "thread", thread, "True, False or None")
     _require(snapshot is None or callable(snapshot), "snapshot", snapshot, "a function")
-    told = isinstance(progress, bool) or callable(progress)
-    _require(told, "progress", progress, "a function, True or False")
+    fits = isinstance(progress, bool) or callable(progress)
+    _require(fits, "progress", progress, "a function, True or False")
     named, fold = checked_stages(stages)
     streamed = _devices(named, devices)
     thread = depth > 0 and (not streamed if thread is None else thread)
@@ -132,13 +135,14 @@ def overlap(
     plan = plan_of(listed, fold, depth, thread=thread, streamed=bool(streamed))
     if any(row.thread for row in plan.rows) and (modes := not_carried()):
         raise FuncpipeError(
-            f"threads cannot take over what is on here: {', '.join(modes)}; overlap(..., "
-            "thread=False) runs all stages in this thread"
+            f"threads cannot take over {', '.join(modes)}; overlap(..., thread=False) runs all "
+            "stages in this thread"
         )
     lag = max((stage.lag or 0 for stage in listed), default=0)
     shared = OverlapState(fold, start_index, lag, StreamSet(streamed if depth else ()))
     rows: list[BatchRow] = []
-    fold = fold and replace(fold, init=None, earlier=())  # the first states are not kept
+    # `shared` has the states now. Drop them here, so that the first state can be freed.
+    fold = fold and replace(fold, init=None, earlier=())
     for row_plan, stage in zip(plan.rows, (None, *listed, fold), strict=False):
         row = BatchRow(shared, row_plan, stage, rows[-1] if rows else None)
         row.snapshot, row.spans = snapshot, [] if record else None
@@ -153,7 +157,7 @@ def _require(fits: bool, name: str, value: object, kind: str) -> None:
 
 
 def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torch.device, ...]:
-    """The devices with streams that stages work on."""
+    """Return the devices with streams that stages work on."""
     try:
         asked = [devices] if isinstance(devices, str | torch.device) else devices
         used = [numbered(torch.device(device)) for device in asked]
@@ -170,10 +174,10 @@ def _devices(stages: Sequence[BatchStage], devices: Sequence[Any]) -> tuple[torc
 
 
 class Overlap(Iterator[Any]):
-    """The iterator that `overlap` makes.
+    """The iterator over results that `overlap` returns. It is also a context manager.
 
     Attributes:
-        plan: the work of each tick, as data; prints itself.
+        plan: the `TickPlan`, the work of each tick as data. Print it to see leads and lanes.
     """
 
     def __init__(
@@ -208,56 +212,61 @@ class Overlap(Iterator[Any]):
 
     @property
     def state(self) -> Tree:
-        """The fold's state after the last result that was handed out; None without a fold."""
+        """The fold's state after the last returned result. None without a fold."""
         return self._shared.reached[1]
 
     @property
     def index(self) -> int:
-        """The number of the next batch that is handed out."""
+        """The number of the next batch that the iterator returns."""
         return self._shared.reached[0]
 
     @property
     def states(self) -> tuple[Tree, ...]:
-        """The states that stages with ``lag`` may read next, the newest last: ``Fold(init=s[-1],
-        earlier=s[:-1])``."""
+        """The states that stages with ``lag`` may still read, the newest last.
+
+        To resume from ``s = overlap.states``, give ``Fold(init=s[-1], earlier=s[:-1])``.
+        """
         states = sorted(self._shared.states.items())
         return tuple(state.tree for number, state in states if number <= self.index)
 
     @property
     def drawn(self) -> int:
-        """The number of the next batch that is drawn."""
+        """The number of the next batch that is drawn from the source."""
         return self._start + self._rows[0].batches
 
     @property
     def in_flight(self) -> int:
-        """How many batches were drawn and not yet handed out."""
+        """The number of batches that were drawn and not yet returned."""
         return self.drawn - self.index
 
     @property
     def source_state(self) -> Any:
-        """The ``snapshot`` before the first batch was drawn that is not handed out yet: the place
-        to go on from.
+        """The state of the source before it drew the next batch for the loop. Resume from here.
+
+        The source itself is already up to ``depth`` batches ahead.
 
         Raises:
-            FuncpipeError: there is no ``snapshot``.
+            FuncpipeError: `overlap` was called without ``snapshot``.
         """
         snapshot, snapshots = self._rows[0].snapshot, self._shared.snapshots
         if snapshot is None:
             raise FuncpipeError(
-                "nothing looks at the source's state: overlap(source, ..., "
+                "this overlap keeps no states of its source; give overlap(source, ..., "
                 "snapshot=loader.state_dict)"
             )
         return snapshots[0] if snapshots else deepcopy(snapshot())
 
     @property
     def timeline(self) -> Timeline:
-        """The calls so far, measured on the host, in seconds from the first draw.
+        """A `Timeline` of all work so far, measured on the host, in seconds from the first draw.
 
         Raises:
-            FuncpipeError: without ``record=True``.
+            FuncpipeError: `overlap` was called without ``record=True``.
         """
         if self._rows[0].spans is None:
-            raise FuncpipeError("nothing was measured: overlap(..., record=True)")
+            raise FuncpipeError(
+                "this overlap has measured no times; give overlap(..., record=True)"
+            )
         lanes = self.plan.lanes
         spans = [
             Span(lanes.index(row.plan.lane), begin, end, Action(Kind.F, row.number, batch))
@@ -270,36 +279,37 @@ class Overlap(Iterator[Any]):
         return Timeline(tuple(spans), len(lanes), unit="s", name="overlap", lanes=lanes)
 
     def stats(self) -> tuple[StageStats, ...]:
-        """For the source, each stage and the fold: how many batches, how long they took, how long
-        it waited."""
+        """Return a `StageStats` for the source, for each stage, and for the fold or the loop."""
         rows = [row.stats() for row in self._rows]
         if not self._folds:
             rows.append(StageStats("loop", 0, 0.0, self._rows[-1].output.waited, 0.0))
         return tuple(rows)
 
     def stop_drawing(self) -> None:
-        """Draw no more: batches that are under way come out, then it ends. So does a batch whose
-        draw has begun."""
+        """Stop reading the source. The iterator still returns the batches that were drawn."""
         self._shared.stopping = True
 
     def close(self, timeout: float | None = 5.0) -> None:
-        """End it now: batches under way are lost. A no-op where it has ended.
+        """End all threads now, and drop the batches in progress. A no-op after the end.
 
-        Called from elsewhere while the loop waits for a batch (another thread, a signal, a stage),
-        it returns at once, and the loop ends there.
+        You can call `close` from another thread, a signal handler or a stage, while the loop waits
+        for a batch. Then `close` returns at once, and the loop ends.
 
         Args:
-            timeout: seconds to wait for threads (one that waits for the source cannot be
-                interrupted); a warning names those that are left then, which end when what they
-                wait for comes. None: as long as it takes.
+            timeout: seconds to wait for threads, 5 by default. A thread that waits for the source
+                cannot be interrupted. A warning names the threads that are left. They end when the
+                source returns. None: no limit.
         """
         kind = type(self._source).__name__
         if late := self._close(timeout):
             left = f"{late} (the source is a {kind})"
-            warnings.warn(f"still at work after close(timeout={timeout:g}): {left}", stacklevel=2)
+            warnings.warn(
+                f"these threads still work after close(timeout={timeout:g}): {left}", stacklevel=2
+            )
 
     def _close(self, timeout: float | None) -> str:
-        """End it from outside of its loop; the names of the threads that are left."""
+        """End the overlap from outside its loop, and return the names of threads that are left."""
+        # The loop is in `__next__`: it finds the end, and waits for the threads itself.
         if not self._busy.acquire(blocking=False):
             self._shared.stop()
             return ""
@@ -310,7 +320,7 @@ class Overlap(Iterator[Any]):
 
     def _end(self, timeout: float | None) -> str:
         self._finished, self._source = True, None
-        if not self._finalizer.detach():  # it has ended before
+        if not self._finalizer.detach():  # already ended
             return ""
         return _ended(self._shared, self._rows, self._workers, timeout)
 
@@ -321,7 +331,7 @@ class Overlap(Iterator[Any]):
         if error is None:
             self.close()
         elif late := self._close(_PATIENCE):
-            error.add_note(f"still at work: {late}")
+            error.add_note(f"these threads still work: {late}")
 
     def __iter__(self) -> Self:
         return self
@@ -337,33 +347,34 @@ class Overlap(Iterator[Any]):
             raise StopIteration
         if self._shared.process != os.getpid():
             raise FuncpipeError(
-                "this overlap belongs to the process that made it, and a fork has none of its "
-                "threads; make a new one"
+                "this overlap belongs to the process that made it, and a forked process has none "
+                "of its threads; call fp.batches.overlap in the forked process"
             )
         if not self._busy.acquire(blocking=False):
             raise FuncpipeError(
-                "this overlap is asked for its next batch by two at once; each loop has its own "
-                "overlap"
+                "two threads ask this overlap for the next batch at the same time; give each loop "
+                "its own overlap"
             )
         try:
             return self._next()
         except BaseException as error:  # the end, the error of a batch, or an interrupt
             if late := self._end(_PATIENCE):
-                error.add_note(f"still at work: {late}")
+                error.add_note(f"these threads still work: {late}")
             if isinstance(self._report, Bar):
-                with suppress(Exception):  # an error of a batch comes before one of the bar
+                with suppress(Exception):  # an error of the bar must not hide the batch's error
                     self._report.end(self._progress())
             raise
         finally:
             self._busy.release()
 
     def _next(self) -> Any:
-        """The result of the next tick, after ticks that only fill the pipeline."""
+        """Return the result of the next tick, after ticks that only fill the pipeline."""
         if not self._began:
             self._open()
         shared, index = self._shared, self.index
         if self._inline:
             with self._modes.entered():
+                # The first call also runs the ticks that fill the pipeline; later calls run one.
                 for tick in range(self._tick, index + 1):
                     for row in self._inline:
                         if tick + row.plan.lead >= self._start:
@@ -378,22 +389,23 @@ class Overlap(Iterator[Any]):
             try:
                 raise StopIteration if failure is None else failure
             finally:
-                del failure  # the traceback leads to this frame: a cycle
+                del failure  # its traceback refers to this frame: a cycle that keeps batches alive
         shared.here.wait(item.marks)
         shared.here.use(item.value, item.marks)
         state, result = item.value if self._folds else (None, item.value)
         if shared.snapshots:
             shared.snapshots.popleft()
-        shared.reached = (index + 1, state)  # together, whatever interrupts
+        # One assignment, so that an interrupt cannot separate the index from its state.
+        shared.reached = (index + 1, state)
         for row in self._rows:
             if row.plan.thread:
-                row.room.put(True)
+                row.room.put(True)  # one batch was returned, so each thread may make one more
         if self._report:
             self._report(self._progress())
         return result
 
     def _open(self) -> None:
-        """Before the first batch: make the source's iterator, the streams and the threads."""
+        """Make the source's iterator, the streams and the threads, before the first batch."""
         self._began = perf_counter()
         self._rows[0].draw = iter(self._source).__next__
         here = self._shared.here
@@ -412,6 +424,7 @@ class Overlap(Iterator[Any]):
                     }
                 row.streams = StreamSet(here.devices, made[key])
             if row.plan.thread:
+                # A row may be `lead` batches ahead of the next batch for the loop.
                 for _ in range(row.plan.lead + 1):
                     row.room.put(True)
                 patience = _LONGEST if row.number else _PATIENCE
@@ -430,15 +443,18 @@ class Overlap(Iterator[Any]):
 def _ended(
     shared: OverlapState, rows: Sequence[BatchRow], workers: list[Worker], timeout: float | None
 ) -> str:
-    """End all rows, and wait for their threads; the names of those that are left. A fork has none
-    of them."""
+    """End all rows, wait for their threads, and return the names of threads that are left.
+
+    A forked process has none of the threads, so it does nothing. Not a method: the finalizer of the
+    iterator calls this function.
+    """
     if shared.process != os.getpid():
         return ""
     shared.stop()
     end_all(workers, timeout)
-    # Let go of the source: processes of a loader end with its iterator.
+    # Drop the source's iterator: the worker processes of a loader end with it.
     rows[0].draw = iter(()).__next__
-    # The loop's work comes after all that was under way: the memory of that may be given out again.
+    # The loop's streams wait for unfinished work, because its memory may now be allocated again.
     for row in rows:
         shared.here.wait(row.streams.marks())
     return ", ".join(worker.name for worker in workers if worker.alive and not worker.is_here)

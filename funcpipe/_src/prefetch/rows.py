@@ -1,5 +1,7 @@
-"""The rows of an overlap at work: each makes its batches in order, in a thread or when the loop
-asks for the next one."""
+"""Run the rows of an overlap: each makes its batches in order, in a thread or in the loop.
+
+`stage` describes rows as data; `prefetch` owns threads and the iterator.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,7 @@ from funcpipe._src.stages.rng import KeyedDraws, Keys
 
 
 class Item(NamedTuple):
-    """A batch between two rows, ready after some marks; or the error that is raised in its
-    place."""
+    """A batch between two rows, ready after the marks, or an error in its place."""
 
     value: Any = None
     marks: tuple[Mark, ...] = ()
@@ -37,10 +38,9 @@ class Item(NamedTuple):
 
 
 class TimedQueue(SimpleQueue[Any]):
-    """A queue that counts for how many seconds its reader has waited.
+    """A queue that counts the seconds that its reader has waited.
 
-    It has no lock of Python's, so a signal handler and a finalizer may put something in at any
-    moment.
+    A SimpleQueue has no Python lock, so a signal handler or a finalizer may put items at any time.
     """
 
     waited = 0.0
@@ -54,7 +54,7 @@ class TimedQueue(SimpleQueue[Any]):
 
 
 class CallerModes:
-    """The modes that were on where `overlap` was called, for all rows but the fold."""
+    """The modes that were active at the call of `overlap`, for all rows except the fold."""
 
     def __init__(self) -> None:
         self.context, self.grad = CallerContext(), torch.is_grad_enabled()
@@ -63,15 +63,14 @@ class CallerModes:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Inside, these modes are on."""
+        """Return a context in which these modes are active."""
         stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with self.context.entered(), torch.set_grad_enabled(self.grad), stream:
             yield
 
 
 class OldState(NamedTuple):
-    """A state of the fold, ready after some marks, and its tensors with their counts of in-place
-    writes."""
+    """A state of the fold, ready after the marks, and the version counters of its tensors."""
 
     tree: Tree
     marks: tuple[Mark, ...]
@@ -79,18 +78,19 @@ class OldState(NamedTuple):
 
 
 class OverlapState:
-    """State that the rows of one overlap and its loop share. It refers to no row, so no cycle keeps
-    batches alive.
+    """State that the rows of one overlap and its loop share.
+
+    It does not refer to rows, so no cycle keeps batches alive.
 
     Attributes:
-        reached: the number of the next batch that is handed out, and the fold's state before it.
+        reached: the number of the next batch for the loop, and the fold's state before this batch.
         states: the states that stages with a lag read, by the number of batches before each.
-        snapshots: the source's states before the draw of each batch under way.
+        snapshots: the source's states before the draw of each batch in progress.
         queues: all queues of all rows.
-        abort: an error that is no Exception; it does not wait for the batches before it.
-        process: the one that has the threads.
+        abort: an error that is not an Exception, which is raised before the batches in progress.
+        process: the id of the process with the threads.
         stopping: whether no more batches are drawn.
-        closed: whether all rows end.
+        closed: whether all rows must end.
     """
 
     def __init__(self, fold: Fold | None, start: int, lag: int, here: StreamSet) -> None:
@@ -107,19 +107,19 @@ class OverlapState:
             self.add_state(number, tree)
 
     def add_state(self, number: int, tree: Tree) -> None:
-        """Keep the state after ``number`` batches, and as many older ones as stages read.
+        """Keep the state after ``number`` batches, and as many older states as stages read.
 
         Raises:
-            FuncpipeError: the fold wrote into an older one, which a stage may be reading.
+            FuncpipeError: the fold wrote into an older state, which a stage may be reading.
         """
         for place, tensor, before in (
             entry for state in self.states.values() for entry in state.versions
         ):
             if version(tensor) != before:
                 raise FuncpipeError(
-                    f"the fold writes into its state in place ({place}), and a stage with lag= "
-                    "reads older states; return new tensors (clone, or an optimizer that is a "
-                    "function)"
+                    f"the fold writes into its state in place ({place}), but a stage with lag= "
+                    "reads older states; return new tensors (clone them, or use a functional "
+                    "optimizer)"
                 )
         named = zip(locations(tree, "state"), flatten(tree)[0], strict=True) if self._lag else ()
         tensors = [
@@ -129,33 +129,31 @@ class OverlapState:
         ]
         versions = [(place, leaf, version(leaf)) for place, leaf in tensors]
         self.states[number] = OldState(tree, self.here.marks(), versions)
-        self.states.pop(number - self._lag - 1, None)
+        self.states.pop(number - self._lag - 1, None)  # no stage reads further back than the lag
 
     def old_state(self, batch: int, lag: int) -> OldState:
-        """The state after ``batch - lag`` batches, or the oldest. It exists: a lead is at most the
-        lag."""
+        """Return the state after ``batch - lag`` batches, or the oldest state."""
+        # The state exists already, because a stage's lead is at most its lag.
         return self.states[max(batch - lag, self._first)]
 
     def stop(self) -> None:
-        """End all rows: each finds an end in its queue, and makes none of the batches before
-        that."""
+        """End all rows. A row that waits finds the end in its queue; ``closed`` stops the others."""
         self.closed = True
         for queue in self.queues:
             queue.put(None)
 
 
 class BatchRow:
-    """One row of the plan: it takes batches from the row before, and puts each that it has made
-    into its queue.
+    """One row at work: it takes batches from the row before, and puts its batches into a queue.
 
     Attributes:
-        stage: whose function it calls; None: it draws from the source.
-        output: the batches that it has made, in order; None: there are no more.
-        room: one entry for each batch that its thread may make.
-        draw, snapshot: of the source, for its row.
-        ranges: the device for which its work is a range in profiles; None: it is none.
-        spans: (begin, end, batch) of its work, where that is recorded.
-        ended: whether it has made its last batch.
+        stage: the stage whose function the row calls. None: the row draws from the source.
+        output: the queue of finished batches, in order. The item None is the end.
+        room: a queue with one entry for each batch that the row's thread may still make.
+        draw, snapshot: functions of the source, for its row.
+        ranges: the device of profiler ranges. None: no ranges.
+        spans: (begin, end, batch) of all work, or None without recording.
+        ended: whether the row has made its last batch.
     """
 
     draw: Callable[[], Any]
@@ -179,31 +177,30 @@ class BatchRow:
         self.batches, self.busy, self.ended = 0, 0.0, False
 
     def stats(self) -> StageStats:
-        """Its work and its waits so far."""
+        """Return the work and the waits of this row so far."""
         waited = 0.0 if self.input is None else self.input.waited
         return StageStats(self.plan.name, self.batches, self.busy, waited, self.room.waited)
 
     def run(self, modes: CallerModes) -> None:
-        """In a thread: make all batches, each as soon as there is room."""
+        """Make all batches in this thread, each as soon as there is room."""
         try:
             compute_with(modes.threads)
             with modes.entered():
                 while not self.ended and self.room.take():
                     self.make()
-        except BaseException as error:  # no Exception: those are items
+        except BaseException as error:  # such as KeyboardInterrupt; an Exception becomes an item
             if self.shared.abort is None:
                 self.shared.abort = error
             self.shared.stop()
 
     def make(self) -> None:
-        """Make the next batch, the error in its place, or the end. A no-op after the end, or once
-        all rows end."""
+        """Make the next batch, or the error in its place, or the end. A no-op after the end."""
         if not (self.ended or self.shared.closed):
             item = self._next_item()
             self.ended = item is None or item.error is not None
             self.batch += 1
             self.output.put(item)
-            del item  # the traceback of its error leads to this frame: a cycle
+            del item  # the traceback of its error refers to this frame: a cycle
 
     def _next_item(self) -> Item | None:
         item: Item | None = Item() if self.input is None else self.input.take()
@@ -231,8 +228,8 @@ class BatchRow:
         return made
 
     def _failed(self, error: Exception) -> Item:
-        """An item with an error. StopIteration, which would pass for the end, becomes a
-        RuntimeError."""
+        """Return an item with the error, which gets the coordinates of the row and the batch."""
+        # A StopIteration out of ``__next__`` would look like the end of the overlap.
         if isinstance(error, StopIteration):
             error, cause = RuntimeError(f"{self.plan.name!r} raised StopIteration"), error
             error.__cause__ = cause
@@ -241,7 +238,7 @@ class BatchRow:
         return Item(error=error)
 
     def _drawn(self) -> Item | None:
-        """Draw a batch. The state before the next draw is kept before this batch goes on."""
+        """Draw a batch, and keep a snapshot of the source before and after."""
         shared, snapshot = self.shared, self.snapshot
         if snapshot and not shared.snapshots:
             shared.snapshots.append(deepcopy(snapshot()))
@@ -253,13 +250,11 @@ class BatchRow:
             return None
         if snapshot:
             shared.snapshots.append(deepcopy(snapshot()))
-        # A batch on the host is there: its copy to a device waits for nothing that the loop has
-        # queued.
+        # A batch on the host is ready, so its copy to a device need not wait for queued work.
         return Item(value, self.streams.marks() if may_be_on_stream(value) else ())
 
     def _called(self, stage: BatchStage | Fold, value: Tree) -> Item:
-        """Call the function of a stage, in its modes. An item of the fold is a pair of a state and
-        a result."""
+        """Call the function of a stage in its modes. A fold's item has the pair (state, result)."""
         streams, arguments = self.streams, [value]
         kind = streams.devices[0].type if streams.devices else "cpu"
         with ExitStack() as stack:
@@ -290,15 +285,15 @@ class BatchRow:
 
 
 class BatchKeys(Keys):
-    """Keys of the draws of a batch stage: its seed, its name, the number of the batch."""
+    """Keys for the draws of a batch stage: its seed, its name and the number of the batch."""
 
     def __init__(self, seed: int, name: str) -> None:
         super().__init__(seed, ())
         self.name = name
 
     def path(self, stage: int, layer: str, part: Any = None) -> str:
-        """The name of the batch stage, for all its draws."""
+        """Return the name of the batch stage, the path of all its draws."""
         return self.name
 
     def claim(self, stage: int, layer: str, what: Any, part: Any = None) -> None:
-        """Refuse nothing: names of stages differ, and there is a seed."""
+        """Accept every draw: names of batch stages are unique, and there is a seed."""

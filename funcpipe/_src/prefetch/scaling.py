@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as explicit state: what ``torch.amp.GradScaler`` does, in functions."""
+"""Dynamic loss scaling as pure functions of an explicit state, like ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from funcpipe._src.data.result import Result
 
 
 class LossScale(NamedTuple):
-    """The state of dynamic loss scaling: a tree of two tensors, to carry through steps and keep in
-    checkpoints.
+    """The state of dynamic loss scaling: a tree of two tensors, which you can save in checkpoints.
 
     Attributes:
-        scale: what the loss is multiplied by, a 0-dim float tensor.
-        good_steps: steps since the scale changed last, a 0-dim int tensor.
+        scale: the factor of the loss, a 0-dim float tensor.
+        good_steps: the number of steps since the last change of the scale, a 0-dim int tensor.
     """
 
     scale: Tensor
@@ -26,45 +25,51 @@ class LossScale(NamedTuple):
 
 
 def loss_scale(init: float = 2.0**16, *, device: torch.device | str = "cpu") -> LossScale:
-    """The first state. ``fp.run(..., loss_scale=float(state.scale))`` or ``loss * state.scale``.
+    """Make the first state of dynamic loss scaling.
+
+    Use the scale as ``fp.run(..., loss_scale=float(state.scale))``, or as ``loss * state.scale``.
 
     >>> fp.batches.loss_scale(8.0).scale
     tensor(8.)
 
     Args:
-        init: the first scale.
-        device: of the state; that of the gradients needs no copies.
+        init: the first scale, 65536 by default as in GradScaler.
+        device: the device of the state, "cpu" by default. The device of the gradients avoids
+            copies.
+
+    Returns:
+        A `LossScale`.
 
     Raises:
-        PlanError: the scale is not positive.
+        PlanError: ``init`` is not positive, or too large for single precision.
     """
     if not 0 < init <= torch.finfo(torch.float32).max:
-        raise PlanError(
-            f"a loss scale is a positive number that single precision has; got {init!r}"
-        )
+        raise PlanError(f"a loss scale is a positive number within single precision; got {init!r}")
     return LossScale(
         torch.tensor(float(init), device=device), torch.zeros((), dtype=torch.int32, device=device)
     )
 
 
 def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
-    """Gradients of the loss itself, and whether any is inf or NaN. The host waits where the state
-    lies elsewhere.
+    """Divide gradients by the loss scale, and find out whether any is inf or NaN.
+
+    If the state and the gradients are on different devices, the host waits for a copy.
 
     >>> grads, found_inf = fp.batches.unscale(fp.batches.loss_scale(4.0), {"w": torch.tensor([8.0, 2.0])})
     >>> grads["w"].tolist(), bool(found_inf)
     ([2.0, 0.5], False)
 
     Args:
-        state: whose scale the loss was multiplied by.
-        grads: any tree; None and integers stay as they are. Not written to.
+        state: the `LossScale` whose scale multiplied the loss.
+        grads: a tree of gradients, which `unscale` does not write to. None and integers stay
+            unchanged.
 
     Returns:
-        The gradients over the scale (bit for bit what GradScaler makes of them), and ``found_inf``,
-        a 0-dim bool tensor beside the state: for `select`, learning-rate schedules and logs.
+        ``(grads, found_inf)``. The gradients are bit-identical to GradScaler's. ``found_inf`` is a
+        0-dim bool tensor on the state's device, for `select`, learning rate schedules and logs.
 
     Raises:
-        PlanError: the state is none, or the gradients are a whole result.
+        PlanError: ``state`` is not a `LossScale`, or ``grads`` is a `Result`.
     """
     _check_state("unscale", state, "grads")
     if isinstance(grads, Result):
@@ -85,7 +90,7 @@ def unscale(state: LossScale, grads: Tree) -> tuple[Tree, Tensor]:
             return (leaf * inverse.to(leaf.device)).to(leaf.dtype)
 
         unscaled = map_leaves(divide, grads)
-        # One flag comes from each device. A copy that is not waited for would be read too early.
+        # One flag per device. The copy is blocking: an unfinished copy would be read too early.
         found_inf = [torch.stack(found).any().to(state.scale.device) for found in flags.values()]
         return unscaled, torch.stack(found_inf).any()
 
@@ -106,23 +111,27 @@ def update_scale(
     backoff: float = 0.5,
     interval: int = 2000,
 ) -> LossScale:
-    """The state for the next step, as GradScaler's: smaller after a step that was skipped, larger
-    after many good ones.
+    """Compute the state for the next step, as GradScaler does.
+
+    The scale shrinks after a skipped step, and grows after ``interval`` good steps in a row.
 
     >>> fp.batches.update_scale(fp.batches.loss_scale(4.0), torch.tensor(True)).scale
     tensor(2.)
 
     Args:
-        state: of the step.
-        found_inf: of the step, from `unscale`; with several ranks or scalers the "or" of all.
-        growth: the factor after ``interval`` good steps in a row, unless the scale then were no
-            finite number.
-        backoff: the factor after a skipped one.
-        interval: how many.
+        state: the `LossScale` of this step.
+        found_inf: the flag of this step, from `unscale`. With several ranks, the "or" of all flags.
+        growth: the factor after ``interval`` good steps, 2 by default. The scale does not grow to
+            infinity.
+        backoff: the factor after a skipped step, 0.5 by default.
+        interval: the number of good steps before the scale grows, 2000 by default.
+
+    Returns:
+        The next `LossScale`.
 
     Raises:
-        PlanError: the state is none, growth is not above 1, backoff not between 0 and 1, or
-            interval no whole number from 1.
+        PlanError: ``state`` is not a `LossScale`, ``growth`` is not above 1, ``backoff`` is not
+            between 0 and 1, or ``interval`` is not a positive int.
     """
     _check_state("update_scale", state, "found_inf")
     if not (growth > 1 and 0 < backoff < 1 and type(interval) is int and interval > 0):
@@ -142,18 +151,22 @@ def update_scale(
 
 
 def select(condition: Tensor, old: Tree, new: Tree) -> Tree:
-    """``old`` where the condition holds, else ``new``, in both trees' structure: a step that is
-    taken or not, without a branch.
+    """Return ``old`` if the condition is true, else ``new``, without a branch in Python.
+
+    Use `select` to skip a step with ``found_inf``: the host does not wait for the flag.
 
     >>> fp.batches.select(torch.tensor(True), {"w": torch.zeros(1)}, {"w": torch.ones(1)})
     {'w': tensor([0.])}
 
     Args:
-        condition: a 0-dim tensor of bool, such as ``found_inf``.
-        old, new: trees of one structure. Leaves that are no tensors are taken from ``new``.
+        condition: a 0-dim bool tensor, such as ``found_inf``.
+        old, new: trees with the same structure.
+
+    Returns:
+        A tree with the same structure. Leaves that are not tensors are taken from ``new``.
 
     Raises:
-        PlanError: the trees differ.
+        PlanError: the trees differ in structure.
     """
     if structure(old) != structure(new):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Batch stages, and the plan of an overlap, as data."""
+"""Batch stages, the fold, and the plan of an overlap, as data. `rows` runs them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from funcpipe._src.data.stage import Stage
 
 @dataclass(frozen=True)
 class BatchStage:
-    """A function that every batch goes through, and how it runs. A bare callable means
-    ``BatchStage(callable)``.
+    """A function of a batch within an `overlap`, and how it runs.
+
+    In `overlap`, a function means ``BatchStage(function)``.
 
     >>> noise = fp.batches.BatchStage(lambda x: x + torch.randn(3), seed=0)
     >>> one, two = (list(fp.batches.overlap([torch.zeros(3)] * 2, [noise])) for _ in range(2))
@@ -30,24 +31,28 @@ class BatchStage:
     Attributes:
         fn: ``fn(batch) -> batch``, called once for each batch, in order. With ``lag``: ``fn(state,
             batch) -> batch``.
-        name: in plans, errors, statistics and names of threads; "": the name of the function.
-        lead: how many batches it may be ahead of the one that is handed out next, at most
-            ``depth``; None: spread evenly.
-        stream: where its work on devices with streams is queued. None: a stream of its own; a name:
-            one stream for all stages with this name; "caller": the stream that is current where
-            `overlap` is called; or a torch stream.
-        thread: whether it has a thread; None: where no device has streams (there one thread queues
-            everything). Choose True for work that makes the host wait: decoding, copies of memory
-            that is not page-locked, ``Awaitable.wait()``.
-        grad: whether autograd records; None: as where `overlap` was called.
-        lag: read the state of the fold after ``max(0, index - lag)`` batches, whatever the threads
-            do.
-        indexed: call it with ``index=``, too, the number of the batch.
-        seed: its draws from torch's global generators depend only on this seed, its name, the
-            number of the batch and the number of the draw. Give each epoch another seed:
-            ``fold_in(seed, epoch)``. It does not reach Python's ``random`` and numpy: use
-            ``indexed``.
-        autocast: run it under autocast to this type; None: as where `overlap` was called.
+        name: the name in plans, errors, statistics and thread names. "", the default: the name of
+            the function.
+        lead: the number of batches that the stage may be ahead of the next batch for the loop, at
+            most ``depth``. None, the default: leads decrease evenly from stage to stage.
+        stream: the stream of its work on devices with streams. None, the default: a stream of its
+            own. A name: one stream for all stages with this name. "caller": the current stream at
+            the call of `overlap`. Or a torch stream.
+        thread: whether the stage has its own thread. None, the default: True without devices with
+            streams, else one thread queues all work. Choose True for work that makes the host wait,
+            such as decoding, copies of pageable memory, or ``Awaitable.wait()``.
+        grad: whether autograd records the work. None, the default: the mode at the call of
+            `overlap`.
+        lag: the number of updates by which the stage reads old state. Batch ``index`` reads the
+            fold's state after ``max(0, index - lag)`` batches, independent of threads. None, the
+            default: the stage reads no state.
+        indexed: whether to pass the number of the batch as ``index=``. False by default.
+        seed: an int. Draws from torch's global generators then depend only on the seed, the name,
+            the number of the batch and the number of the draw. Give each epoch its own seed:
+            ``fold_in(seed, epoch)``. Python's ``random`` and numpy are not covered; use ``indexed``
+            for these. None, the default: draws use the global generators.
+        autocast: run the function under autocast to this dtype. None, the default: the mode at the
+            call of `overlap`.
     """
 
     fn: Callable[..., Any]
@@ -64,21 +69,23 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class Fold:
-    """The last stage, which carries a state from batch to batch: a step of training. Runs where the
-    loop runs.
+    """The last stage of an `overlap`, which updates a state with each batch: a training step.
+
+    The fold runs in the thread of your loop.
 
     >>> run = fp.batches.overlap([1, 2, 3], [fp.batches.Fold(lambda total, x: (total + x, total + x), 0)])
     >>> list(run), run.state
     ([1, 3, 6], 6)
 
     Attributes:
-        fn: ``fn(state, batch) -> (state, result)``; the loop gets the results.
+        fn: ``fn(state, batch) -> (state, result)``. The loop receives the results.
         init: the state before the first batch, any tree.
-        name: "": the name of the function.
-        indexed: call it with ``index=``, too, the number of the batch.
-        earlier: states before ``init``, the newest last, for stages with ``lag`` where training
-            resumes.
-        autocast: run it under autocast to this type; None: as where the loop runs.
+        name: the name in plans, errors and statistics. "", the default: the name of the function.
+        indexed: whether to pass the number of the batch as ``index=``. False by default.
+        earlier: states before ``init``, the newest last, for stages with ``lag`` when training
+            resumes. () by default.
+        autocast: run the function under autocast to this dtype. None, the default: the mode of the
+            loop.
     """
 
     fn: Callable[..., tuple[Tree, Any]]
@@ -98,11 +105,11 @@ StageLike: TypeAlias = BatchStage | Fold | Callable[..., Any]
 
 
 def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...], Fold | None]:
-    """The stages with different names, and the fold.
+    """Return the batch stages, with unique names, and the fold.
 
     Raises:
-        PlanError: one cannot be called, a fold is not the last, a field has a wrong value, a lag
-            has no fold.
+        PlanError: a function cannot be called, a fold is not the last stage, a field has a wrong
+            value, or a stage has a lag without a fold.
     """
     if not isinstance(stages, Sequence):
         raise PlanError(
@@ -126,20 +133,19 @@ def checked_stages(stages: Iterable[StageLike]) -> tuple[tuple[BatchStage, ...],
 
 
 def _faults(stage: BatchStage | Fold, fold: Fold | None, *, bare: bool) -> Iterable[str]:
-    """The faults of one stage. ``fold``: the last stage, if it is a fold; ``bare``: only the
-    function was given."""
+    """Yield the faults of one stage. ``bare``: the user gave only the function."""
     fn: Any = stage.fn
     if not callable(fn):
         problem = " is a function, a BatchStage or a Fold" if bare else ": fn= is a function"
         yield f"{problem}; got a {type(fn).__name__}"
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
-        yield f": {_name_of(fn)!r} {verb}, so a call of it computes nothing; return the batch"
+        yield f": {_name_of(fn)!r} {verb}, so a call computes nothing; use a function that returns"
     if isinstance(fn, Stage):
         instead = "lambda batch: fp.run(plan, params, batch)"
-        yield f" is a stage of a plan; here is a function of a batch: {instead}"
+        yield f" is a stage of a plan; give a function of a batch: {instead}"
     if isinstance(stage, Fold) and stage is not fold:
-        yield " is a Fold, and only the last can be one: its results would be batches of the next"
+        yield " is a Fold, and only the last stage can be a Fold"
     wrong = list(_wrong_fields(stage))
     for word, kind in wrong:
         value = getattr(stage, word)
@@ -153,12 +159,13 @@ def _faults(stage: BatchStage | Fold, fold: Fold | None, *, bare: bool) -> Itera
     if (stage.lead or 0) > stage.lag:
         ahead = f"{stage.lead} batches ahead (lead=)"
         yield (
-            f" would run {ahead} and reads a state only {stage.lag} old (lag=); lead is at most lag"
+            f" would run {ahead}, but reads the state of {stage.lag} batches before (lag=); lead "
+            "is at most lag"
         )
 
 
 def _wrong_fields(stage: BatchStage | Fold) -> Iterable[tuple[str, str]]:
-    """The fields that have a wrong value, and what they are."""
+    """Yield each field with a wrong value, and a description of right values."""
     if not isinstance(stage.name, str):
         yield "name", "a string"
     if not isinstance(stage.autocast, torch.dtype | None):
@@ -185,14 +192,14 @@ def _name_of(fn: Any) -> str:
 
 
 class TickRow(NamedTuple):
-    """A row of the plan: the source, a stage or the fold.
+    """A row of a `TickPlan`: the source, a stage or the fold.
 
     Attributes:
-        name: of the stage.
-        lead: at tick t it works on batch ``t + lead`` (in a thread: on batches up to that one).
-        lane: which of `TickPlan.lanes` does the work.
-        thread: whether it has a thread.
-        lag: of the stage.
+        name: the name of the stage, or "source".
+        lead: at tick t the row works on batch ``t + lead``; in a thread, on batches up to this one.
+        lane: the lane of `TickPlan.lanes` that does the work.
+        thread: whether the row has its own thread.
+        lag: the lag of the stage, or None.
     """
 
     name: str
@@ -204,34 +211,35 @@ class TickRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TickPlan:
-    """The work of tick t, while batch t is made ready to be handed out. Compares, hashes, pickles
-    and prints.
+    """The plan of an overlap: the work of tick t, in which batch t becomes ready.
+
+    ``overlap(...).plan`` is a `TickPlan`. You can print, compare, hash and pickle it.
 
     Attributes:
-        rows: the source, the stages, the fold, as a batch goes through them.
+        rows: a `TickRow` for the source, each stage and the fold, in the order of a batch's path.
     """
 
     rows: tuple[TickRow, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Numbers of the rows: threads, which go on by themselves, then the others as the loop runs
-        them in a tick.
+        """The numbers of the rows in a tick: first rows with threads, then the others as the loop
+        runs them.
 
-        Older batches come before newer ones and the step comes last, so that the work ahead of the
-        step is queued first.
+        Older batches come before newer batches. The step comes last, so that work ahead of the step
+        is queued first.
         """
         turns = [-1 if row.thread else row.lead or sys.maxsize for row in self.rows]
         return tuple(sorted(range(len(turns)), key=turns.__getitem__))
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Names of what works side by side: threads, or streams of devices."""
+        """The names of the threads, or streams of devices, that work at the same time."""
         return tuple(dict.fromkeys(row.lane for row in self.rows))
 
     @property
     def depth(self) -> int:
-        """How many batches may be under way besides the one that is handed out next."""
+        """The number of batches that may be in progress besides the next batch for the loop."""
         return max(row.lead for row in self.rows)
 
     def __str__(self) -> str:
@@ -249,11 +257,16 @@ class TickPlan:
 def plan_of(
     stages: Sequence[BatchStage], fold: Fold | None, depth: int, *, thread: bool, streamed: bool
 ) -> TickPlan:
-    """The plan of an overlap. ``thread``: whether the source has one; ``streamed``: whether devices
-    have streams.
+    """Make the plan of an overlap.
 
-    A lead that is not asked for is the depth in even steps down to the fold, or to the loop itself;
-    no less than a later stage asks for, and no more than an earlier one or the stage's own lag.
+    A lead of None becomes a lead that decreases evenly from ``depth`` at the first stage to 0 at
+    the fold or the loop. It is at least the largest lead of a later stage, and at most the lead of
+    the stage before and the stage's own lag.
+
+    Args:
+        stages, fold, depth: as given to `overlap`.
+        thread: whether the source has a thread.
+        streamed: whether some device has streams.
 
     Raises:
         PlanError: a lead is larger than the depth, or than the lead of the stage before.
@@ -264,16 +277,17 @@ def plan_of(
         lead = stage.lead
         if lead is None:
             later = max((after.lead or 0 for after in stages[number + 1 :]), default=0)
+            # Rounded up, so that every stage runs ahead of the loop by at least one batch.
             even = -(-depth * (len(stages) - number) // len(stages))
             lead = min(limit, max(later, even), depth if stage.lag is None else stage.lag)
         if lead > depth > 0:
-            told = f"{stage.name!r} has lead={lead}, more than depth={depth}"
-            raise PlanError(f"{told}; give overlap(depth={lead})")
+            problem = f"{stage.name!r} has lead={lead}, more than depth={depth}"
+            raise PlanError(f"{problem}; give overlap(depth={lead})")
         if lead > limit and depth > 0:
             raise PlanError(
                 f"this plan of an overlap cannot run: {stage.name!r} (lead {lead}) would run on a "
-                f"batch before {rows[-1].name!r} (lead {limit}) has made it; leads fall from "
-                "stage to stage"
+                f"batch before {rows[-1].name!r} (lead {limit}) has made it; no lead may be larger "
+                "than the lead of the stage before"
             )
         limit = lead
         lane = stage.name if stage.thread else "loop"

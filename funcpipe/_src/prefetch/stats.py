@@ -1,5 +1,4 @@
-"""Statistics of an overlap: how long each row works and waits, and a progress line while it
-runs."""
+"""Statistics of an overlap: the work and the waits of each row, and a progress line."""
 
 from __future__ import annotations
 
@@ -11,15 +10,17 @@ from funcpipe._src.core.progress import EVERY, TextLine, bar
 
 
 class StageStats(NamedTuple):
-    """Counts and times of one row of an overlap so far. Times are the host's, in seconds: work on
-    streams is only queued.
+    """Counts and times of one row of an overlap. `Overlap.stats` returns one per row.
+
+    Times are measured on the host. For work on a stream they are the times to queue the work.
 
     Attributes:
-        name: of the stage, or "source"; "loop" where there is no fold: the waits of the loop.
-        batches: how many it has worked on.
-        busy: time in its function.
-        input: time that it waited for the row before it.
-        room: time that it waited until it could be so far ahead.
+        name: the name of the stage, or "source". Without a fold the last entry is "loop", with the
+            waits of your own loop.
+        batches: the number of batches that the row has worked on.
+        busy: seconds in the row's function.
+        input: seconds of waiting for the row before.
+        room: seconds of waiting because the row was as far ahead as allowed.
     """
 
     name: str
@@ -35,13 +36,13 @@ class StageStats(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far an overlap has come, told to a progress function after each batch.
+    """The progress of an overlap, the argument of its progress function after each batch.
 
     Attributes:
-        done: batches handed out by this overlap.
-        total: of how many; None: the source does not say.
-        seconds: since the first was asked for.
-        stats: of every row.
+        done: the number of batches returned by this overlap.
+        total: the number of all batches. None if the source has no length.
+        seconds: seconds since the first batch was asked for.
+        stats: the `StageStats` of each row.
     """
 
     done: int
@@ -60,19 +61,19 @@ class Progress(NamedTuple):
 
 
 class Bar:
-    """Prints the progress on one line of a terminal, ten times a second at most."""
+    """Prints the progress on one line of a terminal, at most ten times per second."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._line, self._last = TextLine(file or sys.stderr), 0.0
 
     def __call__(self, progress: Progress) -> None:
-        """Print it, if the last time is long enough ago."""
+        """Print the progress, unless the last print was too recent."""
         now = perf_counter()
         if now - self._last >= EVERY or progress.done == progress.total:
             self._last = now
             self._line.write(str(progress))
 
     def end(self, progress: Progress) -> None:
-        """Print the last state, and end the line."""
+        """Print the final progress, and end the line."""
         self._line.write(str(progress))
         self._line.end(stays=True)

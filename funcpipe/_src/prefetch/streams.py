@@ -1,4 +1,7 @@
-"""The streams of a row on every device, and the leaves of a batch that streams work on."""
+"""The streams of a row of an overlap, one per device, and the batch leaves that streams use.
+
+Lanes of plans use `devices.stream` instead.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from funcpipe._src.devices.stream import Place
 
 
 class Mark(NamedTuple):
-    """A point in a stream: the device, its stream, and the event that happens there."""
+    """A point in a stream: the device, the stream, and an event that was recorded there."""
 
     device: torch.device
     stream: Any
@@ -24,10 +27,9 @@ class Mark(NamedTuple):
 
 
 class StreamSet:
-    """A stream on each device, where work is queued; it does nothing where no device has streams.
+    """One stream per device, for the work of one row. A no-op without devices.
 
-    Without ``streams``, one for each device, they are those that are current whenever work is
-    queued.
+    Without ``streams``, the work goes to the streams that are current when it is queued.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class StreamSet:
         self._streams = None if streams is None else {device: streams[device] for device in devices}
 
     def now(self) -> Mapping[torch.device, Any]:
-        """The stream of each device."""
+        """Return the stream of each device."""
         if self._streams is not None:
             return self._streams
         return {
@@ -46,7 +48,7 @@ class StreamSet:
 
     @contextmanager
     def entered(self) -> Generator[None]:
-        """Inside, operations are queued here."""
+        """Return a context in which operations are queued on these streams."""
         with ExitStack() as stack:
             for device in reversed(
                 self.devices if self._streams else ()
@@ -55,15 +57,17 @@ class StreamSet:
             yield
 
     def wait(self, marks: Iterable[Mark]) -> None:
-        """Let what is queued here from now on wait for these marks."""
+        """Make later work on these streams wait for the marks."""
         streams = self.now()
         for device, stream, event in marks:
             if streams.get(device, stream) != stream:
                 event.wait(streams[device])
 
     def use(self, batch: Tree, marks: Iterable[Mark]) -> None:
-        """Tell the allocator that a batch made on other streams is read here, so that it may be
-        freed at any time."""
+        """Tell the allocator that these streams read a batch that other streams made.
+
+        Without that, freed memory could be allocated again before these streams have read it.
+        """
         streams = self.now()
         readers = {
             mark.device: streams[mark.device]
@@ -87,13 +91,13 @@ class StreamSet:
             places = locations(batch, "batch")
             named = [f"{places[number]} ({type(leaves[number]).__name__})" for number in unrecorded]
             warnings.warn(
-                f"no stream can be recorded on {', '.join(named)}, so its memory may be given out "
-                "while a stream reads it; give it record_stream(stream)",
+                f"{', '.join(named)} cannot record a stream, so the memory may be allocated again "
+                "while a stream still reads it; give the class a method record_stream(stream)",
                 stacklevel=2,
             )
 
     def marks(self) -> tuple[Mark, ...]:
-        """A mark of all that is queued here so far, on every device."""
+        """Return a mark on each device, after all work queued so far."""
         marks = tuple(
             Mark(*entry, Place.backend.module(entry[0]).Event()) for entry in self.now().items()
         )
@@ -103,15 +107,15 @@ class StreamSet:
 
 
 def moves(leaf: Any) -> bool:
-    """Whether the leaf can go to a device: a tensor, or an object with ``to(device)`` (torchrec's
-    Pipelineable)."""
+    """Return whether a leaf can move: a tensor, or an object with ``to(device)``, as torchrec's
+    Pipelineable."""
     return isinstance(leaf, Tensor) or (
         not isinstance(leaf, type) and callable(getattr(leaf, "to", None))
     )
 
 
 def may_be_on_stream(tree: Tree) -> bool:
-    """Whether a stream may still work on some leaf of a tree."""
+    """Return whether a stream may still write to some leaf of a tree."""
     return any(map(_may_be_on_stream, flatten(tree)[0]))
 
 
@@ -126,8 +130,7 @@ def _may_be_on_stream(leaf: Any) -> bool:
 
 
 def without_lazy_copies(tree: Tree) -> Tree:
-    """The tree without memory that is shared copy-on-write, on which no stream could be
-    recorded."""
+    """Return the tree with copies of copy-on-write tensors, which cannot record a stream."""
     if any(
         isinstance(leaf, Tensor) and materialized(leaf) is not leaf for leaf in flatten(tree)[0]
     ):

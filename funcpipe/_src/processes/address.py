@@ -1,5 +1,7 @@
-"""Which machine this is, and the address at which others reach it: that of the interface by which
-it reaches them."""
+"""Identify this machine, and find the address at which other machines reach it.
+
+That is the address of the interface by which this machine reaches them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,13 @@ from typing import Any
 from uuid import getnode
 
 _ADDRESS = 0x8915
-"""What Linux is asked for an interface's address by (SIOCGIFADDR)."""
+"""The ioctl request of Linux for an interface's address (SIOCGIFADDR)."""
 
 
 def machine() -> str:
-    """What tells this machine from others: its name, and what Linux draws at its start; else its
-    network card's number.
+    """Return an id of this machine: its name with Linux's boot id, else with its network card.
 
-    Where there is no network card each process would draw that by itself.
+    The boot id is better: without a network card, each process would draw another number.
     """
     with suppress(OSError):
         return (
@@ -32,16 +33,17 @@ def machine() -> str:
 
 
 def host_of(store: Any) -> str:
-    """The host of the process that keeps a store; "" for one without a host, such as a file."""
+    """Return the host of the process that keeps a store, or "" for a store such as a file."""
     while not hasattr(store, "host") and hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", "")
 
 
 def connect_at(hosts: Iterable[str]) -> dict[str, str]:
-    """Where gloo is to connect, in its words: at GLOO_SOCKET_IFNAME's interface, as torch's own
-    groups do, or at the address towards these hosts; nothing, by which it takes that of the
-    machine's name, where neither is known.
+    """Return where this process listens for the others, in gloo's terms.
+
+    That is the interface of GLOO_SOCKET_IFNAME, as in torch's own groups, else the address towards
+    these hosts. An empty dict means the address of the machine's name.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     address = "" if name else own_address(hosts)
@@ -49,8 +51,7 @@ def connect_at(hosts: Iterable[str]) -> dict[str, str]:
 
 
 def addresses_at(where: Mapping[str, str]) -> list[str]:
-    """What `connect_at` says, as addresses of this machine: those of an interface, else the
-    machine's by its name.
+    """Return the addresses of this machine for a result of `connect_at`.
 
     Raises:
         OSError: there is no such interface.
@@ -61,8 +62,7 @@ def addresses_at(where: Mapping[str, str]) -> list[str]:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """The addresses of one of this machine's interfaces, as Linux tells them. Raises OSError: there
-    is none."""
+    """Return the addresses of an interface of this machine. Raises OSError without one."""
     socket.if_nametoindex(interface)
     found: list[str] = []
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -76,7 +76,7 @@ def addresses_of(interface: str) -> list[str]:
             str(ip_address(bytes.fromhex(line[0])))
             for line in lines
             if line[-1] == interface
-            and line[3] != "20"  # those of the link alone mean another one elsewhere
+            and line[3] != "20"  # not link-local addresses, which are ambiguous on other machines
         ]
     if not found:
         raise OSError(f"the interface {interface} has no address")
@@ -84,10 +84,9 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def own_address(hosts: Iterable[str]) -> str:
-    """The address from which this machine reaches the first of these hosts that is no name for
-    itself; "" if none is.
+    """Return the address from which this machine reaches the first host on another machine.
 
-    IPv4 goes first where a host has both: then machines with both choose alike.
+    Returns "" if all hosts are this machine. IPv4 comes first, so that all machines choose alike.
     """
     return next((address for address in _ways_to(hosts) if not ip_address(address).is_loopback), "")
 
@@ -106,5 +105,5 @@ def _ways_to(hosts: Iterable[str]) -> Iterator[str]:
             found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
             for family, kind, _, _, to in sorted(found, key=lambda each: each[0] != socket.AF_INET):
                 with suppress(OSError), socket.socket(family, kind) as probe:
-                    probe.connect(to)  # chooses a way; datagrams are not sent by it
+                    probe.connect(to)  # selects a route, without sending a datagram
                     yield probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""What ends a team of processes, and who is told of it."""
+"""The failure that ends a team of processes, and the context that sends errors to other ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Failure(NamedTuple):
     """The message about a failure that the processes of a plan send each other.
 
     Attributes:
-        rank: whose it is; -1: nobody's in particular.
-        kind: the type of its exception; "" for a process that is gone.
-        text: what it says.
-        where: its coordinates, where it was in a stage.
+        rank: the rank that failed; -1: no rank in particular.
+        kind: the class name of the exception; "" for a process that is gone.
+        text: the message of the exception.
+        where: the coordinates of a failure in a stage, or None.
         run: the number of the run.
-        timed: did it wait for too long; then all say what they are doing.
+        timed: whether a wait took too long. Then all ranks report what they do.
         about: the step outside a run that failed, such as fp.step; "" if unknown.
     """
 
@@ -30,12 +30,12 @@ class Failure(NamedTuple):
     about: str = ""
 
     def place(self) -> Where | None:
-        """The coordinates."""
+        """Return the coordinates, or None."""
         return None if self.where is None else Where(*self.where)
 
 
 class Alarm(Exception):
-    """The team is at its end: `Team.failure` says why."""
+    """Raised when the team has ended. `Team.failure` has the reason."""
 
 
 class Telling:
@@ -54,8 +54,7 @@ class Telling:
 
 
 def names_of(processes: Sequence[int]) -> tuple[str, ...]:
-    """Return the name of each rank in errors, with the number of its process where the two numbers
-    differ."""
+    """Return the name of each rank in errors, with its process number if that differs."""
     return tuple(
         [
             f"rank {rank}" if rank == number else f"rank {rank} (process {number})"

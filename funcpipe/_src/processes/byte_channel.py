@@ -1,5 +1,7 @@
-"""Bytes between the processes of a plan, apart from the values of a run: of exchanges, sums and
-gathered parameters."""
+"""Channels for exchanges, gradient sums and gathered parameters between the processes of a plan.
+
+Values of a run travel by `remote` instead.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class ByteChannel:
-    """Bytes that processes send each other apart from values, in order from each; one thread here
-    waits for them."""
+    """Messages between processes, in order from each process. One thread here receives them."""
 
     def __init__(self, team: Team, number: int) -> None:
         self.box, self._team, self._number = Inbox(team.lead), team, number
@@ -32,8 +33,10 @@ class ByteChannel:
         )
 
     def take(self, rank: int) -> Tensor:
-        """Wait for the next bytes of another process: [length], uint8. Raises Stop: the team is at
-        its end."""
+        """Wait for the next message of another process, uint8 ``[length]``.
+
+        Raises Stop if the team ends.
+        """
         key = rank, self._taken[rank]
         self.box.wait(key)
         self._taken[rank] += 1
@@ -43,11 +46,11 @@ class ByteChannel:
         return body
 
     def put(self, rank: int, body: Tensor | None) -> None:
-        """Deliver the next bytes of another process; None: it has left."""
+        """Deliver the next message of another process; None: the process has left."""
         key = rank, self._came[rank]
         self._came[rank] += 1
         self.box.put(key, body)
 
     def drain(self) -> None:
-        """Wait until all that was sent is written. Raises Stop."""
+        """Wait until all messages are written. Raises Stop if the team ends."""
         self._team.drain()

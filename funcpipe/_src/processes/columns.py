@@ -1,5 +1,4 @@
-"""Trees that are alike as one, whose tensors have an axis more: many small ones go to another
-process in one piece."""
+"""Stack equal trees with small tensors into one tree, so that they are sent as one message."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ from funcpipe._src.data.result import Loss
 from funcpipe._src.processes.wire_classes import permit
 
 _SMALL = 64
-"""Of so many values a tensor costs more to be sent by itself than to be copied twice."""
+"""Tensors with at most this many values cost less to copy twice than to send separately."""
 
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class Columns(NamedTuple):
-    """Several trees.
+    """Several trees with equal structure, as one tree.
 
     Attributes:
-        length: how many.
-        tree: one of them, with those of all in each tensor: [length, ...].
+        length: the number of trees.
+        tree: a tree with the tensors of all trees stacked: ``[length, ...]``.
     """
 
     length: int
@@ -38,7 +37,7 @@ for _kind in (Columns, Loss):  # the process of the last stage sends these
 
 
 def joined(trees: tuple[Tree, ...]) -> tuple[Tree, ...] | Columns:
-    """Trees as one, where they differ by the numbers in small tensors alone; else as they are."""
+    """Stack trees that differ only in the numbers of small tensors; return others unchanged."""
     if len(trees) < 2:
         return trees
     rows, specs = zip(*map(flatten, trees), strict=True)
@@ -55,7 +54,7 @@ def joined(trees: tuple[Tree, ...]) -> tuple[Tree, ...] | Columns:
 
 
 def apart(trees: tuple[Tree, ...] | Columns) -> tuple[Tree, ...]:
-    """What was `joined`, each tensor with memory of its own."""
+    """Return the trees that `joined` has stacked, each tensor with its own memory."""
     if not isinstance(trees, Columns):
         return trees
     leaves, spec = flatten(trees.tree)
@@ -71,7 +70,7 @@ def apart(trees: tuple[Tree, ...] | Columns) -> tuple[Tree, ...]:
 
 
 def _is_one_kind(column: Sequence[Any]) -> bool:
-    """Are leaves the same constant, or small tensors that lie alike."""
+    """Return whether leaves are equal constants, or small tensors with equal layouts."""
     first = column[0]
     if not isinstance(first, Tensor):
         return type(first) in _CONSTANTS and len({(type(leaf), repr(leaf)) for leaf in column}) == 1

@@ -1,10 +1,9 @@
-"""A stream of a device for what goes to other processes and comes from them: over its host, or
-straight away.
+"""A stream for transfers between a device and other processes, through host memory or by NCCL.
 
-What goes out waits on the stream for what the lane has queued so far. What comes waits for the
-event after which its slot is free, and is followed by an event that its reader waits for. The other
-end begins to send before this one is told to receive, so that no kernel of the device waits for a
-process that has not come to it yet.
+An outgoing value waits on the stream for the lane's queued work. An incoming value waits for the
+event after which its slot is free, and its reader waits for an event after the transfer. The sender
+begins before the receiver is told to receive. So no kernel occupies the device while it waits for a
+process that is not ready.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from funcpipe._src.processes.wire_format import memory
 
 
 class DeviceStream:
-    """The stream, and what travels on it.
+    """A stream of a device, with the transfers on it.
 
     Attributes:
-        stream: the stream itself.
-        group: joins this device and those at the other ends; None: values go over the host.
+        stream: the stream.
+        group: the NCCL group with the devices of the other processes; None: through the host.
         seat: the number of this device in the group.
     """
 
@@ -48,22 +47,22 @@ class DeviceStream:
         self._moved = 0
 
     def moved(self) -> int:
-        """How many events of the stream are over; one thread asks."""
-        with suppress(RuntimeError):  # the device has failed; whoever needs what it does says so
+        """Return the number of finished events. Only one thread may call this."""
+        with suppress(RuntimeError):  # the device has failed; the reader of a value will raise
             while self._under_way and self._under_way[0].query():
                 self._under_way.popleft()
                 self._moved += 1
         return self._moved
 
     def now(self) -> Any:
-        """An event after all that the calling thread has queued on the device's current stream."""
+        """Return an event after the work that the calling thread has queued on the device."""
         event = self.module.Event()
         event.record(self.module.current_stream(self.device))
         return event
 
     @contextmanager
     def after(self, event: Any) -> Generator[None]:
-        """Inside, what the thread queues on the device comes after an event (None: at once)."""
+        """Return a context whose work on this stream comes after an event (None: at once)."""
         self.backend.use(self.device)
         if event is not None:
             self.stream.wait_event(event)
@@ -71,61 +70,65 @@ class DeviceStream:
             yield
 
     def over(self) -> Any:
-        """An event after all that is queued here."""
+        """Return an event after all work on this stream."""
         event = self.module.Event()
         event.record(self.stream)
         self._under_way.append(event)
         return event
 
     def used(self, tensors: Sequence[Tensor]) -> None:
-        """The stream uses tensors that it did not make."""
+        """Record this stream on tensors that other streams have allocated."""
         for tensor in tensors:
             self.backend.record(tensor, self.stream)
 
     def hand(self, tensors: Sequence[Tensor], event: Any) -> None:
-        """Let the device's current stream have what was made here, after an event."""
+        """Make tensors of this stream safe to use on the device's current stream, after an
+        event."""
         current = self.module.current_stream(self.device)
         current.wait_event(event)
         for tensor in tensors:
             self.backend.record(tensor, current)
 
     def at_home(self, tensor: Tensor) -> Tensor:
-        """A tensor of the lane on its device, in memory that can be recorded on streams."""
+        """Return a lane's tensor on its device, in memory that can record a stream."""
         lies = self.backend.lies_on(tensor, self.device)
         return materialized(tensor if lies else self.backend.copy(tensor, self.device))
 
-    # -- over the host
-    # -------------------------------------------------------------------------------
+    # -- through host memory
 
     def copies_on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to copy to page-locked memory, inside of `after`."""
+        """Begin to copy tensors to page-locked memory, within the context of `after`."""
         return [self._copied(tensor, None) for tensor in tensors]
 
     def _copied(self, tensor: Tensor, device: torch.device | None) -> Tensor:
-        """A copy of a dense tensor on the device or on its host (None), with the same strides."""
+        """Copy a dense tensor to the device or to its host (None), with the same strides."""
         room = self.backend.room(tensor, tensor.numel(), device)
         copy = room.as_strided(tensor.shape, tensor.stride())
         self.backend.fill(copy, tensor)
         return copy
 
     def host_room(self, layout: TensorLayout) -> Tensor:
-        """Page-locked memory for what comes."""
+        """Return page-locked memory for an incoming tensor."""
         like = torch.empty(0, dtype=layout.dtype, device=self.device)
         return self.backend.room(like, prod(layout.size), None).as_strided(
             layout.size, layout.strides
         )
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to copy what the lane has queued; the copies, and a function that waits until they
-        are there."""
+        """Begin to copy tensors of the lane to the host.
+
+        Returns the copies, and a function that waits until they are ready.
+        """
         with self.after(self.now()):
             copies = self.copies_on_host(tensors)
         self.used(tensors)
         return copies, self.over().synchronize
 
     def from_host(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
-        """Begin to copy what has come to the device, after an event; for a stream that waits for
-        the event returned."""
+        """Begin to copy received leaves to the device, after the event ``free``.
+
+        Returns the copies, and the event that the ``reader`` stream must wait for.
+        """
         with self.after(free):
             copies = [
                 self._copied(leaf, self.device) if isinstance(leaf, Tensor) else leaf
@@ -133,8 +136,7 @@ class DeviceStream:
             ]
         return self._given(copies, reader)
 
-    # -- straight away
-    # -------------------------------------------------------------------------------
+    # -- from device to device
 
     def send(self, tensors: Sequence[Tensor], event: Any) -> None:
         """Begin to send tensors, after an event."""
@@ -145,7 +147,7 @@ class DeviceStream:
         self.over()
 
     def receive(self, leaves: Sequence[Any], free: Any, reader: Any) -> tuple[list[Any], Any]:
-        """Begin to receive what a `TensorLayout` each stands for, as `from_host` does."""
+        """Begin to receive tensors with these layouts. Returns the same as `from_host`."""
         with self.after(free):
             rooms = [
                 leaf.room(self.device) if isinstance(leaf, TensorLayout) else leaf
@@ -157,7 +159,7 @@ class DeviceStream:
         return self._given(rooms, reader)
 
     def swap(self, theirs: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """Send each of the others a dense tensor and receive one from each, inside of `after`."""
+        """Send a dense tensor to each other device, and receive one from each, within `after`."""
         sent, received = [*map(memory, theirs)], [*map(memory, rooms)]
         sent[self.seat] = received[self.seat] = torch.empty(
             0, dtype=torch.uint8, device=self.device
@@ -165,13 +167,11 @@ class DeviceStream:
         self.group.alltoall(received, sent).wait()
 
     def greet(self, way: str) -> None:
-        """Connect: the first that goes "out", comes "in", or is swapped with "all". Waits for the
-        others."""
+        """Connect the group with a first transfer: "out", "in", or a swap with "all". Waits."""
         if self.group is None:
             return
-        self.group.eager_connect_single_device(
-            self.device
-        )  # else each first send makes a communicator of its own
+        # Otherwise the first send to each peer makes a separate communicator.
+        self.group.eager_connect_single_device(self.device)
         token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if way == "out":
             self.send([token], self.now())

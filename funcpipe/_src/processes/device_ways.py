@@ -1,5 +1,7 @@
-"""The devices of a process and what goes between them and other processes: made once, and ended all
-at once."""
+"""Make the streams for transfers between this process's devices and other processes, and end them.
+
+`device_stream` does the transfers.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,20 @@ from funcpipe._src.processes.peer import LostError
 from funcpipe._src.processes.rendezvous import below
 
 Identities: TypeAlias = Mapping[tuple[int, int], str]
-"""By (replica, lane) what tells its device from all others that can be joined with it; "": none
-can."""
+"""By (replica, lane), the id of the lane's device for NCCL; "": NCCL cannot use the device."""
 
 
 class DeviceEnds(NamedTuple):
-    """How values get between a device of this process and other processes.
+    """The connection between a device of this process and devices of other processes.
 
     Attributes:
-        name: of the way, the same in all its processes.
-        way: what its first message does: "out" goes from here, "in" comes here, "all" is swapped.
-        ranks: the processes.
-        rank: this one.
+        name: the name of the connection, the same in all its processes.
+        way: the direction: "out" from here, "in" to here, or "all" for a swap.
+        ranks: the ranks of its processes.
+        rank: the rank of this process.
         backend: the streams of the device.
         device: the device.
-        joined: do they go straight from device to device; else over the host.
+        joined: whether values travel by NCCL; else through host memory.
     """
 
     name: str
@@ -49,16 +50,15 @@ class DeviceEnds(NamedTuple):
 
     @property
     def seat(self) -> int:
-        """The number of this process among those of the way."""
+        """The number of this process among those of the connection."""
         return [*self.ranks].index(self.rank)
 
 
 class DeviceWays:
-    """The streams of one process for what goes between its devices and other processes, by edge or
-    stage.
+    """The streams of this process for transfers to other processes, by edge or stage.
 
     Args:
-        store: devices are joined through a copy of it, since a join may wait there for long.
+        store: the store. NCCL groups use a copy of it, because their creation may wait long.
         seconds: the limit of that wait.
     """
 
@@ -72,12 +72,11 @@ class DeviceWays:
         self._is_over = False
 
     def get(self, key: Any) -> DeviceStream | None:
-        """The stream of an edge (from lane, to lane), or of a stage; None: no device with streams
-        is there."""
+        """Return the stream of an edge (from lane, to lane), or of a stage; None on the CPU."""
         return self._streams.get(key)
 
     def missing(self, ways: Mapping[Any, DeviceEnds]) -> dict[Any, DeviceEnds]:
-        """Those that are not made yet."""
+        """Return the connections that are not made yet."""
         return {key: ends for key, ends in ways.items() if key not in self._streams}
 
     def make(self, ways: Mapping[Any, DeviceEnds]) -> None:
@@ -93,8 +92,8 @@ class DeviceWays:
             except RuntimeError as error:
                 others = ", ".join(str(rank) for rank in ends.ranks if rank != ends.rank)
                 text = (
-                    f"its device cannot be joined with that of rank {others} (NCCL_DEBUG=INFO "
-                    f"says more): {error}"
+                    f"cannot connect its device with the device of rank {others} by NCCL "
+                    f"(NCCL_DEBUG=INFO shows more): {error}"
                 )
                 raise LostError(ends.rank, text.split("\n")[0]) from None
 
@@ -109,6 +108,7 @@ class DeviceWays:
             )
             with self._gate:
                 self._groups.append(group)
+            # `abort` may have come while the group was made, and has not seen it.
             if self._is_over:
                 self.abort()
         stream = DeviceStream(ends.name, ends.backend, ends.device, group, ends.seat)
@@ -116,11 +116,11 @@ class DeviceWays:
         return stream
 
     def moved(self) -> int:
-        """Changes whenever a device here gets on with what goes between processes."""
+        """Return a number that changes whenever a transfer of this process finishes."""
         return sum(stream.moved() for stream in [*self._streams.values()])
 
     def abort(self) -> None:
-        """End all that devices wait for of other processes."""
+        """End all transfers with other processes, and with them the waits of devices."""
         self._is_over = True
         with self._gate:
             groups, self._groups = self._groups, []
@@ -128,14 +128,16 @@ class DeviceWays:
 
 
 def identities_of(part: PlanPart, plan: Plan) -> list[tuple[int, int, str]]:
-    """Of the lanes of a process (replica, lane, identity of its device)."""
+    """Return (replica, lane, id of the device) for each lane of this process."""
     devices = part.devices(plan)
     return [(part.replica, lane, Place.backend.identity(devices[lane])) for lane in part.lanes]
 
 
 def ways_of(part: PlanPart, plan: Plan, identities: Identities) -> dict[Any, DeviceEnds]:
-    """How values get between devices of a process and others: by edge (from lane, to lane), and by
-    stage with replicas."""
+    """Return the device connections of this process: by edge (from lane, to lane), and by stage.
+
+    Stages have connections only with replicas.
+    """
     size, device_of = max(part.rank_of) + 1, plan.schedule.device_of
     first, ways = part.replica * size, dict[Any, DeviceEnds]()
 
@@ -182,11 +184,10 @@ def settle(
     wait: Callable[[Callable[[], Any]], Any],
     ending: Callable[[], None],
 ) -> None:
-    """Wait until devices have done what their lanes have queued, for no longer than for other
-    processes.
+    """Wait until devices have finished the queued work, as long as for other processes.
 
     Raises:
-        Alarm: they have not, or another process failed; after ``ending``.
+        Alarm: a device has not finished in time, or another process failed. Calls ``ending`` first.
     """
     last = executions[-1]
     events = [lane.place.event() for lane in last.lanes if lane.place.asynchronous]

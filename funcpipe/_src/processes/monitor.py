@@ -1,5 +1,5 @@
-"""The thread of a team: it reads if no other thread waits, reports progress, and ends waits that
-take too long."""
+"""The thread of a team, which reads if no other thread waits, reports progress, and ends long
+waits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from funcpipe._src.processes.team import Team
 
 _TICK = 0.005
-"""Seconds between two looks while there is something to read."""
+"""Seconds between two reads while messages arrive."""
 
 _IDLE = 0.1
-"""The same where there is nothing. Each look takes the interpreter's lock from the lanes, so it
-must be seldom."""
+"""Seconds between two reads without messages. Each read takes the GIL from the lanes, so it must be
+rare."""
 
 _LONG = 0.5
 """The longest wait in seconds of a thread that reads everything."""
 
 _LARGE = 1 << 18
-"""After a read of so many bytes the thread reads again without a pause."""
+"""After a read of this many bytes, the thread reads again without a pause."""
 
 
 class Monitor:
@@ -51,7 +51,7 @@ class Monitor:
         self._turn, self._is_over = threading.Event(), False
         self._next_beat, self._seen, self._beats_seen = 0.0, object(), -1
         self._since: float | None = None
-        """Since when the caller waits and no process has got on."""
+        """The time since which the caller waits without progress of any process."""
         self.worker = Worker("funcpipe team", team.cut, patience=1.0)
 
     def start(self, settle: Callable[[], None]) -> None:
@@ -96,6 +96,7 @@ class Monitor:
             self._beat(monotonic())
             seconds = min(_LONG, self.timeout / 40) if has_devices else 0.0
             came = reading.read(_TICK if reading.has_unwritten else seconds)
+            # More bytes probably follow at once, so do not pause.
             if came is not None and (has_devices or came >= _LARGE or reading.has_unwritten):
                 continue
             pause = _TICK if came else min(2 * pause, _IDLE)
@@ -118,5 +119,5 @@ class Monitor:
                 self._beats_seen, self._since = self.beats, now
             is_over = now - self._since >= self.timeout
         if is_over:
-            text = f"the others did not come for {self.timeout:g} s"
+            text = f"waited {self.timeout:g} s for the other ranks, and none made progress"
             team.fail(Failure(team.rank, "RunTimeout", text, None, team.run, timed=True))

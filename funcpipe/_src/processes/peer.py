@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from funcpipe._src.processes.team import Team
 
 _MOST = 512
-"""The system takes at most 1024 pieces of memory at once."""
+"""The most pieces of memory per write. The system accepts at most 1024."""
 
 _BUFFER = 1 << 16
-"""Frames are read in blocks of so many bytes. A larger body is read straight into its tensor."""
+"""The size of a block in which frames are read. A larger body is read directly into its tensor."""
 
 _FORMS = 4096
-"""A sender numbers at most so many forms of values, then begins again."""
+"""The most forms of values that a sender numbers before it begins again."""
 
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 """A write to a closed socket must not end programs that let SIGPIPE end them."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is.
+    """The kind of a frame.
 
-    VALUE carries a value for a lane; JOINED only its form, and the tensors go from device to
-    device. FREE tells a lane that a slot there is free again, DATA carries bytes of a channel.
-    FAILED, DOING, BEAT and BYE are about the process itself.
+    VALUE carries a value for a lane. JOINED carries only its form, and its tensors travel from
+    device to device. FREE says that a slot is free again. DATA carries a message of a channel.
+    FAILED, DOING, BEAT and BYE are messages about the sending process.
     """
 
     VALUE = 0
@@ -69,11 +69,11 @@ class Head(NamedTuple):
     Attributes:
         kind: a `FrameKind`.
         run: the number of the run.
-        batch: the place of the batch among those of the run.
-        lane: the lane that gets the frame; of DATA the channel.
+        batch: the number of the batch within the run.
+        lane: the lane that gets the frame; for DATA the channel.
         slot: the slot of a value, or the slot that is free again.
-        other: of VALUE the number of its form; of FREE the lane that has the slot.
-        length: the bytes of the body; of VALUE those of its form, 0 if the form is known.
+        other: for VALUE and JOINED the number of the form; for FREE the lane with the slot.
+        length: the bytes of the body; for VALUE and JOINED the bytes of the form, 0 if known.
     """
 
     kind: int
@@ -92,8 +92,7 @@ Pieces: TypeAlias = Generator[memoryview]
 
 
 class KnownForm:
-    """The form of a value that a peer has sent, and the cache key of such values, once there was
-    one."""
+    """The form of values that a peer has sent, and their cache key after the first value."""
 
     __slots__ = ("form", "is_keyed", "key")
 
@@ -103,8 +102,10 @@ class KnownForm:
 
 
 class LostError(Exception):
-    """The connection to a process has ended, or its bytes cannot be read. ``rank`` is at fault; -1:
-    unknown."""
+    """Raised if the connection to a process has ended, or its bytes are invalid.
+
+    ``rank`` is the process at fault, -1 if unknown.
+    """
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -112,10 +113,10 @@ class LostError(Exception):
 
 
 def lost_by_device(rank: int, error: RuntimeError) -> LostError:
-    """The error of a group of devices, without what torch says of its own source."""
+    """Return the error for a failed group of devices, without torch's source locations."""
     parts = str(error).split("\n")[0].split(", ")
     text = ", ".join(part for part in parts if ".cpp:" not in part and "NCCL version" not in part)
-    return LostError(rank, f"what joined its device with this one has ended: {text}")
+    return LostError(rank, f"the NCCL connection of its device with this one has ended: {text}")
 
 
 _memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -125,9 +126,9 @@ _WRITABLE = 0x200
 
 
 def memory_view(tensor: Tensor) -> memoryview:
-    """The bytes of a dense tensor's memory. Keep the tensor while they are used.
+    """Return the bytes of a dense tensor's memory. Keep the tensor alive while you use them.
 
-    Not by numpy: torch takes memory that numpy has seen for memory that is not its own.
+    Not by numpy: torch treats memory that numpy has seen as foreign memory.
     """
     return _memory(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
@@ -137,18 +138,18 @@ class Peer:
 
     Attributes:
         rank: the number of the other process.
-        is_open: has neither end closed it.
+        is_open: whether neither end has closed the connection.
     """
 
     def __init__(self, connected: socket.socket, rank: int, team: Team) -> None:
-        with suppress(OSError):  # another family of sockets has no such option
+        with suppress(OSError):  # not a TCP socket
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setblocking(False)
         self._socket, self.rank, self._team = connected, rank, team
         self.is_open = True
         self._gate = threading.Lock()
         self._unwritten: deque[tuple[Any, Any]] = deque()
-        """Pieces of memory that are to be written, each with what keeps it alive."""
+        """Pieces of memory to write, each with the tensor that owns it."""
         self._numbers: dict[Any, int] = {}
         self._forms: dict[int, KnownForm] = {}
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -157,11 +158,10 @@ class Peer:
         _open.add(self)
 
     def fileno(self) -> int:
-        """The number of the socket."""
+        """Return the file descriptor of the socket."""
         return self._socket.fileno()
 
     # -- writing
-    # -------------------------------------------------------------------------------
 
     def send(self, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> bool:
         """Send a frame. Tensors are dense and must not change until they are written. Returns
@@ -173,7 +173,7 @@ class Peer:
     def send_value(
         self, frame: Head, key: Any, form: Callable[[], bytes], tensors: Sequence[Tensor]
     ) -> bool:
-        """Send a value whose form has this key; the form itself goes with the first one."""
+        """Send a value whose form has this key. The form itself is sent only with the first."""
         with self._gate:
             number, text = self._numbers.get(key), b""
             if number is None:
@@ -197,7 +197,7 @@ class Peer:
         self._unwritten.extend((memory_view(tensor), tensor) for tensor in tensors)
 
     def flush(self) -> bool:
-        """Write as much as the system takes. Returns whether all was written."""
+        """Write as much as the system accepts. Return whether all was written."""
         with self._gate:
             return self._flush()
 
@@ -210,33 +210,33 @@ class Peer:
                 )
             except BlockingIOError:
                 return False
-            except (
-                OSError
-            ):  # the thread that reads finds the reason: the other process may have sent it before
+            # The reading thread finds the reason: the other process may have sent its failure.
+            except OSError:
                 break
             while left and count >= len(left[0][0]):
                 count -= len(left.popleft()[0])
-            if count:
+            if count:  # the write ended within a piece: keep the rest
                 piece, kept = left[0]
                 left[0] = memoryview(piece)[count:], kept
-        left.clear()  # of a connection that has ended
+        left.clear()  # all was written, or the connection has ended
         return True
 
     def drain(self, goes_on: Callable[[], bool]) -> None:
-        """Wait until all bytes are written or the connection has ended. Raises Stop when
-        ``goes_on()`` is False."""
+        """Wait until all bytes are written, or the connection has ended.
+
+        Raises Stop if ``goes_on()`` is False.
+        """
         while not self.flush():
             if not goes_on():
                 raise Stop
-            with suppress(OSError, ValueError):  # it was closed meanwhile
+            with suppress(OSError, ValueError):  # closed meanwhile
                 select.select([], [self], [], 0.1)
 
     # -- reading
-    # -------------------------------------------------------------------------------
 
     def read(self) -> int:
-        """Read once what has come, and return the count of bytes. Raises LostError: the connection
-        has ended."""
+        """Read once, and return the count of bytes. Raises LostError if the connection has
+        ended."""
         wanted = self._wanted
         is_large = len(wanted) >= _BUFFER
         try:
@@ -255,12 +255,12 @@ class Peer:
         except Stop:
             raise
         except Exception as error:
-            text = f"what it sent cannot be read: {type(error).__name__}: {error}"
+            text = f"sent bytes that cannot be read: {type(error).__name__}: {error}"
             raise LostError(self.rank, text) from None
         return count
 
     def _spread(self, data: memoryview) -> None:
-        """Fill the memory that is wanted with these bytes."""
+        """Copy bytes into the memory that the parser waits for."""
         while data:
             count = min(len(self._wanted), len(data))
             self._wanted[:count] = data[:count]
@@ -278,12 +278,14 @@ class Peer:
         while True:
             yield memoryview(head)
             frame = Head(*_HEAD.unpack(head))
+            # A damaged length must not make this process allocate all memory.
             if frame.length > machine_memory():
-                raise ValueError(f"it says that {frame.length} bytes follow")
+                raise ValueError(f"a frame of {frame.length} bytes is larger than the memory")
             if frame.kind in (FrameKind.VALUE, FrameKind.JOINED):
                 if frame.length:
                     body = _room(frame.length)
                     yield memory_view(body)
+                    # A number that comes again replaces its form: the sender has begun again.
                     self._forms[frame.other] = KnownForm(unpack_form(bytes(memory_view(body))))
                 known = self._forms[frame.other]
                 if frame.kind == FrameKind.VALUE:
@@ -303,17 +305,16 @@ class Peer:
                 del body
 
     # -- its end
-    # -------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End the connection. Threads that wait at either end wake up. Bytes that were written
-        before still arrive."""
+        """End the connection, and wake threads that wait at both ends. Written bytes still
+        arrive."""
         self.is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self.is_open = False
         self._socket.close()
 
@@ -322,7 +323,7 @@ class Peer:
 
 
 def _room(length: int) -> Tensor:
-    """Memory for so many bytes. The system gives it as they arrive."""
+    """Return memory for a message. The system allocates pages only as bytes arrive."""
     return TensorLayout((length,), (1,), torch.uint8).room()
 
 
@@ -330,7 +331,7 @@ _open: WeakSet[Peer] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the copies of a forked child. Otherwise the connections of a killed parent would stay
+    """Close the connections in a forked child. Otherwise those of a killed parent would stay
     open."""
     for peer in [*_open]:
         peer.close()

@@ -1,4 +1,4 @@
-"""What a process tells others of its failure, and raises for that of another one."""
+"""Make the message about a process's failure, and the error that other processes raise for it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from funcpipe._src.processes.alarms import Failure
 from funcpipe._src.processes.team import Team
 
 OUTSIDE = "outside of a run"
-"""How the words of a rank begin that is in no run, and at nothing that all do together."""
+"""The first words of a rank's description if it is neither in a run nor in a common step."""
 
 
 def failure_of(error: BaseException, rank: int, run: int, about: str = "") -> Failure:
-    """What a process tells others of its error; ``about`` names a step outside of a run."""
+    """Return the message about an error. ``about`` names a step outside a run."""
     where, text = getattr(error, "funcpipe", None), str(error)[:2000]
     kind = type(
         error.__cause__ if isinstance(error, StageError) and error.__cause__ else error
@@ -22,8 +22,10 @@ def failure_of(error: BaseException, rank: int, run: int, about: str = "") -> Fa
 
 
 def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
-    """What a rank raises for another one's failure. ``table`` has what every rank does, after a
-    timeout."""
+    """Return the PeerError for another rank's failure.
+
+    After a timeout, ``table`` has what each rank does.
+    """
     failure, names = team.failure, team.names
     assert failure is not None
     rank, place = failure.rank, failure.place()
@@ -31,9 +33,8 @@ def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
         silent = [other for other in range(team.size) if other not in table]
         busy = [other for other in table if table[other][0]]
         outside = [other for other in table if table[other][1].startswith(OUTSIDE)]
-        away = (
-            outside if len(outside) < team.size else []
-        )  # this rank does not reach the call in which the others wait
+        # If only some ranks are outside a run, they do not reach the call in which others wait.
+        away = outside if len(outside) < team.size else []
         rank = next(iter([*silent, *busy, *away]), -1)
         whom = (
             "is silent"
@@ -62,7 +63,7 @@ def peer_error(team: Team, table: Mapping[int, tuple[bool, str]]) -> PeerError:
 
 
 def table_of(table: Mapping[int, tuple[bool, str]], names: Sequence[str]) -> str:
-    """What all ranks do, a line each."""
+    """Return what each rank does, one line per rank."""
     lines = {rank: words for rank, (_, words) in table.items()}
     return "\n".join(
         f"  * {name}: {lines.get(rank, 'does not answer')}" for rank, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""Find the classes that values of a plan may have: classes that the code of its stages and loss can
+"""Find the classes that a plan's values may have: those that code of its stages or loss can
 name."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.processes.wire_classes import permit
 
 _DEPTH = 8
-"""So many closures, partials and objects inside each other are looked into."""
+"""The depth to which nested closures, partials and objects are searched."""
 
 
 def _permit(plan: Plan) -> None:
@@ -35,12 +35,12 @@ def _permit(plan: Plan) -> None:
 
 
 permit_classes_of: Remembered[Plan, None] = Remembered(_permit)
-"""Once for each plan."""
+"""Permit the classes of a plan, once per plan."""
 
 
 def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterable[type]]:
-    """Yield the classes that the code of a function, a module or an object with functions can name,
-    by namespace."""
+    """Yield the classes that the code of a function, a module or an object can name, by
+    namespace."""
     if depth == 0 or id(value) in seen or isinstance(value, (type, ModuleType)):
         return
     seen[id(value)] = value  # kept alive: otherwise another object could get its id
@@ -75,7 +75,7 @@ def _namespaces(value: Any, seen: dict[int, Any], depth: int) -> Iterator[Iterab
 
 
 def _content(cell: Any) -> Any:
-    """Return the content of a closure's cell; None where it is assigned later."""
+    """Return the content of a closure's cell, None if it is not assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:

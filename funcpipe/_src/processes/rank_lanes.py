@@ -1,5 +1,7 @@
-"""Runs a plan in several processes: each has some lanes, and a lane of another process is a mailbox
-to it."""
+"""`Ranks`: run a plan in several processes, each with some lanes.
+
+To a lane here, a lane of another process is a mailbox (`remote`). `team` owns the connections.
+"""
 
 from __future__ import annotations
 
@@ -63,26 +65,26 @@ from funcpipe._src.stages.context import pin
 
 
 class Ranks(Lanes):
-    """The processes of a plan, seen from one of them. Made by `ranks`.
+    """The processes that run a plan, as seen from one of them. `ranks` makes it.
 
     Attributes:
-        plan: the plan they were made for.
-        rank: the number of this process among those of its replica.
-        size: how many these are.
-        replica: the number of the replica.
-        replicas: how many there are.
-        mesh: the ``DeviceMesh`` of those with the same stages as this one; None: there are no
-            replicas.
-        members: the processes of all of them, as torch.distributed numbers them.
-        processes: the same numbers in order: replica by replica and by rank.
+        plan: the plan that was given to `ranks`.
+        rank: the number of this process within its replica.
+        size: the number of processes in a replica.
+        replica: the number of this replica.
+        replicas: the number of replicas.
+        mesh: the ``DeviceMesh`` of the processes with the same stages, one per replica. None
+            without replicas.
+        members: the global torch.distributed ranks of the processes of all replicas.
+        processes: the same numbers in order: replica by replica, then by rank.
         names: the name of each process in errors.
         compared: the parameter leaves that runs have found equal over replicas and ties.
-        copies: of these, those with the same stages as this one, by replica.
+        copies: the global ranks of the processes with the same stages, by replica.
         rank_of: the rank of each lane.
         lanes: the lanes of this process.
-        device: that of the first of them.
-        stages: the stages of these lanes.
-        beside: how many lanes all processes of this machine have.
+        device: the device of the first lane of this process.
+        stages: the stages of the lanes of this process.
+        beside: the number of lanes of all processes on this machine.
     """
 
     halves = False
@@ -123,15 +125,15 @@ class Ranks(Lanes):
         self._ways = DeviceWays(store, self._limit)
         self._replicas: dict[int, Replicas] = {}
         self._summing: dict[int, Worker] = {}
-        """By lane, the thread that works with its replicas."""
+        """By lane, the thread that sums gradients over the replicas."""
         self._turn = threading.Lock()
         self._over = False
-        """Are all at the end of the run, and know the same: what is refused then every rank refuses
-        by itself, untold."""
+        """Whether all ranks have finished the run and have the same facts. Each rank then raises
+        errors by itself, so no rank has to be told."""
         self._executions: Sequence[Execution] = ()
         self._at = OUTSIDE
         self._did: tuple[bool, str] | None = None
-        """What the lanes did when they were ended."""
+        """What the lanes did when they were ended early."""
 
     def __enter__(self) -> Self:
         with Telling(self._failed):
@@ -145,13 +147,12 @@ class Ranks(Lanes):
         self.close()
 
     def close(self) -> None:
-        """End all threads and connections; the other ranks are told that this one runs nothing
-        more."""
+        """End all threads and connections, and tell the other ranks that this rank has closed."""
         self._end_team(told=True)
         super().close()
 
     def _end_team(self, *, told: bool = False) -> None:
-        """End the team: the next run makes a new one."""
+        """End the team. The next run makes a new team."""
         team, self._team = self._team, None
         if team is not None:
             self._ways.abort()
@@ -160,16 +161,15 @@ class Ranks(Lanes):
             self._replicas, self._summing = {}, {}
 
     # -- as an executor
-    # -------------------------------------------------------------------------------
 
     @contextmanager
     def running(self, options: RunOptions) -> Generator[RunOptions]:
-        """Inside is a run, or several, which every rank begins; see `ranks`."""
+        """Return a context for one run, or several, that all ranks begin together."""
         if self.closed:
-            raise FuncpipeError("these ranks are closed; run inside of their with block")
+            raise FuncpipeError("these ranks are closed; call fp.run within their with block")
         if not self._turn.acquire(blocking=False):
             raise FuncpipeError(
-                "these ranks are busy with another run; runs of one plan follow each other"
+                "these ranks are busy with another run; make runs one after the other"
             )
         try:
             self.runs, self._over, self._did = self.runs + 1, False, None
@@ -193,25 +193,25 @@ class Ranks(Lanes):
             self._turn.release()
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanError where these ranks cannot run the plan."""
+        """Raise PlanError if these ranks cannot run the plan."""
         if plan.num_devices != len(self.rank_of):
             raise PlanError(
-                f"these ranks have {len(self.rank_of)} lanes, the plan has {plan.num_devices}; "
-                "make them with fp.ranks(plan)"
+                f"these ranks have {len(self.rank_of)} lanes, but the plan has "
+                f"{plan.num_devices}; make ranks for this plan: fp.ranks(plan)"
             )
         if plan.schedule.device_of != self.plan.schedule.device_of:
             raise PlanError(
-                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, and the one that "
-                f"these ranks were made for on {[*self.plan.schedule.device_of]}: another process "
-                "would have their params; make ranks for it"
+                f"the plan has its stages on lanes {[*plan.schedule.device_of]}, but the plan of "
+                f"these ranks has them on {[*self.plan.schedule.device_of]}, so other processes "
+                "have their params; make ranks for this plan: fp.ranks(plan)"
             )
         refuse_other_devices(self.lanes, self._own_devices, self.devices(plan))
         refuse_devices(plan)
         refuse_uncarried(plan)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
-        """The device of each lane; those that have no number are, where they are here, this
-        process's current one."""
+        """Return the device of each lane. For lanes here, a device without a number is this
+        process's current device."""
         return (
             self._own_devices
             if plan.devices == self.plan.devices
@@ -219,32 +219,32 @@ class Ranks(Lanes):
         )
 
     def part(self, plan: Plan) -> PlanPart:
-        """What is here of a plan with as many lanes."""
+        """Return the part of a plan that this process runs, which is this object."""
         self.check(plan)
         permit_classes_of(plan)
         return self
 
     def programs(self, program: Lowered) -> Sequence[LaneProgram]:
-        """The programs of the lanes that are here."""
+        """Return the programs of the lanes of this process."""
         return [lane_program(program, lane) for lane in self.lanes]
 
     def seat(self, lane: int) -> tuple[int, int]:
-        """The number of a lane among those of this machine, and how many these are."""
+        """Return the number of a lane among all lanes of this machine, and their count."""
         return self._seats[lane], self.beside
 
     def beats(self) -> int:
-        """Changes whenever a rank gets on."""
+        """Return a number that changes whenever another rank makes progress."""
         return 0 if self._team is None else self._team.monitor.beats
 
     def mailbox(self) -> Mailbox:
-        """The mailbox of a lane, whose thread reads what other processes send while it waits."""
+        """Make the mailbox of a lane. While the lane waits, its thread reads messages of other
+        processes."""
         return Inbox(self._open().lead)
 
     def outboxes(
         self, execution: Execution, program: LaneProgram, place: Place
     ) -> Mapping[int, Mailbox]:
-        """Of lanes that are not here, the mailboxes into which one that is puts what goes to
-        them."""
+        """Return the mailboxes that stand for the lanes of other processes, for one lane here."""
         team = self._open()
         ways = ways_of(self, execution.ready.plan, self._identities) if place.asynchronous else {}
         if missing := self._ways.missing(ways):
@@ -261,8 +261,7 @@ class Ranks(Lanes):
         )
 
     def walk(self, executions: Sequence[Execution]) -> None:
-        """Run the lanes that are here; come back when they are done, or raise what failed, here or
-        elsewhere."""
+        """Run the lanes of this process, and wait; raise the first failure, here or elsewhere."""
         team = self._open()
         self._executions = executions
         try:
@@ -272,7 +271,7 @@ class Ranks(Lanes):
             self._executions = ()
 
     def begin(self, execution: Execution, lane: Lane) -> None:
-        """Let a lane have what comes for it in the execution that it begins."""
+        """Direct arriving messages for this execution to the lane that begins it."""
         super().begin(execution, lane)
         if self._team is None:
             raise Stop
@@ -286,30 +285,31 @@ class Ranks(Lanes):
             self._team.begin((self.runs, execution.number or 0, number), boxes[0].arrivals)
 
     def watched(self, alarm: Callable[[], None]) -> AbstractContextManager[object]:
-        """Inside, the lanes run; whatever ends the team ends them."""
+        """Return a context in which the lanes run. The end of the team calls ``alarm``."""
         return self._open().alarming(alarm)
 
     def ending(self, error: BaseException | None) -> None:
-        """Tell the others first: to end the lanes may take as long as what they are in."""
+        """Tell the other ranks of the error, before the lanes end."""
+        # Before, because a lane ends only after its present operation, which may take long.
         self._did = self._doing()
         if self._team is not None and error is not None:
             self._tell(self._team, error)
-        self._ways.abort()  # a lane may stand in a device that waits for another process
+        self._ways.abort()  # a lane may be blocked in a transfer from another process
 
     def raise_alarm(self) -> None:
-        """Raise what an alarm was about."""
+        """Raise Alarm: the team was ended by another process."""
         raise Alarm
 
     # -- with the others
-    # -------------------------------------------------------------------------------
 
     def exchange(self, about: str, mine: Any) -> list[Any]:
-        """What every rank gives, by rank; all of them call this about the same thing. Nobody goes
-        on before all came.
+        """Exchange a value with all ranks, and return the values by rank.
+
+        All ranks call this with the same ``about``. It returns after all ranks have called it.
 
         Raises:
-            RanksError: another rank exchanges something else now.
-            PeerError: a rank failed, or is lost.
+            RanksError: another rank makes a different exchange.
+            PeerError: a rank failed, or its connection is lost.
         """
         with Telling(self._failed):
             self._at = f"at {about} ({self.runs})"
@@ -323,18 +323,22 @@ class Ranks(Lanes):
 
     @property
     def others(self) -> Exchange:
-        """The exchange for what comes out of a run."""
+        """The exchange that a `Result` uses after the run."""
         return Exchange(self.exchange, self.copies, self.telling)
 
     def exchange_here(self, about: str, mine: Any) -> list[Any]:
-        """What every rank of this replica gives; all replicas call it. Raises what `exchange`
-        does."""
+        """Exchange a value, and return the values of this replica's ranks. All replicas call this.
+
+        Raises the errors of `exchange`.
+        """
         first = self.replica * self.size
         return self.exchange(about, mine)[first : first + self.size]
 
     def timeline(self, result: Result) -> Timeline:
-        """The timeline of a recorded run with the lanes of all ranks, by one clock; every rank
-        calls it.
+        """Join the timelines of all ranks, with one clock. All ranks call this.
+
+        Args:
+            result: the `Result` of a run with ``record=True``.
 
         Raises:
             PlanError: the run was not recorded.
@@ -349,16 +353,16 @@ class Ranks(Lanes):
         seed: int | None = None,
         scale_grads: bool = True,
     ) -> RankSchedule:
-        """An object with ``step`` and ``eval`` of torch's pipeline schedules, for loops such as
-        torchtitan's.
+        """Make an object with the methods ``step`` and ``eval`` of torch's pipeline schedules.
+
+        Use it in training loops such as torchtitan's.
 
         Args:
-            params: as for `run`, one tree per stage, None for stages of other ranks.
-            state: likewise; the schedule keeps what each step makes of it.
-            seed: each step draws by a key made of it and the number of the step.
-            scale_grads: divide gradients by the number of microbatches, which is also the default
-                of torch's schedules. Give False for a loss that returns a sum, such as
-                torchtitan's.
+            params: a tuple with one tree per stage, None for stages of other ranks.
+            state: the first state, in the same form. The object keeps the new state of each step.
+            seed: an int. Step k draws with ``fold_in(seed, k)``. None: drawing raises an error.
+            scale_grads: whether to divide gradients by the number of microbatches. True, as in
+                torch's schedules. Give False for a loss that returns a sum, such as torchtitan's.
 
         Raises:
             PlanError: the plan has no loss, no backwards, or slices.
@@ -366,7 +370,7 @@ class Ranks(Lanes):
         return RankSchedule(self.plan, self, params, state, seed, scale_grads=scale_grads)
 
     def spread(self, stage: int, tree: Tree) -> Mapping[int, Sharding | None]:
-        """The leaves of a stage's parameters that are DTensors over its replicas."""
+        """Return how the DTensors among a stage's parameters are spread over its replicas."""
         return cuts_of(tree, f"params[{stage}]", self.copies, self.members)
 
     def gather_params(
@@ -375,15 +379,17 @@ class Ranks(Lanes):
         parts: Sequence[tuple[Tensor, Sequence[Tensor]]],
         done: Callable[[Any], None],
     ) -> None:
-        """Begin to fetch the parts of parameters that other replicas have."""
+        """Begin to gather parameter parts from the other replicas; see `PlanPart`."""
         if self.replicas == 1:
             done(None)
         else:
             self._replicas_of(stage).gather(parts, done)
 
     def whole(self, tensor: Any) -> Tensor:
-        """All of a tensor; where replicas have parts of it, all of them call this for the same ones
-        in the same order."""
+        """Return the whole of a tensor that may be spread over replicas.
+
+        All replicas call this for the same tensors in the same order.
+        """
         with Telling(self._failed):
             return whole_of(
                 tensor,
@@ -394,7 +400,7 @@ class Ranks(Lanes):
     def reduce(
         self, stage: int, gradients: list[Tensor | None], cuts: Mapping[int, Sharding], told: Told
     ) -> Callable[[], GiveSums]:
-        """Begin to sum the gradients of a stage over the replicas."""
+        """Begin to sum the gradients of a stage over the replicas; see `PlanPart`."""
         key = self._replicas_of(stage).begin(gradients, cuts, told)
 
         def wait() -> GiveSums:
@@ -405,7 +411,7 @@ class Ranks(Lanes):
         return wait
 
     def _replicas_of(self, stage: int) -> Replicas:
-        """The replicas of a stage that is here. Raises Stop in a lane whose team is at its end."""
+        """Return the replicas of a stage of this process. Raises Stop if the team has ended."""
         if self._team is None:
             raise Stop
         if stage not in self._replicas:
@@ -422,27 +428,27 @@ class Ranks(Lanes):
         return self._replicas[stage]
 
     def telling(self, about: str = "") -> AbstractContextManager[object]:
-        """Return a context that sends an error inside to the other ranks, which raise PeerError.
-
-        ``about`` names the step.
-        """
+        """Return a context. Other ranks raise PeerError for an error inside; ``about`` names the
+        step."""
         return Telling(self._failed, about)
 
     def gather(
         self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[Any]
     ) -> list[Tensor]:
-        """Tensors that several ranks hold, in order; see `PlanPart.gather`."""
+        """Return tensors that several ranks hold, in order; see `PlanPart.gather`."""
         holders = [self.replica * self.size + holder for holder in holders]
         dense = {place: tensor.contiguous().cpu() for place, tensor in mine.items()}
         with Telling(self._failed):
             return self._open().gather(dense, holders, like)
 
     def _open(self) -> Team:
-        """The team; made if there is none. Raises RanksError: the others have another plan; Alarm:
-        they do not come."""
+        """Return the team, and make it first if there is none.
+
+        Raises RanksError if the others have another plan, Alarm if they do not come.
+        """
         if self.closed:
             raise FuncpipeError(
-                "these ranks are closed; run, step and ask for result.finite inside of their with "
+                "these ranks are closed; call fp.run, fp.step and result.finite within their with "
                 "block"
             )
         if self._team is None:
@@ -467,7 +473,7 @@ class Ranks(Lanes):
         return self._team
 
     def _join(self, team: Team, store: Any, seconds: float) -> None:
-        """Find the other processes, and connect to them. Raises RanksError, PeerError."""
+        """Meet the other processes, and connect to them. Raises RanksError, PeerError."""
         meeting = Rendezvous(store, team.rank, team.names, seconds, lambda: team.failure is None)
         try:
             said = answered(partial(meeting.hear, self._hello()), seconds + 1.0)
@@ -498,12 +504,12 @@ class Ranks(Lanes):
             raise peer_error(team, {}) from None
 
     def _hello(self) -> dict[str, Any]:
-        """What the others must know of this process."""
+        """Return the facts of this process that the others need."""
         same, devices = alike(self.plan, self.rank_of), identities_of(self, self.plan)
         return {"same": same, "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:
-        """Is a lane in an action, and what all of them do; for the tables of others."""
+        """Return whether a lane is in an action, and what all lanes do, for tables in errors."""
         if self._did is not None:
             return self._did
         if not self._executions:
@@ -512,15 +518,13 @@ class Ranks(Lanes):
         return any(busy for busy, _ in states), "; ".join(words for _, words in states)
 
     def _marks(self) -> tuple[Any, ...]:
-        """Changes whenever this rank gets on."""
+        """Return values that change whenever this rank makes progress."""
         return (self.runs, self._at, self._ways.moved(), *begun(self._executions))
 
     # -- what goes wrong
-    # -------------------------------------------------------------------------------
 
     def _tell(self, team: Team, error: BaseException, about: str = "") -> Failure:
-        """End the team by an error and tell all others. Returns the first failure, which may be
-        another one."""
+        """End the team with an error, and tell all others. Return the first failure of the team."""
         if not isinstance(error, Alarm):
             team.fail(failure_of(error, team.rank, self.runs, about))
         team.tell()
@@ -528,8 +532,8 @@ class Ranks(Lanes):
         return team.failure
 
     def _failed(self, error: BaseException, about: str = "") -> None:
-        """After an error: tell it to the others and end the team, or raise what one of theirs is
-        here."""
+        """After an error: tell the others and end the team; raise if the first failure is
+        theirs."""
         team = self._team
         if team is None or (isinstance(error, FuncpipeError) and (self._over or error.everywhere)):
             return
@@ -547,5 +551,7 @@ class Ranks(Lanes):
             )
             raise RunTimeout(f"{text}\n{table_of(table, team.names)}") from None
         if is_under_torchrun():
-            sleep(1.1)  # it blames who ends first, and counts in whole seconds
+            # torchrun blames the process that ends first, and compares times in whole seconds: let
+            # the failing process end first.
+            sleep(1.1)
         raise peer_error(team, table) from None

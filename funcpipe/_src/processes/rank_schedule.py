@@ -1,5 +1,4 @@
-"""A plan on ranks with the face of torch.distributed.pipelining's schedules, for loops that are
-written for these."""
+"""`RankSchedule`: a plan on ranks with the methods of torch.distributed.pipelining's schedules."""
 
 from __future__ import annotations
 
@@ -24,23 +23,26 @@ from funcpipe._src.stages.rng import fold_in
 
 
 class RankSchedule:
-    """What torch's training loops call a schedule: `step` adds to ``.grad``, and keeps state and
-    seeds by itself.
+    """An object with the methods of torch's pipeline schedules. `Ranks.schedule` makes it.
 
-    Gradients are as in torch's schedules: the gradient of the sum of the microbatches' losses. With
-    ``scale_grads`` they are divided by the number of microbatches, so unequal microbatches count
-    alike. For a loss that returns a sum, set ``scale_grads=False``. A loss that returns ``(sum,
-    weight)``, a loss with a method ``weigh``, and a plan with ``weight=`` define the weights of
-    microbatches. Their gradients are divided by the total weight, or by nothing without
-    ``scale_grads``. Sum, number and weight are over the microbatches of all replicas.
+    Use it in training loops that are written for torch.distributed.pipelining. `step` adds
+    gradients to ``.grad``, and keeps the state and the seed for the next step.
+
+    Gradients are as in torch's schedules: the gradient of the sum of the microbatches' losses,
+    divided by the number of microbatches. With ``scale_grads=False`` nothing is divided. Use that
+    for a loss that returns a sum. A loss that returns ``(sum, weight)``, a loss with a method
+    ``weigh``, and a plan with ``weight=`` define weights of microbatches. Then gradients are
+    divided by the total weight. Sum, number and weight are over the microbatches of all replicas.
 
     Attributes:
-        plan: what a step runs.
-        params: one tree per stage, None for stages of other ranks.
-        state: of the next step, likewise.
-        steps: how many were made.
+        plan: the plan that a step runs.
+        params: a tuple with one tree per stage, None for stages of other ranks.
+        state: the state for the next step, in the same form.
+        seed: the seed of all steps, or None. Step k draws with ``fold_in(seed, k)``.
+        steps: the number of steps made.
         scale_grads: whether gradients are divided by the number of microbatches.
-        result: the result of the last step or evaluation, with the ``losses`` of all replicas.
+        result: the `Result` of the last step or evaluation, with the ``losses`` of all replicas.
+            None before the first.
     """
 
     def __init__(
@@ -55,17 +57,17 @@ class RankSchedule:
     ) -> None:
         if plan.loss is None or not plan.schedule.has_backward:
             raise PlanError(
-                "a schedule that steps is of a plan with a loss and backwards; make_plan(stages, "
-                "schedule, loss=...), and fp.run for forwards alone"
+                "ranks.schedule needs a plan with a loss and backwards: make_plan(stages, "
+                "schedule, loss=...); for forwards alone call fp.run"
             )
         if plan.schedule.num_slices > 1:
             raise PlanError(
-                "torch's schedules do not cut sequences into slices, so ranks.schedule has no "
-                "meaning for the loss of one; run the plan: fp.run(plan, params, batch, "
+                "torch's schedules do not cut sequences into slices, so ranks.schedule cannot "
+                "weight the losses of slices; run the plan: fp.run(plan, params, batch, "
                 "executor=ranks)"
             )
         if plan.weight is None and not isinstance(plan.loss, Weighing):
-            plan = replace(plan, counts=ALIKE)  # torch's schedules do not look at the kind of loss
+            plan = replace(plan, counts=ALIKE)  # torch's schedules weight all microbatches alike
         self.plan, self.params, self.state, self.seed = plan, params, state, seed
         self.scale_grads, self.steps = scale_grads, 0
         self.result: Result | None = None
@@ -83,18 +85,17 @@ class RankSchedule:
         return_outputs: bool = True,
         **feeds: Any,
     ) -> Any:
-        """One step: forwards, losses, backwards; gradients are added to ``.grad`` of the leaves
-        that are trained.
+        """Run forwards and backwards, and add the gradients to ``.grad`` of the trained leaves.
 
         Args:
-            args: the inputs, on the rank of stage 0; several are handed on as a tuple.
-            target: on the rank of the last stage.
-            losses: a list whose contents are replaced by the losses of this replica's microbatches.
-            return_outputs: of a plan that has outputs.
-            feeds: by name.
+            args: the inputs, on the rank of stage 0. Several inputs are passed as a tuple.
+            target: the target, on the rank of the last stage.
+            losses: a list. Its contents are replaced by the losses of this replica's microbatches.
+            return_outputs: whether to return the outputs, if the plan has outputs.
+            feeds: the feeds, by name.
 
         Returns:
-            The outputs of the last stage, on its rank, where the plan has any; else None.
+            The outputs of the last stage, on its rank, for a plan with ``outputs=True``; else None.
         """
         seed = None if self.seed is None else fold_in(self.seed, self.steps)
         result = self._run(self.plan, args, target, feeds, seed)
@@ -113,8 +114,10 @@ class RankSchedule:
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **feeds: Any
     ) -> Any:
-        """The outputs of the last stage, on its rank, and losses; nothing is trained, no state
-        changes."""
+        """Run the forwards, and return the outputs of the last stage on its rank, else None.
+
+        Computes no gradients and changes no state. Arguments are as in `step`.
+        """
         result = self._run(self._forwards, args, target, feeds, None)
         _put_own(result, losses)
         return result.outputs
@@ -138,7 +141,7 @@ class RankSchedule:
         return self.result
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all leaves."""
+        """Set ``.grad`` of all leaves to None."""
         for leaf in leaves([tree for tree in self.params if tree is not None]):
             leaf.grad = None
 

@@ -1,4 +1,4 @@
-"""The timelines of several processes as one, by one clock."""
+"""Join the timelines of several processes into one timeline with one clock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from funcpipe._src.data.result import Result, Span, Timeline
 from funcpipe._src.data.schedule import Action, Kind
 
 _ROUNDS = 5
+"""The number of exchanges to compare clocks. The shortest counts."""
 
 
 class _Own(NamedTuple):
-    """What a process has of a timeline.
+    """The part of one process in a timeline, in a form that can be sent.
 
     Attributes:
-        machine: where it runs; processes of one machine have one clock.
-        rounds: for each of some exchanges in which all took part, how long it took here and the
-            middle of it.
-        began: when its first action began.
-        spans: (device, start, end, letter, stage, microbatch, slice).
+        machine: the machine of the process. Processes of one machine have the same clock.
+        rounds: for each exchange of all processes, its duration here and its middle, in seconds.
+        began: the time of the first action.
+        spans: (device, start, end, letter, stage, microbatch, slice) of each action.
     """
 
     machine: str
@@ -34,11 +34,11 @@ class _Own(NamedTuple):
 def joined_timeline(
     result: Result, machine: str, exchange: Callable[[str, Any], list[Any]]
 ) -> Timeline:
-    """The timeline of all processes of a run, in seconds from the first start; all of them call it.
+    """Return the timeline of all processes of a run, in seconds from the first start.
 
-    Processes of one machine share a clock. Those of others are brought together by exchanges, in
-    which all take part at once: the middle of the shortest of five, which is right to half of its
-    length.
+    All processes call this function. Processes of one machine share a clock. Clocks of different
+    machines are aligned at the middle of the shortest of five exchanges. The error is at most half
+    the duration of that exchange.
 
     Raises:
         PlanError: the run was not recorded.
@@ -46,8 +46,8 @@ def joined_timeline(
     timeline = result.timeline
     if timeline is None:
         raise PlanError(
-            "the run was not recorded, so there is no timeline; fp.run(..., record=True) on every "
-            "rank"
+            "the run was not recorded, so there is no timeline; call fp.run(..., record=True) on "
+            "every rank"
         )
     moments: list[tuple[float, float]] = []
     for _ in range(_ROUNDS):

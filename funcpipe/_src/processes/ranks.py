@@ -1,4 +1,4 @@
-"""ranks: the processes that run a plan together."""
+"""`ranks`: find the processes that run a plan together. `rank_lanes` runs the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from funcpipe._src.processes.surroundings import refuse_devices
 from funcpipe._src.stages.context import checked_plan
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many `Ranks` were made of the same processes: each has keys of its own in the store."""
+"""The number of `Ranks` of the same processes so far. Each gets its own keys in the store, so that
+none reads old entries."""
 
 
 def ranks(
@@ -29,21 +30,24 @@ def ranks(
     lanes: Sequence[int] | None = None,
     timeout: float | None = None,
 ) -> Ranks:
-    """The processes that run a plan together: ``with fp.ranks(plan) as ranks: fp.run(...,
-    executor=ranks)``.
+    """Make an executor that runs a plan in several processes.
 
-    Every process of them calls this, and makes the same runs in the same order (torchrun starts
-    them). Each has some lanes of the plan, the stages of these (``ranks.stages``), their
-    parameters, state and gradients; for all other stages it gives and gets None (``fp.place(plan,
-    params, ranks)`` makes it so). The process of stage 0 gives the inputs, that of the last stage
-    the target, others None, or all give everything; feeds come from where they are declared. Loss,
-    losses, weight and aux are on every rank, outputs on the last stage's; the bits are those of one
-    process.
+    Start the processes with torchrun. Each process calls `ranks`, and then makes the same runs in
+    the same order. A process has some lanes of the plan, and their stages, ``ranks.stages``.
+    Results are bit-identical to a run in one process. With replicas, gradients are equal up to
+    rounding, because they are summed in the order of the replicas.
 
-    Each pair of processes has one connection, a socket. Values travel over it. Between two CUDA
-    devices they travel by NCCL, where that can be, else over the memory of the host. A lane whose
-    device has no number (``devices="cuda"``, or none) is on the one that is current in its process.
-    When a process fails, all others raise PeerError at once. The next run connects anew.
+    - Parameters, state, gradients: a process gives and gets trees for its own stages, and None for
+      all other stages. ``fp.place(plan, params, ranks)`` returns this form.
+    - Inputs: read by the process of stage 0. Target: read by the process of the last stage. Feeds:
+      read by the processes whose stages declare them. A process may also give values that it does
+      not read.
+    - Loss, losses, weight and aux are on every rank. Outputs are on the rank of the last stage.
+
+    Each pair of processes has one socket. Values between two CUDA devices travel by NCCL if
+    possible, else through host memory. A lane whose device has no number, as in ``devices="cuda"``,
+    uses the current CUDA device of its process. If a process fails, all others raise `PeerError` at
+    once. The next run connects again.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> stages = [fp.stage(lambda p, x: p * x)] * 2
@@ -56,34 +60,39 @@ def ranks(
     >>> torch.distributed.destroy_process_group()
 
     Args:
-        plan: on the CPU, or on CUDA. Other plans with the same stages on the same lanes (to
-            evaluate) run too.
-        mesh: a ``DeviceMesh``; the processes of its dimension ``pp`` run the plan. None: all
-            processes do.
-        pp: the name of that dimension.
-        dp: the name of a dimension of replicas: each runs the plan on rows of its own, and what
-            comes out is that of one batch with the rows of all, one replica after the other: loss,
-            losses and weights, statistics, gradients, random numbers. None: pipelines beside this
-            one have nothing to do with it.
-        lanes: the rank (in that dimension) of each lane; None: as many lanes on each, in order.
-        timeout: seconds without an action that begins on any rank, after which waiting ends in an
-            error that says what every rank does. ``timeout=`` of a run overrides it. None: 600, and
-            ``faulthandler`` stays free.
+        plan: a plan on the CPU or on CUDA. Other plans with the same stages on the same lanes run,
+            too, for example to evaluate.
+        mesh: a ``DeviceMesh``. The processes along its dimension ``pp`` run the plan. None, the
+            default: all processes run the plan.
+        pp: the name of the pipeline dimension, "pp" by default.
+        dp: the name of a dimension of replicas. Each replica runs the plan on its own rows. The
+            result is the result of one batch with the rows of all replicas, in the order of the
+            replicas. None, the default: pipelines along other dimensions train separately.
+        lanes: the rank of each lane, a number along ``pp``. None, the default: each rank has the
+            same number of lanes, in order.
+        timeout: seconds. If no action begins on any rank for this time, all ranks raise an error
+            that says what each rank does. The ``timeout=`` of a run overrides it. None, the
+            default: 600 seconds, without the timer of ``faulthandler``.
+
+    Returns:
+        A `typing.Ranks`, an executor for `run` and a context manager. The end of the ``with`` block
+        closes its threads and connections.
 
     Raises:
-        RanksError: there is no process group, the mesh has no such dimension, lanes and ranks do
-            not fit, or the processes have other plans, versions or lanes.
-        PlanError: this is no plan, or one for other devices.
-        PlacementError: the devices of its lanes are not here.
-        PeerError: a process did not come.
+        RanksError: there is no process group; the mesh has no such dimension; or lanes and ranks do
+            not fit. The ``with`` statement raises it if the processes have different plans,
+            versions or lanes.
+        PlanError: ``plan`` is not a plan, or uses devices other than the CPU and CUDA.
+        PlacementError: this process does not have the devices of its lanes.
+        PeerError: raised by the ``with`` statement if another process does not come in time.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         checked_plan("ranks", plan)
         raise RanksError(
-            "there is no process group: torch.distributed.init_process_group('gloo') in every "
-            "process, started by torchrun --nproc-per-node 2 script.py"
+            "there is no process group; start the script with torchrun --nproc-per-node 2 "
+            "script.py, and call torch.distributed.init_process_group('gloo') in every process"
         )
     replicas = _replicas(mesh, pp, dp)
     members = tuple(rank for replica in replicas for rank in replica)
@@ -102,7 +111,7 @@ def ranks(
         refuse_devices(plan)
         rank_of = _ranks_of(plan, lanes, size)
         plan_devices(plan, [lane for lane, rank in enumerate(rank_of) if rank == me % size])
-    except Exception as error:  # after any error the others would wait for this process
+    except Exception as error:  # tell the others, which would wait for this process otherwise
         refuse_to_join(store, me, error)
         raise
     _warn_of_unnamed(mesh, pp, dp)
@@ -117,7 +126,7 @@ def _checked_timeout(timeout: Any) -> float:
 
 
 def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
-    """Warn of mesh dimensions that the call does not name: pipelines along them train apart."""
+    """Warn of mesh dimensions that the call does not name: their pipelines train separately."""
     if mesh is None:
         return
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
@@ -128,13 +137,14 @@ def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
     first, kept = next(iter(unnamed)), ", ".join(repr(name) for name in names if name in (pp, dp))
     warnings.warn(
         f"the mesh has the dimension {' and '.join(map(repr, unnamed))}, which fp.ranks was not "
-        "told of: the pipelines along it train apart, each with gradients of its own rows. "
+        "told of: the pipelines along this dimension train separately, each with gradients of its "
+        "own rows. "
         + (
             f"If they are replicas: fp.ranks(plan, mesh, pp={pp!r}, dp={first!r}). "
             if dp is None
             else ""
         )
-        + f"If they are meant to be apart, or the stages use {first!r} themselves (tensor "
+        + f"If they are meant to be separate, or the stages use {first!r} themselves (tensor "
         "parallelism): "
         f"fp.ranks(plan, mesh[{kept}], ...)",
         stacklevel=3,
@@ -142,7 +152,7 @@ def _warn_of_unnamed(mesh: Any, pp: str, dp: str | None) -> None:
 
 
 def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:
-    """The global ranks of the processes of each replica. Raises RanksError."""
+    """Return the global ranks of the processes of each replica. Raises RanksError."""
     import torch.distributed as dist
 
     if mesh is None and dp is None:
@@ -161,9 +171,11 @@ def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:
         raise RanksError(f"pp= and dp= are two dimensions of the mesh; got {pp!r} for both")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise RanksError("this process is not in the mesh; let those that are call fp.ranks")
+        raise RanksError(
+            "this process is not in the mesh; call fp.ranks only in the processes of the mesh"
+        )
     wanted = [names.index(name) for name in (dp, pp) if name is not None]
-    # The other dimensions as they are for this process; these two in this order.
+    # Take this process's coordinate along all other dimensions, then order the rest as (dp, pp).
     others = [dim for dim in range(len(names)) if dim not in wanted]
     ranks = mesh.mesh.permute(*others, *wanted)
     for dim in others:
@@ -172,7 +184,7 @@ def _replicas(mesh: Any, pp: str, dp: str | None) -> list[list[int]]:
 
 
 def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """The rank of each lane. Raises RanksError."""
+    """Return the rank of each lane. Raises RanksError."""
     count = plan.num_devices
     if lanes is None:
         if count % size:
@@ -189,10 +201,10 @@ def _ranks_of(plan: Plan, lanes: Sequence[int] | None, size: int) -> tuple[int, 
     ]
     idle = [rank for rank in range(size) if rank not in named]
     if len(named) != count or wrong or idle:
-        why = f"{wrong} are no ranks" if wrong else f"ranks {idle} have none"
-        why = why if len(named) == count else f"it names {len(named)}"
+        why = f"{wrong} are not ranks" if wrong else f"ranks {idle} have no lane"
+        why = why if len(named) == count else f"it has {len(named)} entries"
         raise RanksError(
-            f"lanes= is the rank (0 to {size - 1}) of each of {count} lanes, at least one a rank; "
-            f"{why}"
+            f"lanes= has the rank (0 to {size - 1}) of each of {count} lanes, and each rank at "
+            f"least once; {why}"
         )
     return named

@@ -1,5 +1,5 @@
-"""Which thread reads the connections to other processes: one at a time, mostly one that waits for
-what comes."""
+"""Decide which thread reads the connections to other processes: one at a time, usually one that
+waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe._src.engine.mail import Inbox
 from funcpipe._src.processes.peer import LostError, Peer
 
 _LOOK = 0.5
-"""Seconds after which a thread that reads looks again whether it still should."""
+"""Seconds after which a reading thread checks again whether it must continue."""
 
 
 class Reading:
@@ -24,8 +24,8 @@ class Reading:
     take longer than a read. One of several waiting threads leads: it reads for all.
 
     Args:
-        lost: called with a connection that has ended, and why.
-        goes_on: returns whether waiting threads shall wait longer.
+        lost: a function that is called with a connection that has ended, and its error.
+        goes_on: a function that returns whether waiting threads must wait longer.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Reading:
         self._unwritten: set[Peer] = set()
         self._poll = select.poll()
         self._peers: dict[int, Peer] = {}
-        """By the number of their socket."""
+        """The connections, by file descriptor."""
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
@@ -57,12 +57,12 @@ class Reading:
             self._poll.register(peer, select.POLLIN)
 
     def lead(self, box: Inbox) -> None:
-        """Read until something lies in the box; return at once where another thread reads."""
+        """Read until the box has an item. Return at once if another thread reads."""
         if not self._turn.acquire(blocking=False):
             self._waiting.append(box)
-            if not self._turn.acquire(
-                blocking=False
-            ):  # again: it may have stopped before it saw this box
+            # Try again: the reader may have ended its turn before it saw this box, and then nobody
+            # would read for it.
+            if not self._turn.acquire(blocking=False):
                 return
         box.wake = self.wake
         self._leader = threading.get_ident()
@@ -74,8 +74,10 @@ class Reading:
             self._end_turn()
 
     def read(self, seconds: float) -> int | None:
-        """Read once, waiting for so long at most. Returns the count of bytes that came; None:
-        another thread reads."""
+        """Read once, and wait at most ``seconds``. Return the count of bytes.
+
+        Returns None if another thread reads.
+        """
         if not self._turn.acquire(blocking=False):
             return None
         self._leader = threading.get_ident()
@@ -85,14 +87,14 @@ class Reading:
             self._end_turn()
 
     def write_later(self, peer: Peer) -> None:
-        """Let the thread that reads write the bytes that a connection does not accept now."""
+        """Leave bytes that a connection does not accept now to the reading thread."""
         self._unwritten.add(peer)
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread that reads look whether it still should."""
+        """Make the reading thread check whether it must continue."""
         if self._leader not in (0, threading.get_ident()):
-            with suppress(OSError):  # it is awake already, or all is closed
+            with suppress(OSError):  # already awake, or closed
                 self._waker.send(b"\0")
 
     def _end_turn(self) -> None:
@@ -104,7 +106,7 @@ class Reading:
 
     def _read(self, seconds: float) -> int:
         for peer in [*self._unwritten]:
-            with suppress(KeyError, ValueError, OSError):  # it is lost
+            with suppress(KeyError, ValueError, OSError):  # the connection has ended
                 self._poll.modify(peer, select.POLLIN | select.POLLOUT)
         count = 0
         for number, event in self._poll.poll(seconds * 1000):

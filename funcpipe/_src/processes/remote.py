@@ -1,5 +1,7 @@
-"""Lanes of other processes: a mailbox that sends what is put into it, and what takes what comes for
-a lane here."""
+"""Lanes of other processes: `RemoteLane` sends values to one, `Arrivals` receives values from them.
+
+`team` and `peer` own the connections.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,13 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Takes what other processes send for one lane in one execution, and puts it into the lane's
-    mailbox.
+    """Puts values from other processes into the mailbox of one lane, for one execution.
 
     Args:
         box: the mailbox.
-        place: where the lane computes.
+        place: the place of the lane.
         levels: the fill level of the pool of each slot.
-        streams: of slots whose values come to a device with streams, the stream.
+        streams: the transfer stream of each slot on a device with streams.
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class Arrivals:
     ) -> None:
         self.box, self._place, self._levels, self._streams = box, place, levels, streams
         self.remotes: dict[int, RemoteLane] = {}
-        """By number, the lanes of other processes to which this one sends."""
+        """The mailboxes of the lanes to which this lane sends, by lane."""
         self._freed: dict[int, Any] = {}
-        """By slot, the event of the device after which it may be filled again."""
+        """By slot, the device event after which the slot may be filled again."""
         place.copy_streams.extend({id(each): each.stream for each in streams.values()}.values())
 
     def room(self, slot: int) -> Callable[[TensorLayout], Tensor]:
-        """What makes the memory of the host into which a value for a slot is read."""
+        """Return the function that allocates host memory for a slot's value."""
         return self._streams[slot].host_room if slot in self._streams else TensorLayout.room
 
     def put(self, slot: int, leaves: Sequence[Any], known: KnownForm) -> None:
-        """Deliver a value that has come to the memory of the host."""
+        """Deliver a value that has arrived in host memory."""
         event, stream = None, self._streams.get(slot)
         if stream is not None:
             leaves, event = stream.from_host(
@@ -64,7 +65,7 @@ class Arrivals:
         self._put(slot, [*leaves], event, known)
 
     def receive(self, slot: int, known: KnownForm) -> None:
-        """Begin to receive a value straight from another device, and deliver it."""
+        """Begin to receive a value from another device, and deliver it."""
         stream = self._streams[slot]
         self._put(
             slot,
@@ -83,29 +84,28 @@ class Arrivals:
         self.box.put(slot, (value, event))
 
     def empty(self, slot: int, event: Any) -> None:
-        """Note that the lane has freed a slot: it may be filled after the event (None: now)."""
+        """Record that a slot may be filled after the event (None: now)."""
         if event is not None:
             self._freed[slot] = event
 
     def is_free(self, lane: int, slot: int) -> None:
-        """A slot of a lane of another process may be filled again."""
+        """Pass the notice of a free slot to the mailbox of its lane."""
         self.remotes[lane].freed(slot)
 
 
 class RemoteLane(Mailbox):
-    """The mailbox of a lane of another process, for one local lane and one execution. `put` sends
-    to that lane.
+    """The mailbox of a lane of another process, for one lane here and one execution.
 
-    A value waits here while its slot in the other process is taken. So the local lane may be one
-    value for each slot ahead.
+    `put` sends to that lane. A value waits here while its slot there is taken. So the lane here may
+    be ahead by one value per slot.
 
     Args:
         team: the other processes.
         rank: the process of the lane.
         ends: the lane here, and the lane there.
-        batch: the place of the batch among those of the run.
-        arrivals: what comes for the lane here.
-        stream: where the lane here is on a device with streams, the stream for what goes out.
+        batch: the number of the batch within the run.
+        arrivals: the arrivals of the lane here.
+        stream: the stream for outgoing values, or None on the CPU.
     """
 
     def __init__(
@@ -126,23 +126,26 @@ class RemoteLane(Mailbox):
         self._gate = threading.Lock()
         self._taken: set[int] = set()
         self._held: dict[int, Callable[[], None]] = {}
-        """By slot, what sends the value that waits for it."""
+        """By slot, the function that sends the value that waits for the slot."""
         arrivals.remotes[there] = self
 
     def put(self, key: Hashable, item: Any) -> None:
-        """Send a value into a slot there; of (lane, slot) here, tell that it is free after an
-        event."""
+        """Send a value to a slot there; for the key (lane, slot), send that this slot is free."""
         if isinstance(key, int):
             post = self._sending(key, item[0])
             if key in self._taken:
-                self._team.look()  # it may be told already that the slot is free
+                self._team.look()  # the notice of the free slot may have arrived
+            # Under the gate: the reading thread may call `freed` between the check and the entry.
+            # Then the value would wait forever.
             with self._gate:
                 if key in self._taken:
                     self._held[key] = post
                     return
                 self._taken.add(key)
                 post()
-            self.arrivals.box.came[self._lane, key] = None  # this is the thread of the lane here
+            # The value is on its way, so the lane here need not wait for the slot. Written without
+            # `put`, because this is the lane's own thread.
+            self.arrivals.box.came[self._lane, key] = None
         else:
             assert isinstance(key, tuple)
             slot: int = key[1]
@@ -150,7 +153,7 @@ class RemoteLane(Mailbox):
             self._team.send(self._rank, self._free._replace(slot=slot))
 
     def freed(self, slot: int) -> None:
-        """A slot there is free again: send the value that waits for it."""
+        """Send the value that waits for a slot there, which is free again."""
         with self._gate:
             post = self._held.pop(slot, None)
             if post is None:
@@ -160,8 +163,7 @@ class RemoteLane(Mailbox):
         self.arrivals.box.put((self._lane, slot), None)
 
     def _sending(self, slot: int, value: Border) -> Callable[[], None]:
-        """Return what sends a value; of a device, once it is there. Raises PlanError for what
-        cannot travel."""
+        """Return a function that sends a value. Raises PlanError for values that cannot travel."""
         stream, team, rank = self._stream, self._team, self._rank
         home = _at_host if stream is None else stream.at_home
         leaves = [
@@ -174,7 +176,8 @@ class RemoteLane(Mailbox):
             form_key(*described),
             lambda: pack_form(form_of(*described)),
         )
-        if not team.peers[rank].knows(key):  # now, so that this lane hears of what cannot travel
+        # Pack a new form now, so that this lane raises the error of a value that cannot travel.
+        if not team.peers[rank].knows(key):
             form = partial(bytes, form())
         if stream is None:
             return partial(team.send_value, rank, head, key, form, tensors)
@@ -184,9 +187,8 @@ class RemoteLane(Mailbox):
             return lambda: team.jobs.give(partial(team.safely, partial(_then, wait, post), rank))
         head, event = head._replace(kind=FrameKind.JOINED), stream.now()
 
-        def send() -> (
-            None
-        ):  # second the tensors: the other end receives them once it knows their form
+        def send() -> None:
+            # First the form: the other end begins to receive the tensors when it has the form.
             team.send_value(rank, head, key, form, ())
             team.safely(partial(stream.send, tensors, event), rank)
 
@@ -203,15 +205,16 @@ def remote_lanes(
     stream: Callable[[tuple[int, int]], DeviceStream | None],
     batch: int,
 ) -> Mapping[int, Mailbox]:
-    """The mailboxes of lanes of other processes with which a lane here exchanges values.
+    """Make the mailboxes of all lanes of other processes with which a lane here exchanges values.
 
     Args:
         team: the other processes.
-        ranks: the process of each lane that is not here.
-        program: of the lane here, with its mailbox and place.
+        ranks: the process of each lane of another process.
+        program: the program of the lane here.
+        box, place: the mailbox and the place of the lane here.
         levels: the fill level of the pool of each slot, by (lane, slot).
-        stream: of an edge (from lane, to lane), the stream on the device that is here.
-        batch: the place of the batch among those of the run.
+        stream: a function from an edge (from lane, to lane) to its stream on the device here.
+        batch: the number of the batch within the run.
     """
     lane = program.lane
     sources = {
@@ -238,5 +241,5 @@ def _then(wait: Callable[[], None], post: Callable[[], None]) -> None:
 
 
 def _at_host(tensor: Tensor) -> Tensor:
-    """A tensor in memory of the host that nobody shares lazily."""
+    """Return a tensor in host memory that is not shared copy-on-write."""
     return materialized(tensor.cpu())

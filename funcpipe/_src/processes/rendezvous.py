@@ -1,9 +1,8 @@
-"""How the processes of a plan find each other: words in the store of torch.distributed, then a
-connection for each pair.
+"""Connect the processes of a plan: exchange facts in torch.distributed's store, then open sockets.
 
-The store may not answer: the process that keeps it may be stopped, or the network cut, and then
-torch's calls do not come back. So a thread asks it, and the caller waits for only so long. Once the
-processes are connected nobody uses the store.
+The store may not answer: if its process is stopped, or the network is cut, torch's calls do not
+return. So a thread asks the store, and the caller waits for a limited time. After the processes are
+connected, they do not use the store.
 """
 
 from __future__ import annotations
@@ -33,40 +32,40 @@ from funcpipe._src.processes.peer import LostError
 T = TypeVar("T")
 
 LIMIT = 600.0
-"""Seconds for which ranks wait where nobody says how long."""
+"""The default timeout of ranks, in seconds."""
 
 STALL = 6.0
-"""Seconds that the first connections get more than others: torch's store lets every 25th wait for 5
+"""Extra seconds for the first connections, because torch's store delays every 25th client by 5
 s."""
 
 _LOOK = 0.2
-"""Seconds after which a process that waits for connections looks whether it still should."""
+"""Seconds after which a process that waits for connections checks whether it must continue."""
 
 _PATIENCE = 5.0
 """Seconds that a new connection has to send its token."""
 
 _KNOCKING = 64
-"""At most so many connections may be about to send it; the oldest of more are closed."""
+"""The most connections without a token so far. The oldest of more are closed."""
 
 _RANK = struct.Struct("<I")
 
 
 def below(name: str, store: Any) -> Any:
-    """A store whose keys lie below a name in another one."""
+    """Return a store whose keys have a prefix in another store."""
     import torch.distributed as dist
 
     return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def refuse_to_join(store: Any, rank: int, error: Exception) -> None:
-    """Tell those who are about to make their first team why this process does not."""
+    """Tell processes that make their first team why this process does not take part."""
     first = below(team_name(1), store)
     with suppress(PeerError, LostError):
         answered(lambda: first.set(f"hello/{rank}", json.dumps({"refused": str(error)})), 1.0)
 
 
 def team_name(number: int) -> str:
-    """The name of a team of some ranks, below which its keys lie in their store."""
+    """Return the name of a team, the prefix of its keys in the store."""
     return f"team{number}"
 
 
@@ -74,7 +73,7 @@ def answered(job: Callable[[], T], seconds: float) -> T:
     """Return the result of a job with the store, or raise its error.
 
     Raises:
-        PeerError: the store is gone, or does not answer for so many seconds.
+        PeerError: the store is gone, or does not answer for ``seconds``.
     """
     answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
@@ -88,11 +87,13 @@ def answered(job: Callable[[], T], seconds: float) -> T:
     try:
         result, error = answers.get(timeout=seconds)
     except queue.Empty:
-        raise PeerError(f"the store of the processes has not answered for {seconds:g} s") from None
+        raise PeerError(
+            f"the store of torch.distributed has not answered for {seconds:g} s"
+        ) from None
     if isinstance(error, RuntimeError):
         text = str(error).split("\n")[0]
         raise PeerError(
-            f"the store of the processes is gone, and with it the process that keeps it ({text})"
+            f"the store of torch.distributed is gone: the process that keeps it has ended ({text})"
         ) from None
     if error is not None:
         raise error
@@ -100,14 +101,14 @@ def answered(job: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """The way of one process to the others of a plan.
+    """Connects this process with the other processes of a plan.
 
     Args:
-        store: a store of their own.
-        rank: which process this is.
+        store: a store for these processes only.
+        rank: the number of this process.
         names: the name of each process in errors.
-        seconds: how long to wait for others.
-        goes_on: is this process still to wait; asked now and then, from another thread.
+        seconds: the time to wait for the others.
+        goes_on: a function that returns whether to wait longer. Called on another thread.
     """
 
     def __init__(
@@ -123,15 +124,17 @@ class Rendezvous:
         self._where: Mapping[str, str] = {}
 
     def hear(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Say hello to all, and return what every process says of itself. Raises LostError: someone
-        does not come."""
+        """Send this process's facts to all, and return the facts of all processes.
+
+        Raises LostError if a process does not come.
+        """
         host = host_of(self._store)
         loopback = own_loopback(host)
         mine = {**mine, "address": own_address([host]), "loopback": loopback}
         self._say("hello", mine)
         said = self._said("hello", range(len(self._names)))
-        # Where the store is kept its host may be a name of this machine for itself; others then say
-        # where they are.
+        # On the store's own machine, its host may be a loopback name. Then use the other processes'
+        # addresses.
         where = connect_at([host, *(each.get("address", "") for each in said)])
         at_home = len({each.get("machine") for each in said}) == 1 and all(
             each.get("loopback") for each in said
@@ -144,10 +147,10 @@ class Rendezvous:
         return said
 
     def connect(self, add: Callable[[socket.socket, int], None]) -> None:
-        """Connect to every other process; ``add`` gets each connection and its rank.
+        """Connect to every other process. ``add`` gets each connection with its rank.
 
-        Of two the one with the higher rank calls the other one, with a token that the store alone
-        tells.
+        The higher rank of two calls the lower rank, and sends a token that it has read in the
+        store. So a foreign process cannot connect.
 
         Raises:
             LostError: a process does not come, or cannot be reached.
@@ -189,13 +192,13 @@ class Rendezvous:
         self._store.set(f"{about}/{self._rank}", json.dumps(what))
 
     def _said(self, about: str, ranks: Collection[int]) -> list[Any]:
-        """What some processes say in the store. Raises LostError: one does not for too long."""
+        """Return the entries of some processes in the store. Raises LostError after a timeout."""
         deadline, pause, missing = monotonic() + self._seconds, 0.001, [*ranks]
         while missing := [rank for rank in missing if not self._store.check([f"{about}/{rank}"])]:
             if not self._goes_on() or monotonic() > deadline:
                 names = ", ".join(self._names[rank] for rank in missing)
                 text = (
-                    f"did not come: {names} made no fp.ranks, or did not use it, for "
+                    f"did not come: {names} made no fp.ranks, or did not enter its with block, for "
                     f"{self._seconds:g} s"
                 )
                 raise LostError(missing[0], text)
@@ -205,8 +208,10 @@ class Rendezvous:
 
 
 def listening(hosts: Sequence[str]) -> socket.socket:
-    """A socket that listens at the first of these addresses that is one of this machine's. Raises
-    OSError: none is."""
+    """Return a socket that listens at the first of these addresses that this machine has.
+
+    Raises OSError if this machine has none of them.
+    """
     failure: OSError | None = None
     for host in hosts:
         try:
@@ -228,7 +233,7 @@ def listening(hosts: Sequence[str]) -> socket.socket:
 
 
 class _Knock(NamedTuple):
-    """A connection that has not said who it is: its socket, the bytes so far, and a deadline."""
+    """A connection without a token so far: its socket, the received bytes, and a deadline."""
 
     end: socket.socket
     said: bytearray
@@ -236,8 +241,10 @@ class _Knock(NamedTuple):
 
 
 class _Door:
-    """Accepts connections that send the token and a rank. Reads all connections at once, so a slow
-    one delays no other."""
+    """Accepts connections that send the token and a rank.
+
+    It reads all connections at the same time, so a slow one does not delay the others.
+    """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         listener.setblocking(False)
@@ -273,17 +280,18 @@ class _Door:
         return found
 
     def _open(self) -> None:
-        with suppress(
-            OSError
-        ):  # the caller has gone again, or this process has no free file descriptor
+        # The caller may have gone, or this process may have no free file descriptor.
+        with suppress(OSError):
             end, _ = self.listener.accept()
             end.setblocking(False)
             self._knocks[end.fileno()] = _Knock(end, bytearray(), monotonic() + _PATIENCE)
             self._selector.register(end, selectors.EVENT_READ)
 
     def _hear(self, number: int) -> int:
-        """Return the rank that a connection has sent after the token; -1: not yet. Close what sends
-        other bytes, or ends."""
+        """Return the rank that a connection has sent after the token, or -1.
+
+        Close a connection that ends, or sends a wrong token.
+        """
         end, said, _ = self._knocks[number]
         length = len(self.token) + _RANK.size
         try:

@@ -1,4 +1,4 @@
-"""What is around the processes of a plan: the launcher, devices."""
+"""Check the devices and the launcher of the processes of a plan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from funcpipe._src.devices.devices import plan_devices
 
 
 def refuse_devices(plan: Plan) -> None:
-    """Raise PlanError where lanes compute elsewhere than on the CPU or CUDA."""
+    """Raise PlanError if lanes are on devices other than the CPU and CUDA."""
     devices = enumerate(plan_devices(plan, ()))
     others = [
         f"lane {lane} on {device}" for lane, device in devices if device.type not in ("cpu", "cuda")
     ]
     if others:
         raise PlanError(
-            "ranks run lanes on the CPU and on CUDA devices, and the plan has "
+            "ranks run lanes on the CPU and on CUDA devices only, but the plan has "
             f"{', '.join(others)}: make_plan(..., devices='cuda')"
         )
 
@@ -27,8 +27,8 @@ def refuse_devices(plan: Plan) -> None:
 def refuse_other_devices(
     lanes: Sequence[int], own: Sequence[torch.device], new: Sequence[torch.device]
 ) -> None:
-    """Raise PlanError where a plan has lanes that are here on other devices than the plan that
-    ranks were made for."""
+    """Raise PlanError if lanes of this process are on other devices than in the plan of the
+    ranks."""
     faults = [
         f"lane {lane} on {new[lane]}, not on {own[lane]}"
         for lane in lanes
@@ -36,13 +36,13 @@ def refuse_other_devices(
     ]
     if faults:
         raise PlanError(
-            f"the plan has {', '.join(faults)}, as the one that these ranks were made for; make "
-            "ranks for it"
+            f"the plan has {', '.join(faults)} as in the plan of these ranks; make ranks for this "
+            "plan: fp.ranks(plan)"
         )
 
 
 def is_under_torchrun() -> bool:
-    """Did torchrun start this process."""
+    """Return whether torchrun started this process."""
     import torch.distributed as dist
 
     return dist.is_torchelastic_launched()

@@ -1,8 +1,7 @@
-"""The processes of a plan, seen from one of them: a connection to each other process, exchanges,
-and the first failure.
+"""`Team`: this process's connections to the other processes of a plan, exchanges, and failures.
 
-Threads that wait for what others send read it themselves (`Reading`). Where nobody waits the
-`Monitor` reads, at short intervals. It also tells the others that this process gets on, and ends
+A thread that waits for a message reads the connections itself (`Reading`). If no thread waits, the
+`Monitor` reads at short intervals. It also reports progress of this process to the others, and ends
 waits that take too long.
 
 A team lasts until the first failure. A process that fails sends the failure to all others and
@@ -45,21 +44,21 @@ from funcpipe._src.processes.remote import Arrivals
 from funcpipe._src.processes.wire_format import memory
 
 _FLUSH = 1.0
-"""Seconds in which the last words of this process must be written."""
+"""Seconds to write the last messages before connections are closed."""
 
 
 class Team:
     """One process's connections to the others of its plan.
 
     Args:
-        rank: which process this is.
-        processes: the number of each rank in torch.distributed.
+        rank: the number of this process.
+        processes: the torch.distributed rank of each process.
         timeout: seconds without progress of any rank, after which a wait ends in an error.
-        doing: returns whether a lane is in an action, and what this process does in words.
-        marks: returns a value that changes whenever this process gets on.
-        has_devices: lanes here are on devices with streams. Then the team's own thread reads
-            everything: a lane there does not wait for its device, and the order of a stream must
-            not hang on which thread reads.
+        doing: a function that returns whether a lane is in an action, and what lanes do, in words.
+        marks: a function whose result changes whenever this process makes progress.
+        has_devices: whether lanes here are on devices with streams. Then only the team's thread
+            reads: such lanes do not wait for their device, and the order of work on a stream must
+            not depend on which thread reads.
 
     Attributes:
         size: the number of processes.
@@ -67,11 +66,11 @@ class Team:
         peers: the connections, by rank.
         failure: the first failure, once there is one.
         run: the number of the run.
-        reading: which thread reads the connections.
-        monitor: the team's own thread.
+        reading: the turn to read the connections.
+        monitor: the team's thread.
         caller: the channel of the calling thread.
-        states: what other processes said after a timeout that they do, by rank.
-        jobs: a thread for what must wait for a device.
+        states: what other processes have reported to do after a timeout, by rank.
+        jobs: a thread for work that must wait for a device.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Team:
         self._alarms: list[Callable[[], None]] = []
         self._gate = threading.Lock()
         self._gone: dict[int, int] = {}
-        """Of processes that have left in order, the number of their last run."""
+        """The last run of each process that has left regularly, by rank."""
         self._closed: list[int] = []
-        """Those of them that have closed their connection, so that nothing more comes."""
+        """The ranks among these that have closed their connection."""
         self._arrivals: dict[tuple[int, int, int], Arrivals] = {}
         self._early: dict[tuple[int, int, int], list[tuple[int, Callable[[Arrivals], None]]]] = {}
-        """What came for lanes that have not begun their run."""
+        """Messages for lanes that have not begun their run, by (run, batch, lane)."""
         self._ended = 0
-        """The last run that is over."""
+        """The number of the last finished run."""
         self._channels: dict[int, ByteChannel] = {}
         self.reading = Reading(self._left, lambda: self.failure is None)
         self.has_devices = has_devices
@@ -114,7 +113,6 @@ class Team:
         self.caller = self.channel(0)
 
     # -- its members
-    # -------------------------------------------------------------------------------
 
     def start(self, settle: Callable[[], None]) -> None:
         """Start the team's threads, each with ``settle`` first."""
@@ -129,10 +127,12 @@ class Team:
         self.reading.add(peer)
 
     def channel(self, number: int) -> ByteChannel:
-        """The channel of a number, the same for all processes; 0: the calling thread's."""
+        """Return the channel with a number. Channel 0 belongs to the calling thread."""
         with self._gate:
             if number not in self._channels:
                 self._channels[number] = made = ByteChannel(self, number)
+                # A new channel must also see who has left, and that the team has failed; otherwise
+                # its reader would wait forever.
                 for rank in self._closed:
                     made.put(rank, None)
                 if self.failure is not None:
@@ -140,7 +140,6 @@ class Team:
             return self._channels[number]
 
     # -- sending
-    # -------------------------------------------------------------------------------
 
     def send(
         self, rank: int, frame: Head, body: bytes = b"", tensors: Sequence[Tensor] = ()
@@ -163,7 +162,7 @@ class Team:
         self.monitor.wake()
 
     def drain(self) -> None:
-        """Wait until all that was sent is written. Raises Stop: the team is at its end."""
+        """Wait until all sent bytes are written. Raises Stop if the team ends."""
         for peer in [*self.peers.values()]:
             peer.drain(lambda: self.failure is None)
 
@@ -173,22 +172,22 @@ class Team:
             self.send(rank, Head(kind, self.run), json.dumps(what).encode())
 
     # -- reading
-    # -------------------------------------------------------------------------------
 
     def lead(self, box: Inbox) -> None:
-        """Read what others send until something lies in the box; return at once where another
-        thread reads."""
+        """Read messages until the box has an item. Return at once if another thread reads."""
         if not self.has_devices:
             self.reading.lead(box)
 
     def look(self) -> None:
-        """Read what has come, if no other thread does."""
+        """Read messages once, unless another thread reads."""
         if not self.has_devices:
             self.reading.read(0.0)
 
     def _left(self, peer: Peer, error: LostError) -> None:
-        """A process has closed its connection. Where it failed it has said so before, and where it
-        left in order."""
+        """Handle a closed connection.
+
+        A process that fails, or leaves regularly, sends that before it closes.
+        """
         if peer.rank not in self._gone:
             self.lost(error)
             return
@@ -198,7 +197,7 @@ class Team:
                 channel.put(peer.rank, None)
 
     def miss(self, rank: int) -> NoReturn:
-        """End the team: this process waits for one that has left. Raises Stop."""
+        """End the team, because this process waits for a process that has left. Raises Stop."""
         text = (
             f"has left its `with fp.ranks(...)` after {self._gone.get(rank, 0)} runs, and others "
             "wait for it"
@@ -207,7 +206,6 @@ class Team:
         raise Stop
 
     # -- what others send
-    # -------------------------------------------------------------------------------
 
     def value(self, rank: int, frame: Head, known: KnownForm) -> Pieces:
         """Read the tensors of a value, and deliver it to its lane."""
@@ -222,8 +220,7 @@ class Team:
         self._deliver(rank, frame, lambda arrivals: arrivals.put(frame.slot, leaves, known))
 
     def joined(self, rank: int, frame: Head, known: KnownForm) -> None:
-        """Receive a value whose tensors come straight from another device, in a thread that may
-        wait for that."""
+        """Receive a value whose tensors travel from device to device, on the thread for devices."""
         job = partial(
             self._deliver, rank, frame, lambda arrivals: arrivals.receive(frame.slot, known)
         )
@@ -238,22 +235,22 @@ class Team:
         with self._gate:
             arrivals = self._arrivals.get(key)
             if arrivals is None:
+                # The lane has not begun yet: keep the message. Drop those of finished runs.
                 if frame.run > self._ended:
                     self._early.setdefault(key, []).append((rank, job))
                 return
         self.safely(partial(job, arrivals), rank)
 
     def begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
-        """Deliver the values for a lane, by (run, batch, lane), from now on. The lane's thread
-        calls this."""
-        if (
-            self.has_devices
-        ):  # in the thread that receives from devices, which must do so in the order of the frames
+        """Deliver the values for (run, batch, lane) from now on. The lane's thread calls this."""
+        # With devices on the thread that receives, which must keep the order of the frames.
+        if self.has_devices:
             self.jobs.give(partial(self._begin, key, arrivals))
         else:
             self._begin(key, arrivals)
 
     def _begin(self, key: tuple[int, int, int], arrivals: Arrivals) -> None:
+        # Both under the gate: a message that came in between would stay in `_early` forever.
         with self._gate:
             self._arrivals[key] = arrivals
             early = self._early.pop(key, [])
@@ -261,7 +258,7 @@ class Team:
             self.safely(partial(job, arrivals), rank)
 
     def end_run(self) -> None:
-        """Forget the lanes of the run: all processes have all values."""
+        """Drop the arrivals of the run, because all processes have all values."""
         with self._gate:
             self._ended = self.run
             for arrivals in self._arrivals.values():
@@ -299,17 +296,14 @@ class Team:
             self.lost(lost_by_device(rank, error))
         except Stop:
             raise
-        except Exception as error:  # for want of memory, mostly
-            text = (
-                f"what goes between it and others cannot be moved: {type(error).__name__}: {error}"
-            )
+        except Exception as error:  # usually because memory is exhausted
+            text = f"cannot exchange values with other ranks: {type(error).__name__}: {error}"
             self.lost(LostError(self.rank, text))
 
     # -- waiting for others
-    # -------------------------------------------------------------------------------
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every process gives, by rank. Raises Alarm."""
+        """Exchange bytes with all processes, and return those of all, by rank. Raises Alarm."""
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         head, given = Head(FrameKind.DATA), {self.rank: data}
         for rank in others:
@@ -322,12 +316,13 @@ class Team:
     def gather(
         self, mine: Mapping[int, Tensor], holders: Sequence[int], like: Sequence[TensorLayout]
     ) -> list[Tensor]:
-        """Tensors in host memory that several processes hold, in order; all holders call this.
+        """Return tensors in host memory that several processes hold, in order. All holders call
+        this.
 
         Args:
-            mine: the dense tensors that are here, by their place in the order.
-            holders: the rank of each.
-            like: the layout of each.
+            mine: the dense tensors of this process, by their place in the order.
+            holders: the rank of each tensor.
+            like: the layout of each tensor.
 
         Raises:
             Alarm: a process failed.
@@ -344,13 +339,13 @@ class Team:
         return [values[place] for place in range(len(holders))]
 
     def answer(self, key: Any) -> Any:
-        """Wait for what another thread puts into the caller's box. Raises Alarm."""
+        """Wait for an item that another thread puts into the caller's mailbox. Raises Alarm."""
         with self.monitor.patient():
             self.caller.box.wait(key)
         return self.caller.box.came.pop(key)
 
     def wait(self, job: Callable[[], Any]) -> Any:
-        """Return the result of a job, done on the thread for devices. Raises Alarm."""
+        """Run a job on the thread for devices, and return its result. Raises Alarm."""
         key = object()
 
         def work() -> None:
@@ -360,11 +355,10 @@ class Team:
         return self.answer(key)
 
     # -- failures
-    # -------------------------------------------------------------------------------
 
     @contextmanager
     def alarming(self, alarm: Callable[[], None]) -> Generator[None]:
-        """Inside, ``alarm`` is called, from any thread, as soon as the team fails."""
+        """Return a context in which a failure of the team calls ``alarm``, on any thread."""
         with self._gate:
             self._alarms.append(alarm)
         if self.failure is not None:
@@ -376,7 +370,7 @@ class Team:
                 self._alarms.remove(alarm)
 
     def fail(self, failure: Failure) -> None:
-        """End the team by a failure; the first counts."""
+        """End the team with a failure. Only the first failure counts."""
         with self._gate:
             if self.failure is not None:
                 return
@@ -388,25 +382,31 @@ class Team:
         self.reading.wake()
 
     def lost(self, error: LostError) -> None:
-        """End the team by a connection that has ended. A process that fails says so first, so this
-        one is gone."""
+        """End the team because a connection has ended.
+
+        A process that fails sends its failure first, so this process is gone.
+        """
         self.fail(Failure(error.rank, "", error.text, None, self.run))
 
     def tell(self) -> None:
-        """Send the failure to all others, once. Every process passes it on: its closed connection
-        is no new failure."""
+        """Send the failure to all others, once.
+
+        Every process passes it on, so that its closed connection is not taken for a new failure.
+        """
         if not self._told and self.failure is not None:
             self._told = True
             self.tell_all(FrameKind.FAILED, list(self.failure))
 
     def say(self) -> None:
-        """Tell all others what this process does."""
-        with suppress(Exception):  # lanes go on while they are looked at
+        """Send all others what this process does."""
+        with suppress(Exception):  # lanes continue while their state is read
             self.tell_all(FrameKind.DOING, self.doing())
 
     def all_states(self, seconds: float = 1.0) -> dict[int, tuple[bool, str]]:
-        """What every process does, by rank: (is it in an action, in words). Those that do not
-        answer are left out."""
+        """Return what each process does, by rank: (whether it is in an action, words).
+
+        Processes that do not answer are missing.
+        """
         self.say()
         deadline = monotonic() + seconds
         while monotonic() < deadline and any(rank not in self.states for rank in self.peers):
@@ -414,7 +414,7 @@ class Team:
         return {**self.states, self.rank: self.doing()}
 
     def refuse_gone(self) -> None:
-        """End the team where a process has closed its ranks and this one runs on."""
+        """End the team if a process has closed its ranks and this process makes another run."""
         for rank, run in self._gone.copy().items():
             if self.run > run:
                 text = (
@@ -424,18 +424,17 @@ class Team:
                 self.fail(Failure(rank, "FuncpipeError", text, None, self.run))
 
     # -- its end
-    # -------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """End all connections, which ends all waits, here and elsewhere."""
+        """End all connections, which ends all waits, in this and other processes."""
         self.fail(Failure(self.rank, "", "its connections were closed", None, self.run))
         self.monitor.end()
         for peer in [*self.peers.values()]:
             peer.shut()
 
     def close(self, *, told: bool) -> None:
-        """End all threads and connections; with ``told`` the others get to know that this process
-        runs no more."""
+        """End all threads and connections. With ``told``, tell the others that this process
+        leaves."""
         if told and self.failure is None:
             self.tell_all(FrameKind.BYE, self.run)
         self.tell()

@@ -14,14 +14,16 @@ _permitted: set[str] = set()
 
 
 def name_of(kind: type) -> str:
-    """Return the name by which other processes find a class, and permit values of it. Raises
-    PlanError without one."""
+    """Return the name by which other processes find a class, and permit values of the class.
+
+    Raises PlanError if its name does not lead to it.
+    """
     name = f"{kind.__module__}:{kind.__qualname__}"
     if looked_up(name) is not kind:
         raise PlanError(
             f"a {kind.__qualname__} cannot go to another process: {kind.__module__} has no class "
-            "of this name, by which it would be found there; define it at the top of a module, "
-            "or hand a dict or a tuple on"
+            "of this name, so the other process could not find the class; define it at the top of "
+            "a module, or pass a dict or a tuple"
         )
     _permitted.add(name)
     return name
@@ -43,9 +45,9 @@ def class_named(name: str) -> Any:
         raise ValueError(f"there is no class {name} in this process")
     if name not in _permitted and not is_registered(found):
         raise ValueError(
-            f"this process has neither sent nor registered a {name}, so none is made here of what "
-            "another one says; import the class by its name where the stage that gets it is "
-            "defined, or hand a dict or a tuple on"
+            f"another process sent a {name}, which this process has neither sent nor registered, "
+            "so it refuses to make one; import the class by its name in the module of the stage "
+            "that receives it, or pass a dict or a tuple"
         )
     return found
 

@@ -29,13 +29,13 @@ from funcpipe._src.processes.wire_classes import class_named, looked_up, name_of
 
 @dataclass(frozen=True)
 class TreeForm:
-    """What some leaves and their structure are, without the numbers of tensors.
+    """The form of a value: its structure and leaves, without the numbers of tensors.
 
     Attributes:
-        spec: the structure; `LEAF` for a row of gradients, which have none.
-        leaves: a `TensorLayout` in place of each tensor.
-        flags: one for each leaf, or none.
-        shared: the numbers of the leaves that shared memory where they come from; see `Border`.
+        spec: the structure; `LEAF` for a row of gradients, which has no structure.
+        leaves: the leaves, with a `TensorLayout` for each tensor.
+        flags: one flag per leaf, or none.
+        shared: the numbers of the leaves that shared memory in the sending process; see `Border`.
     """
 
     spec: Spec
@@ -45,7 +45,7 @@ class TreeForm:
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order in which they lie."""
+    """Return the bytes of a dense tensor, in memory order."""
     if tensor.dtype is torch.uint8 and tensor.dim() == 1:
         return tensor
     flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
@@ -53,14 +53,16 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def sendable(leaf: Any) -> Any:
-    """A leaf as it travels: tensors plain, detached, dense. Raises PlanError for what cannot
-    travel."""
+    """Return a leaf in the form that can be sent: a plain, detached, dense tensor.
+
+    Raises PlanError for leaves that cannot be sent.
+    """
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().resolve_conj().resolve_neg()
         if not is_plain(leaf):
             raise PlanError(
-                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process as it is; "
-                "hand plain, dense tensors on"
+                f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process; pass plain, "
+                "dense tensors"
             )
         if leaf.storage_offset() == 0 and (leaf.is_contiguous() or fills(leaf)):
             return leaf
@@ -72,7 +74,7 @@ def sendable(leaf: Any) -> Any:
 def form_of(
     leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
 ) -> TreeForm:
-    """The form of leaves that are `sendable`."""
+    """Return the form of `sendable` leaves."""
     return TreeForm(
         spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared)
     )
@@ -81,7 +83,7 @@ def form_of(
 def form_key(
     leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
 ) -> Any:
-    """What equal forms have in common, and only these: to look them up by."""
+    """Return a lookup key, equal for equal forms only."""
     return (
         spec,
         tuple(shared),
@@ -104,7 +106,7 @@ def _without_numbers(leaf: Any) -> Any:
 
 
 def pack_form(form: TreeForm) -> bytes:
-    """A form as bytes. Raises PlanError for containers and leaves that cannot travel."""
+    """Return a form as bytes. Raises PlanError for containers and leaves that cannot be sent."""
     row = form.spec == LEAF and len(form.leaves) != 1
     skeleton = (
         None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
@@ -115,7 +117,7 @@ def pack_form(form: TreeForm) -> bytes:
 
 
 def unpack_form(data: bytes) -> TreeForm:
-    """The form that was packed. Raises PlanError for what was not."""
+    """Return the form that was packed. Raises PlanError for other bytes."""
     return _unpacked_form(data, class_named, _DECODERS)
 
 
@@ -138,35 +140,33 @@ def _unpacked_form(
         raise
     except Exception as error:
         raise PlanError(
-            f"what came from another process is damaged, {type(error).__name__}: {error}"
+            f"a message from another process is damaged, {type(error).__name__}: {error}"
         ) from error
     return TreeForm(spec, tuple(values), tuple(flags), tuple(shared))
 
 
 _KNOWN = 64
-"""So many forms of whole trees are remembered, each way: processes say the same to each other, with
-other numbers."""
+"""The number of cached forms of whole trees, per direction. Exchanges repeat the same forms."""
 
 
 class NumberLayout(NamedTuple):
-    """What stands in the form of a whole tree for a number, which goes with the memory of tensors.
+    """The placeholder of a number in the form of a whole tree. The number is sent with the tensors.
 
     Attributes:
-        code: how `struct` writes it: "q" an int, "d" a float.
+        code: the code of `struct`: "q" for an int, "d" for a float.
     """
 
     code: str
 
 
 _heads: dict[Any, bytes] = {}
-"""By `form_key`, forms of whole trees as bytes."""
+"""Packed forms of whole trees, by `form_key`."""
 
 _BY_CODE = {"q": NumberLayout("q"), "d": NumberLayout("d")}
 
 
 def pack(tree: Tree) -> bytes:
-    """A whole tree as bytes: the length of its form, the form, its numbers and the memory of its
-    tensors."""
+    """Return a whole tree as bytes: the length of its form, the form, then numbers and tensors."""
     leaves, spec = flatten(tree)
     layouts, parts = list[Any](), list[bytes]()
     for leaf in map(sendable, leaves):
@@ -193,12 +193,15 @@ def pack(tree: Tree) -> bytes:
 
 
 def unpack(data: bytes) -> Tree:
-    """The tree that was packed; its tensors have memory of their own. Raises PlanError for what was
-    not."""
+    """Return the tree that was packed. Its tensors have their own memory.
+
+    Raises PlanError for other bytes.
+    """
     end = 8 + struct.unpack("<q", data[:8])[0] if len(data) >= 8 else -1
     if not 8 <= end <= len(data):
         raise PlanError(
-            f"what came from another process is damaged: {len(data)} bytes, and a head of {end - 8}"
+            f"a message from another process is damaged: it has {len(data)} bytes, and a head of "
+            f"{end - 8}"
         )
     form = _form_of(data[8:end])
     leaves: list[Any] = []
@@ -207,7 +210,7 @@ def unpack(data: bytes) -> Tree:
             start, end = end, end + (leaf.nbytes if isinstance(leaf, TensorLayout) else 8)
             if end > len(data):
                 raise PlanError(
-                    "what came from another process is damaged: numbers are missing at its end"
+                    "a message from another process is damaged: numbers are missing at its end"
                 )
             leaf = _read(leaf, data[start:end])
         leaves.append(leaf)
@@ -215,7 +218,7 @@ def unpack(data: bytes) -> Tree:
 
 
 def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:
-    """The number, or the tensor, that these bytes are."""
+    """Decode the bytes of a number or a tensor."""
     if isinstance(layout, NumberLayout):
         return struct.unpack(f"<{layout.code}", data)[0]
     tensor = layout.room()
@@ -226,7 +229,7 @@ def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:
 
 @lru_cache(_KNOWN)
 def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
-    """The form of a whole tree, and the classes in it by name."""
+    """Return the form of a whole tree, and its classes by name."""
     classes: dict[str, type] = {}
 
     def find(name: str) -> type:
@@ -237,23 +240,20 @@ def _known(data: bytes) -> tuple[TreeForm, dict[str, type]]:
 
 
 def _form_of(data: bytes) -> TreeForm:
-    """`unpack_form` for a whole tree; known where the same came before, and its classes are what
-    they were."""
+    """Return the form of a whole tree, from the cache if its classes are unchanged."""
     form, classes = _known(data)
-    if any(
-        looked_up(name) is not kind for name, kind in classes.items()
-    ):  # a notebook cell redefined a class
+    # A notebook cell may have redefined a class.
+    if any(looked_up(name) is not kind for name, kind in classes.items()):
         _known.cache_clear()
         form, _ = _known(data)
     return form
 
 
 # -- leaves
-# -------------------------------------------------------------------------------
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-"""Not getattr of torch: it imports some of its modules when they are asked for."""
+"""The dtypes of torch, by name. Not by getattr, which imports some of torch's modules."""
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -275,11 +275,11 @@ _CODES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "device": (torch.device, str, torch.device),
     "size": (torch.Size, list, torch.Size),
 }
-"""Leaves besides those that JSON has: how each is written and read."""
+"""Leaves that JSON does not have: (type, writer, reader)."""
 
 
 def _coded(leaf: Any) -> Any:
-    """A leaf for JSON."""
+    """Return a leaf for JSON. Raises PlanError for leaves that cannot be sent."""
     if type(leaf) in _AS_THEY_ARE:
         return leaf
     if isinstance(leaf, TensorLayout):
@@ -290,9 +290,9 @@ def _coded(leaf: Any) -> Any:
         if type(leaf) is kind:
             return {name: write(leaf)}
     raise PlanError(
-        f"a {type(leaf).__name__} cannot go to another process: between stages that lie in "
-        "different ones, in losses' aux and in ties there are tensors, numbers, strings and "
-        "None, in containers"
+        f"a {type(leaf).__name__} cannot go to another process; stages of different processes "
+        "exchange tensors, numbers, strings and None, in containers, and so do aux of losses and "
+        "ties"
     )
 
 
@@ -313,7 +313,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS) -> Any:
-    """The leaf that was coded."""
+    """Return the leaf that `_coded` has coded."""
     if type(leaf) in _AS_THEY_ARE:
         return leaf
     ((name, value),) = leaf.items()
@@ -321,15 +321,14 @@ def _decoded(leaf: Any, decoders: Mapping[str, Callable[[Any], Any]] = _DECODERS
 
 
 # -- containers
-# -------------------------------------------------------------------------------
 
 
 class _Number(int):
-    """The number of a leaf, in its place in a tree."""
+    """The number of a leaf, in the leaf's place in a tree."""
 
 
 def _structure(node: Any) -> Any:
-    """A container for JSON, leaves by their numbers."""
+    """Return a container for JSON, with numbers in place of leaves."""
     kind = type(node)
     if kind is _Number:
         return int(node)
@@ -341,7 +340,7 @@ def _structure(node: Any) -> Any:
         return [kind.__name__, [[_coded(key), _structure(child)] for key, child in node.items()]]
     if kind is defaultdict:
         raise PlanError(
-            "a defaultdict cannot go to another process, since its factory cannot; hand a dict on"
+            "a defaultdict cannot go to another process, because its factory cannot; pass a dict"
         )
     if isinstance(node, tuple) and hasattr(kind, "_fields"):
         return ["named", name_of(kind), [_structure(child) for child in node]]
@@ -350,7 +349,7 @@ def _structure(node: Any) -> Any:
 
 
 def _built(code: Any, find: Callable[[str], Any]) -> Any:
-    """The container of a code."""
+    """Return the container that `_structure` has coded."""
     if isinstance(code, int):
         return _Number(code)
     kind, *rest = code
@@ -379,7 +378,7 @@ def _built(code: Any, find: Callable[[str], Any]) -> Any:
 
 
 def _plain(kept: Any) -> Any:
-    """What a class keeps besides its children, for JSON."""
+    """Return a container's metadata for JSON."""
     if type(kept) in (list, tuple):
         return [type(kept).__name__, [_plain(part) for part in kept]]
     if type(kept) is dict:

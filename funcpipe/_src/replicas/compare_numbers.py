@@ -1,8 +1,9 @@
 """Compare the initial numbers of replicas and of tied leaves between processes.
 
 Every process makes its own model. If one process has another seed, or alone has read a checkpoint,
-it trains another model. Gradients are summed all the same, so no error would show. funcpipe sends
-no numbers: it cannot know which process is right, and parameters belong to the caller.
+it trains another model. Without this check no error would show, because gradients are summed
+anyway. funcpipe sends no numbers: it cannot know which process is right, and parameters belong to
+the caller.
 """
 
 from __future__ import annotations
@@ -77,33 +78,33 @@ def compare_tied(
 def refuse_different(
     everyone: Sequence[tuple[Digests, Sequence[Sequence[str]]]], replicas: int, names: Sequence[str]
 ) -> None:
-    """Raise RanksError where replicas, or tied leaves, have different numbers.
+    """Raise RanksError if replicas, or tied leaves, have different numbers.
 
     Args:
-        everyone: for every process, replica by replica and by rank, its digests, and the places of
-            its leaves of each tie.
+        everyone: for every process, by replica and rank: its digests, and the locations of its
+            leaves of each tie.
         replicas: the number of replicas.
         names: the name of each process in errors.
     """
-    told, size = [digests for digests, _ in everyone], len(everyone) // replicas
+    by_process, size = [digests for digests, _ in everyone], len(everyone) // replicas
     ties = [
         [*dict.fromkeys(place for row in rows for place in row)]
         for rows in zip(*[ties for _, ties in everyone])
     ]
     faults: list[str] = []
-    for number, mine in enumerate(told[size:], size):
-        first = told[number % size]
+    for number, mine in enumerate(by_process[size:], size):
+        first = by_process[number % size]
         faults += [
             f"{place}: {names[number]} has other numbers than {names[number % size]}"
             for place, digest in mine.items()
             if first.get(place, digest) != digest
         ]
     for places in ties:
-        # The first replica is enough: differences of other replicas are listed above.
+        # The first replica is enough, because the loop above lists differences of other replicas.
         members = [
             (place, each[place], names[rank])
             for place in places
-            for rank, each in enumerate(told[:size])
+            for rank, each in enumerate(by_process[:size])
             if place in each
         ]
         faults += [

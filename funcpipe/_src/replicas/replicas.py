@@ -1,4 +1,4 @@
-"""The replicas of a stage: gradients are summed over them, and parameters gathered."""
+"""Sum the gradients of a stage over its replicas, and gather its sharded parameters."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     from funcpipe._src.processes.team import Team
 
 _WINDOW = 1 << 26
-"""Gradients of so many bytes are summed at once, or one that has more."""
+"""Gradients are summed in groups of at most this many bytes; a larger gradient is one group."""
 
 GiveSums: TypeAlias = Callable[[], list[Tensor | None]]
-"""Gives the sums of a stage's gradients over its replicas to the stream that the calling thread
-queues on."""
+"""A function that returns the sums of a stage's gradients over its replicas, ready for the current
+stream of the calling thread."""
 
 
 Told: TypeAlias = Callable[[GiveSums], None]
-"""Who is told that they are there, from any thread."""
+"""A callback for finished sums. It may be called on any thread."""
 
 
 @dataclass(frozen=True)
 class Summed:
-    """The key under which a lane is given the `GiveSums` of a stage. No tuple: those are the keys
-    of free slots."""
+    """The mailbox key for the `GiveSums` of a stage. Not a tuple: tuples are keys of free slots."""
 
     stage: int
 
 
 class Reduction:
-    """A sum of a stage's gradients over its replicas, in progress. G writes it, S reads it, and the
-    caller takes it.
+    """A sum of a stage's gradients over its replicas, in progress.
+
+    G writes it, S reads it, and the end of the run takes it.
 
     Args:
-        stage: its number.
+        stage: the number of the stage.
         box: the mailbox of the stage's lane; None: only the caller waits.
 
     Attributes:
-        wait_at_end: waits on the caller's thread, and returns the function that gives the sums.
+        wait_at_end: a function that waits on the caller's thread, and returns the `GiveSums`.
     """
 
     def __init__(self, stage: int, box: Mailbox | None) -> None:
@@ -64,8 +64,7 @@ class Reduction:
             self._box.put(self._key, give)
 
     def wait(self, stream: Any = None) -> None:
-        """Wait on the stage's lane, by its mailbox. The signature is that of
-        ``torch.cuda.Event.wait``."""
+        """Wait on the stage's lane, by its mailbox. Same signature as ``torch.cuda.Event.wait``."""
         assert self._box is not None
         if self._key not in self._box.came:
             self._box.wait(self._key)
@@ -92,13 +91,15 @@ class Reduction:
 
 
 class Sharding(NamedTuple):
-    """How the replicas have a tensor: in parts along an axis, as even as those of `torch.chunk`,
-    some may be empty."""
+    """The sharding of a tensor over replicas: parts along an axis, as `torch.chunk` cuts them.
+
+    Some parts may be empty.
+    """
 
     axis: int
 
     def part(self, whole: Tensor, replica: int, replicas: int) -> Tensor:
-        """The part of a replica, a view."""
+        """Return the part of a replica, a view."""
         length = whole.shape[self.axis]
         size = -(-length // replicas)
         start = min(size * replica, length)
@@ -106,27 +107,26 @@ class Sharding(NamedTuple):
 
 
 def dtensor_of(local: Tensor, like: Any) -> Any:
-    """What is here of a tensor as all of it: a DTensor that is spread like another."""
+    """Return a DTensor with this local part, spread like another DTensor."""
     stride = torch.empty(like.shape, device="meta").stride()
     layout = {"run_check": False, "shape": like.shape, "stride": stride}
     return type(like).from_local(local, like.device_mesh, like.placements, **layout)
 
 
 class Replicas:
-    """Gathers and sums in a thread beside the lane; one after the other, in all replicas in the
-    same order.
+    """Gathers and sums in a thread beside the lane, in the same order in all replicas.
 
-    Each replica adds up one piece of a gradient, in the order of the replicas, and sends the others
-    the sum: so all have the same bits, and a replica sends at most twice a gradient's size. Where
-    the stage is on a device with streams, all goes on one of its own, after what the lane has
-    queued.
+    Each replica adds up one piece of a gradient, in the order of the replicas, and sends the sum to
+    the others. So sums are bit-identical in all replicas, and a replica sends at most twice the
+    size of a gradient. On a device with streams, the work has its own stream, and comes after the
+    work that the lane has queued.
 
     Args:
         team: the other processes.
         stage: the number of the stage.
-        ranks: the processes that have it, by replica.
+        ranks: the processes with this stage, by replica.
         worker: the thread, one for all stages of a lane.
-        stream: where the stage is on a device with streams, one of these.
+        stream: the stream, or None on the CPU.
     """
 
     def __init__(
@@ -143,10 +143,12 @@ class Replicas:
     def gather(
         self, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], done: Callable[[Any], None]
     ) -> None:
-        """Begin to fetch the parts of the others: of each tensor what is here, and rooms for all,
-        by replica.
+        """Begin to gather parts of tensors from the other replicas.
 
-        ``done`` gets the event after which they are there; None: they are.
+        Args:
+            parts: for each tensor, the part of this replica, and memory for the part of each
+                replica.
+            done: called with the event after which the parts are ready, or None.
         """
         queued = self._queued()
 
@@ -168,10 +170,10 @@ class Replicas:
     def begin(
         self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding], told: Told
     ) -> Any:
-        """Begin to sum. The `GiveSums` are told, and come to the caller's box under the key that is
-        returned.
+        """Begin to sum gradients, and free their memory.
 
-        Of what is cut this replica gets its part. What was given has no memory afterwards.
+        The `GiveSums` go to ``told``, and to the caller's mailbox with the returned key. For leaves
+        in ``cuts``, this replica gets only its part of the sum.
         """
         queued, key = self._queued(), object()
 
@@ -188,8 +190,10 @@ class Replicas:
     def _sums(
         self, gradients: Sequence[Tensor | None], cuts: Mapping[int, Sharding]
     ) -> list[Tensor | None]:
-        """The sums of gradients over all replicas; of a DTensor each replica has the same part."""
+        """Return the sums of gradients over all replicas. DTensors are summed by local parts."""
         sums: list[Tensor | None] = [None] * len(gradients)
+        # Each phase begins for all gradients of a window before the next phase waits for the first,
+        # so that their transfers overlap. All replicas use the same windows: no deadlock.
         for numbers in _windows(gradients):
             added = {
                 number: self._add(here(gradients[number]), cuts.get(number)) for number in numbers
@@ -200,6 +204,7 @@ class Replicas:
                 sums[number] = total if here(gradient) is gradient else dtensor_of(total, gradient)
             self._channel.drain()
             for number in numbers:
+                # Free the memory only after the stream has used it.
                 self._over([here(gradients[number])])
                 here(gradients[number]).untyped_storage().resize_(0)
         return sums
@@ -208,8 +213,8 @@ class Replicas:
         """Begin to send the pieces of a gradient.
 
         Returns:
-            What adds up the piece of this replica and begins to send the sum, and returns what
-            waits for the whole.
+            A function that adds up this replica's piece and begins to send its sum. It returns a
+            function that waits for the whole sum.
         """
         count, seat = len(self.ranks), self.ranks.index(self.me)
         flat = gradient.contiguous().reshape(-1)
@@ -226,6 +231,7 @@ class Replicas:
 
         def share() -> Callable[[], Tensor]:
             take()
+            # Added in the order of the replicas, by one replica for all: bit-identical everywhere.
             total = reduce(add, rooms)
             if cut is not None:
                 return lambda: total
@@ -243,17 +249,17 @@ class Replicas:
         return share
 
     def _taken(self, sums: list[Tensor | None], event: Any) -> list[Tensor | None]:
-        """The sums, for the stream that the calling thread queues on."""
+        """Return the sums, ready for the current stream of the calling thread."""
         if self.stream is not None:
             self.stream.hand([here(each) for each in sums if each is not None], event)
         return sums
 
     def _queued(self) -> AbstractContextManager[object]:
-        """Inside, what is queued comes after what the calling thread has queued by now."""
+        """Return a context whose work comes after the present work of the calling thread."""
         return nullcontext() if self.stream is None else self.stream.after(self.stream.now())
 
     def _over(self, tensors: Sequence[Tensor]) -> Any:
-        """The event after what is queued, which uses these tensors."""
+        """Return an event after the queued work, which uses these tensors."""
         if self.stream is None:
             return None
         self.stream.used(tensors)
@@ -266,8 +272,10 @@ class Replicas:
     def _swap(
         self, theirs: Mapping[int, Tensor], rooms: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        """Begin to send each other replica a dense tensor; returns what receives theirs into the
-        rooms."""
+        """Begin to send a dense tensor to each other replica.
+
+        Returns a function that receives their tensors into ``rooms``.
+        """
         others = [rank for rank in self.ranks if rank != self.me]
         stream = self.stream
         if stream is not None and stream.group is not None:
@@ -285,7 +293,7 @@ class Replicas:
         if stream is not None:
             different = {id(tensor): tensor for rank, tensor in theirs.items() if rank != self.me}
             copies = dict(zip(different, stream.copies_on_host([*different.values()]), strict=True))
-            stream.over().synchronize()
+            stream.over().synchronize()  # sockets send host memory, so the copies must be complete
             theirs = {rank: copies[id(theirs[rank])] for rank in others}
         for rank in others:
             if theirs[rank].numel():
@@ -302,8 +310,7 @@ class Replicas:
 
 
 def _windows(gradients: Sequence[Tensor | None]) -> list[list[int]]:
-    """The numbers of gradients that are summed at once: their messages overlap, and their memory is
-    bounded."""
+    """Group gradients that are summed together, so that messages overlap and memory is bounded."""
     windows, size = list[list[int]](), _WINDOW
     for number, gradient in enumerate(gradients):
         if gradient is not None:
@@ -317,5 +324,5 @@ def _windows(gradients: Sequence[Tensor | None]) -> list[list[int]]:
 
 
 def here(tensor: Any) -> Tensor:
-    """What is here of a DTensor; any other tensor itself."""
+    """Return the local part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -16,16 +16,15 @@ from funcpipe._src.processes.peer import memory_view
 from funcpipe._src.replicas.replicas import Sharding, here
 
 Digests: TypeAlias = Mapping[str, str]
-"""By the place of a tensor, as Python would write it, a hash of its numbers."""
+"""By the location of a tensor, written as in Python, a hash of its numbers."""
 
 _TWICE = 2
-"""In so many runs that follow each other new leaves are compared. Who makes new ones in every step
-computes them of those."""
+"""The number of consecutive runs that compare new leaves. A caller with new leaves in every step
+computes them from the compared leaves, so further runs compare nothing."""
 
 
 class ComparedLeaves:
-    """Records which parameter leaves a run has compared. So each leaf is compared once, and later
-    runs pay nothing."""
+    """Records the compared parameter leaves, so that each leaf is compared only once."""
 
     def __init__(self) -> None:
         self._known: dict[int, ReferenceType[Tensor]] = {}
@@ -37,8 +36,8 @@ class ComparedLeaves:
         self._new = []
 
     def has_new(self, leaves: Iterable[Any]) -> bool:
-        """Return whether there are leaves to compare. Of runs that are prepared together, only the
-        first compares."""
+        """Return whether there are leaves to compare. If runs are prepared together, only the first
+        compares."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         new = [
             leaf
@@ -54,19 +53,22 @@ class ComparedLeaves:
 
     def settle(self) -> None:
         """Record that the new leaves were compared and are equal everywhere."""
+        # Drop freed leaves: a new tensor may get the id of a freed one.
         self._known = {key: each for key, each in self._known.items() if each() is not None}
         self._known |= {id(leaf): ref(leaf) for leaf in self._new}
         self._in_a_row += bool(self._new)
         self._new = []
 
     def forget(self) -> None:
-        """Compare all leaves again in the next run: one process may have stepped while another one
-        failed."""
+        """Compare all leaves again in the next run.
+
+        After a failure, one process may have stepped and another not.
+        """
         self.__init__()
 
 
 class Whole:
-    """The hashes of whole tensors, by the part that `place` has kept."""
+    """The hashes of whole tensors, by the local part that `place` has kept."""
 
     def __init__(self) -> None:
         self._digests: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
@@ -77,8 +79,10 @@ class Whole:
         self._digests[id(part)] = ref(part), version(here(part.detach())), digest_of(whole)
 
     def digest(self, part: Tensor) -> str:
-        """Return the hash of the whole; "" if unknown, or if the part was written to since (by a
-        checkpoint, say)."""
+        """Return the hash of the whole tensor, or "" if unknown.
+
+        It is unknown after a write to the part, for example by `load`.
+        """
         kept, written, digest = self._digests.get(id(part), (None, 0, ""))
         return (
             digest
@@ -91,7 +95,7 @@ whole = Whole()
 
 
 def digest_of(leaf: Any) -> str:
-    """Hash the numbers of a tensor; "" where they cannot be read."""
+    """Return a hash of a tensor's numbers, or "" if they cannot be read."""
     if not isinstance(leaf, Tensor):
         return ""
     own = here(leaf.detach())
@@ -110,9 +114,9 @@ def digests_of(
     cuts: Mapping[int, Sharding | None],
     wanted: Collection[str] | None = None,
 ) -> Digests:
-    """Hash the tensors of a tree at the ``wanted`` places (None: all).
+    """Return hashes of a tree's tensors at the ``wanted`` locations (None: all).
 
-    For tensors that are cut over replicas, hash the whole.
+    For a tensor that is sharded over replicas, the hash is of the whole tensor.
     """
     digests: dict[str, str] = {}
     for number, (place, leaf) in enumerate(

@@ -1,11 +1,10 @@
-"""Parameters of which each replica of a stage holds a part (torch's DTensor): whole while the stage
-computes.
+"""Sharded parameters (torch's DTensor): each replica holds a part, and gathers the whole to
+compute.
 
-The stage is bound to tensors of the whole size, which have no memory at first. They get it when U
-begins to gather the parts (or, without U, when the stage first computes), and give it back when the
-last action has run that needs it before the next U; what a compiled stage computed of them alone
-goes with them. Gradients are whole until they are summed over the replicas; of the sums each
-replica keeps its part.
+The stage is bound to tensors of the whole size, which have no memory at first. They get memory when
+U begins to gather the parts, or, without U, when the stage first computes. After the last action
+before the next U, their memory is freed, with all values that a compiled stage computed from them.
+Gradients are whole until they are summed over the replicas. Each replica keeps its part of a sum.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ from funcpipe._src.stages.bound import Bound, ForwardReport
 
 @dataclass(frozen=True)
 class Gathered:
-    """The key under which a lane is told that the parameters of a stage are whole, and for the how
-    manieth time.
+    """The mailbox key for the notice that a stage's parameters are gathered.
 
-    No tuple: those are the keys of free slots.
+    ``number`` counts the gathers. Not a tuple: tuples are keys of free slots.
     """
 
     stage: int
@@ -46,13 +44,13 @@ class Gathered:
 
 
 class ShardedParams:
-    """The leaves of a stage's parameters that are spread over its replicas, for one run.
+    """The parameters of a stage, some of them sharded over its replicas, for one run.
 
     Attributes:
-        cuts: of those that are cut, by leaf number.
-        leaves: all leaves of the stage, as it is bound to them.
-        parts: all leaves, of those that are spread what is here.
-        counted: the numbers of the U that gather, the others do nothing; see `count`.
+        cuts: the sharding of sharded leaves, by leaf number.
+        leaves: all leaves that the stage is bound to, sharded ones in whole size.
+        parts: all leaves, sharded ones as the local part.
+        counted: the numbers of the U that gather. Others are no-ops; see `count`.
     """
 
     def __init__(
@@ -80,25 +78,26 @@ class ShardedParams:
             self._spread = [*cuts]
 
     def tree(self) -> Tree:
-        """What the stage is bound to."""
+        """Return the tree that the stage is bound to."""
         return unflatten(self._spec, self.leaves)
 
     def count(self, fewest: Lowered) -> None:
-        """Let those U gather that serve the replica with the fewest microbatches, whose program
-        this is, and the first.
+        """Select the U that gather: the first, and those that serve actions of ``fewest``.
 
-        They stand in the programs of all replicas, so all gather the same at the same action of
-        plan order.
+        ``fewest`` is the program of the replica with the fewest microbatches. Its U are in the
+        programs of all replicas. So all replicas make the same gathers in the same order; another
+        selection would deadlock.
         """
         self.counted = frozenset(
             {0, *(number for _, stage, number, _ in _serving(fewest) if stage == self.stage)}
         )
 
     def begin(self, box: Mailbox) -> None:
-        """Begin to gather; the lane is told through its mailbox."""
+        """Begin to gather. The lane gets a notice in its mailbox."""
         jobs: list[tuple[Tensor, list[Tensor]]] = []
         for number, cut in self.cuts.items():
-            # By ``.data``: autograd counts these numbers as the ones that were there before.
+            # By ``.data``, so that autograd does not see a write: the numbers are the same as in
+            # the last gather, and graphs may have saved the tensor.
             whole, mine = self.leaves[number].data, self.parts[number].detach().contiguous()
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
             rooms = [
@@ -112,7 +111,7 @@ class ShardedParams:
         self.part.gather_params(self.stage, jobs, partial(box.put, key))
 
     def wait(self, box: Mailbox, place: Place) -> None:
-        """Let the lane wait until they are whole."""
+        """Wait on the lane until the parameters are gathered."""
         if self._here:
             return
         if not self._begun:
@@ -124,7 +123,10 @@ class ShardedParams:
         self._here = True
 
     def apart(self, value: Any) -> Any:
-        """What a stage hands on, without what shares memory with parameters whose memory goes."""
+        """Return a stage's value with copies of tensors that share memory with the parameters.
+
+        The parameters' memory is freed, so such a tensor would lose its numbers.
+        """
         memory = {self.leaves[number].untyped_storage().data_ptr() for number in self.cuts}
 
         def own(leaf: Tensor) -> Tensor:
@@ -147,13 +149,13 @@ class ShardedParams:
         return value
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the whole parameters."""
         self._here = False
         for number in self.cuts:
             self.leaves[number].untyped_storage().resize_(0)
 
     def as_given(self, gradients: Sequence[Tensor | None]) -> list[Any]:
-        """Gradients of the parts that are here as the leaves are: DTensors."""
+        """Return gradients in the form of the given leaves, DTensors for sharded leaves."""
         out: list[Any] = [*gradients]
         for number in self._spread:
             gradient = gradients[number]
@@ -164,7 +166,7 @@ class ShardedParams:
 _serving: Remembered[Lowered, frozenset[Action]] = Remembered(
     lambda program: serving([program.action(code) for code in program.order])
 )
-"""The U of a program that serve something."""
+"""The U of a program that serve at least one action."""
 
 
 def holding(
@@ -175,8 +177,7 @@ def holding(
     box: Mailbox,
     place: Place,
 ) -> list[Step]:
-    """The steps of a lane, so that each stage computes with whole parameters, and only as long as
-    it needs them."""
+    """Wrap the steps of a lane, so that stages compute with gathered parameters and free them."""
     out = [*steps]
     for number, call in enumerate(program.calls):
         held = params.get(call.stage)
@@ -218,8 +219,10 @@ def _computing(
 
 
 def _last_uses(program: LaneProgram, params: ShardedParams) -> set[tuple[int, int]]:
-    """(call, microbatch) of what computes last with the parameters before they are gathered again,
-    or at all."""
+    """Return (call, microbatch) of each action after which the parameters can be freed.
+
+    These are the last uses before each further gather, and at the end.
+    """
     last: set[tuple[int, int]] = set()
     use: tuple[int, int] | None = None
     for run in program.runs:

@@ -1,5 +1,7 @@
-"""Which tensors are spread over the replicas of their stage, DTensors on the mesh of these
-replicas; and all of one."""
+"""Find parameters that are DTensors over the replicas of their stage, and gather a whole tensor.
+
+`sharded` gathers parameters within a run.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from funcpipe._src.replicas.replicas import Sharding
 def cuts_of(
     tree: Tree, root: str, copies: Sequence[int], members: Collection[int]
 ) -> Mapping[int, Sharding | None]:
-    """How DTensors among the leaves of a stage's parameters are spread over its replicas, by leaf
-    number.
+    """Return how DTensors among a stage's parameters are spread over its replicas.
 
-    Those on another mesh (tensor-parallel ones) are the stage's own business, and not among them.
+    The result is by leaf number. DTensors on another mesh, such as tensor-parallel parameters,
+    belong to the stage itself and are not in the result.
 
     Args:
         tree: the parameters.
-        root: what to call them.
-        copies: the processes that have the stage, by replica.
+        root: the name of the parameters in errors.
+        copies: the processes with this stage, by replica.
         members: all processes that run the plan.
 
     Raises:
-        PlanError: one is spread in a way that no plan gathers.
+        PlanError: a parameter is spread in a way that funcpipe cannot gather.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -53,15 +55,14 @@ def cuts_of(
                 faults[number] = f"is {placement}"
         elif len({*ranks} & {*members}) > 1:
             faults[number] = (
-                f"lies on the mesh {mesh.tolist()}, and its stage's replicas are the processes "
+                f"is on the mesh {mesh.tolist()}, but the replicas of its stage are the processes "
                 f"{[*copies]}"
             )
     if faults:
         names = locations(tree, root)
         raise_all(
-            "DTensors among the parameters are whole, or cut along one axis, over the replicas of "
-            "their stage "
-            '(mesh["dp"] for ranks(plan, mesh, dp="dp")):',
+            "DTensors among the parameters must be whole, or cut along one axis, over the "
+            'replicas of their stage (mesh["dp"] for ranks(plan, mesh, dp="dp")):',
             [f"{names[number]} {fault}" for number, fault in faults.items()],
         )
     return cuts
@@ -72,13 +73,14 @@ def whole_of(
     copies: Sequence[int],
     gather: Callable[[Tensor, Sequence[TensorLayout]], list[Tensor]],
 ) -> Tensor:
-    """All of a tensor of which replicas may have parts; any other DTensor is put together by torch.
+    """Return the whole of a tensor that may be spread over replicas.
+
+    Torch gathers other DTensors.
 
     Args:
-        tensor: what is here of it.
-        copies: the processes that have its stage, by replica.
-        gather: of the part that is here, and the layouts of those of all replicas, the parts of
-            all.
+        tensor: the tensor; if it is spread, the DTensor with this replica's part.
+        copies: the processes with the tensor's stage, by replica.
+        gather: a function from this replica's part, and the layouts of all parts, to all parts.
     """
     if not lies_over(tensor, copies):
         return entire(tensor.detach())

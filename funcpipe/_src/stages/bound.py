@@ -1,8 +1,7 @@
-"""The interface between executors and stages: forward, backward, and the two halves of the
-backward.
+"""The interface between executors and stages: forward, backward, and its halves I and W.
 
-`Bound` is one stage with its parameters for one run, `Program` makes it. Eager stages are the first
-program; compiled ones implement the same.
+`Bound` is one stage with its parameters for one run, and `Program` makes it. `EagerBound` is one
+implementation; compiled stages have another.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from funcpipe._src.stages.params import StageParams
 from funcpipe._src.stages.rng import Keys
 
 Gradients = list[Tensor | None]
-"""The gradient of each leaf of a border; None where there is none."""
+"""The gradient of each leaf of a border, or None."""
 
 
 class StageArgs(NamedTuple):
@@ -30,10 +29,10 @@ class StageArgs(NamedTuple):
 
     Attributes:
         x: the input.
-        skips: in the order of ``stage.pop``; then the carry, of a slice that has one.
-        feeds: in the order of ``stage.feeds``.
-        target: for the loss; None without one.
-        microbatch: its index; of a slice that of the piece.
+        skips: the skips in the order of ``stage.pop``, then the carry if there is one.
+        feeds: the feeds in the order of ``stage.feeds``.
+        target: the target for the loss, or None.
+        microbatch: the number of the microbatch, or of the piece in a plan with slices.
     """
 
     x: Border
@@ -43,16 +42,16 @@ class StageArgs(NamedTuple):
     microbatch: int
 
     def borders(self) -> list[Border]:
-        """All that it gets, in this order."""
+        """Return all borders, in this order."""
         return [self.x, *self.skips, *self.feeds, *([] if self.target is None else [self.target])]
 
 
 class ForwardReport(NamedTuple):
-    """What a forward reports for the end of the batch; tensors are detached.
+    """The values of a forward for the end of the batch. Tensors are detached.
 
     Attributes:
-        stats: for the stage's commit.
-        loss: the loss function's result; None in all stages but the last.
+        stats: the statistics for the stage's commit.
+        loss: the result of the loss function; None except in the last stage.
         side: the stage's auxiliary loss (sum, weight), or None.
     """
 
@@ -66,9 +65,9 @@ class StageOut(NamedTuple):
 
     Attributes:
         y: the output.
-        report: for the end of the batch.
-        residual: what the backward needs, None where nothing is kept.
-        stash: by name; what the next slice gets under `CARRY`.
+        report: the values for the end of the batch.
+        residual: the residual for the backward, or None if it is not kept.
+        stash: the stashed values by name, and the carry for the next slice as `CARRY`.
     """
 
     y: Border
@@ -85,21 +84,23 @@ class Cotangents(NamedTuple):
 
 
 class Residual(Protocol):
-    """What a forward keeps for its backward; opaque."""
+    """The data that a forward keeps for its backward. Executors do not look into it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors at the borders that it holds."""
+        """The bytes of the border tensors that the residual holds."""
         ...
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move it to the host or back, but for memory at fixed addresses. Returns the event after
-        which it is there."""
+        """Move the residual to the host or back, except memory at ``fixed`` addresses.
+
+        Returns the event after which the copy is ready.
+        """
         ...
 
 
 class Bound(Protocol):
-    """One stage with its parameters, for one run; used by one thread at a time."""
+    """One stage with its parameters, for one run. Only one thread may use it at a time."""
 
     @property
     def params(self) -> StageParams:
@@ -108,11 +109,11 @@ class Bound(Protocol):
 
     @property
     def phase(self) -> str:
-        """Which part of a forward runs, where it is not the stage's own function."""
+        """The part of a forward that runs, such as "loss"; "" for the stage's function."""
         ...
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """Run F, or R: the same call, its outputs dropped."""
+        """Run F, or R: the same call, whose outputs are dropped."""
         ...
 
     def backward(
@@ -123,49 +124,50 @@ class Bound(Protocol):
         *,
         split: bool = False,
     ) -> tuple[Cotangents, Any]:
-        """Run B, or with ``split`` I: adds weight gradients into their sums. Returns also the
-        residual for W, or None."""
+        """Run B, or with ``split`` run I. Add weight gradients to their sums.
+
+        Returns the gradients of the inputs, and the residual for W or None.
+        """
         ...
 
     def backward_weight(self, residual: Any) -> None:
-        """Run W: adds weight gradients into their sums."""
+        """Run W: add weight gradients to their sums."""
         ...
 
     def rebase(self, state: Tree | None) -> None:
-        """Begin the next batch with the parameters as they are now, and with its state; None: it is
-        as it was."""
+        """Begin the next batch with stepped parameters, and with a new state unless it is None."""
         ...
 
     def release(self) -> None:
-        """Forget every tensor; the run went well."""
+        """Release all tensors after a successful run."""
         ...
 
 
 ROWS_UNCLEAR = (
-    "the leaves of the ready-made microbatches (fp.Microbatches) differ in how many rows they "
-    "have, and it is not known which of them count; say how much a microbatch counts, "
-    "make_plan(weight=target -> number), or return (sum, weight) from the loss"
+    "the leaves of the ready-made microbatches (fp.Microbatches) have different numbers of rows, "
+    "so the weight of a microbatch is not known; give its weight, make_plan(weight=target -> "
+    "number), or return (sum, weight) from the loss"
 )
-"""What to do where ready-made microbatches have no rows that count."""
+"""The remedy for ready-made microbatches whose leaves disagree on the rows."""
 
 
 class Shares(NamedTuple):
-    """How much each microbatch counts in the batch's loss; with replicas, those of all of them, one
-    after the other.
+    """The share of each microbatch in the loss of the batch.
+
+    With replicas, the microbatches of all replicas, one replica after the other.
 
     Attributes:
-        weights: of each microbatch: its rows, or the weight of its loss where that is known.
-        total: the weights' sum, by which sums are divided; None where the batch's loss is the sum
-            of sums.
-        explicit: whether the plan's ``weight`` or the loss's own count gave them, not the rows.
-        loss_scale: gradients are multiplied by it.
-        parts: the share of each microbatch in auxiliary losses, of 1: by the plan's ``weight``,
-            else by rows.
+        weights: the weight of each microbatch: its rows, or the weight of its loss if known.
+        total: the sum of the weights, by which sums are divided. None: the batch's loss is a sum.
+        explicit: whether the plan's ``weight`` or the loss gave the weights, instead of rows.
+        loss_scale: the factor of the gradients.
+        parts: the share of each microbatch in auxiliary losses. The shares sum to 1. They are in
+            proportion to the plan's ``weight``, else to rows.
         summed: whether the loss returns sums.
-        first: the place of this replica's first microbatch.
-        guessed: whether means count by rows although the loss's divisor is unknown.
+        first: the number of this replica's first microbatch.
+        guessed: whether means are weighted by rows although the loss's divisor is unknown.
         rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
-            so that no leaf's rows can count.
+            so that rows cannot be weights.
     """
 
     weights: tuple[float, ...]
@@ -179,29 +181,29 @@ class Shares(NamedTuple):
     rows_unclear: bool = False
 
     def weight(self, microbatch: int) -> float:
-        """The weight of a microbatch of this replica."""
+        """Return the weight of a microbatch of this replica."""
         return self.weights[self.first + microbatch]
 
     def part(self, microbatch: int) -> float:
         """Return the share of a microbatch of this replica in auxiliary losses. Raises BatchError
         if unknown."""
         if self.rows_unclear:
-            raise BatchError(f"an auxiliary loss counts by rows; {ROWS_UNCLEAR}")
+            raise BatchError(f"an auxiliary loss is weighted by rows; {ROWS_UNCLEAR}")
         return self.parts[self.first + microbatch]
 
     def factor(self, loss: Loss, microbatch: int) -> float:
-        """The factor of the microbatch's loss in the batch's.
+        """Return the factor of a microbatch's loss in the batch's loss.
 
-        A mean counts by the microbatch's weight; a sum is divided by the total. Where sums come
-        with weights that were not known before, the factor is 1 and everything is divided once, at
-        the end. Raises BatchError for a mean if ``rows_unclear``.
+        A mean is multiplied by the microbatch's share; a sum is divided by the total. For a loss
+        that returns weights the factor is 1, and gradients are divided once at the end. Raises
+        BatchError for a mean if ``rows_unclear``.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
         if self.total is None:
             return 1.0
         if self.rows_unclear and loss.weight is None and not self.summed:
-            raise BatchError(f"the loss is a mean, which counts by rows; {ROWS_UNCLEAR}")
+            raise BatchError(f"the loss is a mean, which is weighted by rows; {ROWS_UNCLEAR}")
         weight = self.weights[self.first + microbatch]
         if weight and (self.summed or loss.weight is not None):
             weight = 1.0
@@ -226,8 +228,8 @@ class Program(Protocol):
         shares: Shares | None,
         guard: bool = False,
     ) -> Bound:
-        """Bind a stage for one run. With ``guard``, writes into parameters go into copies.
+        """Bind a stage for one run. With ``guard``, the stage's writes to parameters go to copies.
 
-        Raises PlanError where parameters or state do not fit.
+        Raises PlanError if parameters or state do not fit the stage.
         """
         ...

@@ -1,4 +1,4 @@
-"""``check="finite"``: refuses NaN and Inf in what a stage hands on."""
+"""``check="finite"``: refuse NaN and Inf in the values that a stage returns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from funcpipe._src.stages.bound import Bound, Cotangents, Gradients, Shares, Sta
 
 
 class FiniteBound:
-    """A bound stage whose outputs, losses and gradients are checked after every action.
+    """Wraps a bound stage, and checks outputs, losses and gradients after each action.
 
-    A microbatch that does not count by the shares may have a loss that is NaN: the mean of nothing.
+    A microbatch with weight 0 may have the loss NaN, which is the mean over no elements.
     """
 
     def __init__(self, inner: Bound, params: Tree, index: int, shares: Shares) -> None:
@@ -28,11 +28,12 @@ class FiniteBound:
 
     @property
     def phase(self) -> str:
-        """The inner stage's."""
+        """The phase of the inner stage."""
         return self.inner.phase
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """Forward of the inner stage. Raises NotFiniteError where it hands on NaN or Inf."""
+        """Run the forward of the inner stage. Raises NotFiniteError for NaN or Inf in its
+        values."""
         out = self.inner.forward(args, keep=keep)
         faults = _border(out.y, "output") + [
             fault
@@ -41,7 +42,7 @@ class FiniteBound:
         ]
         loss = out.report.loss
         if loss is not None:
-            # A model's own loss lies in the output.
+            # If the model computes its own loss, the output contains the loss: weigh both alike.
             counts = self.shares.factor(loss, args.microbatch)
             faults = faults + _leaves([("the loss", loss.sum)]) if counts else []
         if out.report.side is not None:
@@ -63,13 +64,14 @@ class FiniteBound:
         *,
         split: bool = False,
     ) -> tuple[Cotangents, Any]:
-        """Backward of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
+        """Run the backward of the inner stage. Raises NotFiniteError for NaN or Inf in
+        gradients."""
         cotangents, weight_residual = self.inner.backward(residual, y, stash, split=split)
         self._check_gradients(cotangents, y)
         return cotangents, (weight_residual, y) if split else None
 
     def backward_weight(self, residual: Any) -> None:
-        """W of the inner stage. Raises NotFiniteError where gradients have NaN or Inf."""
+        """Run W of the inner stage. Raises NotFiniteError for NaN or Inf in gradients."""
         weight_residual, y = residual
         self.inner.backward_weight(weight_residual)
         self._check_gradients(Cotangents([], []), y)
@@ -99,8 +101,8 @@ class FiniteBound:
     def _refuse(self, faults: list[str], incoming: Sequence[str], remedy: str) -> None:
         """Raise NotFiniteError with the faults and where they came from."""
         sources = [*incoming, *_leaves(zip(self.names, self.leaves, strict=True))]
-        came = [f"it came in with {source}" for source in sources]
-        came = came or [f"everything that came in was finite; {remedy}"]
+        came = [f"an argument was not finite: {source}" for source in sources]
+        came = came or [f"all arguments were finite; {remedy}"]
         raise NotFiniteError(
             bullets("this stage made numbers that are not finite:", [*faults, *came])
         )
@@ -111,7 +113,7 @@ def _border(border: Border, name: str) -> list[str]:
 
 
 def _leaves(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """A line for each tensor that has NaN or Inf."""
+    """Return a line for each tensor with NaN or Inf."""
     return [f"{name} has {text}" for name, leaf in named if (text := _count(leaf))]
 
 
@@ -127,6 +129,6 @@ def _count(leaf: Any) -> str:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    """The leaf without its graph, as float32 if it is of an 8-bit type: in these torch looks for no
-    NaN."""
+    """Return the leaf without its graph. 8-bit types become float32, because torch has no isfinite
+    for them."""
     return leaf.detach().float() if leaf.dtype.itemsize == 1 else leaf.detach()

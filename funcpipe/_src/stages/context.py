@@ -1,5 +1,8 @@
-"""Settings that threads do not inherit and every stage must see: autocast, inference mode, default
-device."""
+"""Settings of the caller that its threads do not inherit but stages must see.
+
+These are autocast, inference mode and the default device; also the number of intra-op threads, and
+cores. `switches` watches the settings that stages change.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,16 @@ from funcpipe._src.data.plan import Plan
 T = TypeVar("T")
 
 Casts: TypeAlias = dict[str, tuple[bool, torch.dtype]]
-"""By kind of device: is autocast on, and to which type."""
+"""By kind of device: whether autocast is on, and its dtype."""
 
 _KINDS = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
 RUNNING: ContextVar[Callable[[], Where] | None] = ContextVar("funcpipe_running", default=None)
-"""Inside of a run: returns the action that this thread is in. A stage that calls `run` is
-refused."""
+"""Within a run: a function that returns the action of this thread. `run` refuses a call there."""
 
 
 def checked_plan(name: str, plan: Any) -> Plan:
-    """The argument itself where it is a plan. Raises PlanError where it is not."""
+    """Return the argument if it is a plan, else raise PlanError."""
     if isinstance(plan, Plan):
         return plan
     raise PlanError(
@@ -41,22 +43,22 @@ def checked_plan(name: str, plan: Any) -> Plan:
 
 
 def refuse_transforms(name: str) -> None:
-    """Refuse transforms of torch.func: runs use autograd themselves. Raises FuncpipeError."""
+    """Raise FuncpipeError under a transform of torch.func, because runs use autograd."""
     if under_transform():
         raise FuncpipeError(
             f"{name} computes gradients itself and cannot be called under torch.func (grad, vmap, "
             "jvp, ...); transform fp.apply(stages, params, inputs), the composed pure function; "
-            "for gradients of outputs there is fp.vjp, and fp.Pipe inside a module"
+            "for gradients of outputs use fp.vjp, or fp.Pipe within a module"
         )
 
 
 def outside_of_graphs(work: T) -> T:
-    """The function, as one that torch.compile does not trace where it traces the caller."""
+    """Return the function, disabled for torch.compile if torch.compile traces the caller."""
     return torch.compiler.disable(work) if torch.compiler.is_compiling() else work  # pyright: ignore
 
 
 def not_carried() -> list[str]:
-    """The names of what the caller has switched on and other threads cannot take over."""
+    """Return the names of the caller's active modes that other threads cannot inherit."""
     functions = [mode for mode in modes_on("function") if not isinstance(mode, DeviceContext)]
     names = [f"function mode {type(mode).__name__}" for mode in functions]
     names += [f"dispatch mode {type(mode).__name__}" for mode in modes_on("dispatch")]
@@ -66,11 +68,11 @@ def not_carried() -> list[str]:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether this thread has hooks on the tensors that autograd saves."""
+    """Return whether this thread has saved-tensor hooks."""
     try:
         with disable_saved_tensors_hooks("funcpipe looks whether there are any"):
             return False
-    except RuntimeError:  # they cannot be switched off while there are
+    except RuntimeError:  # torch cannot disable hooks while some are active
         return True
 
 
@@ -79,8 +81,8 @@ class ThreadSettings(NamedTuple):
 
     Attributes:
         inference: whether inference mode is on.
-        device: the default device; None: it is not set.
-        autocast: by kind of device, is autocast on, and to which type.
+        device: the default device, or None if it is not set.
+        autocast: by kind of device, whether autocast is on, and its dtype.
     """
 
     inference: bool
@@ -89,15 +91,14 @@ class ThreadSettings(NamedTuple):
 
 
 def settings_now() -> ThreadSettings:
-    """The settings of this thread."""
-    device = (
-        torch.get_default_device() if modes_on("function") else None
-    )  # a default device is such a mode
+    """Return the settings of this thread."""
+    # A default device is a function mode; without modes, torch need not be asked.
+    device = torch.get_default_device() if modes_on("function") else None
     return ThreadSettings(torch.is_inference_mode_enabled(), device, autocast_now())
 
 
 class CallerContext:
-    """The settings of a run's caller, to be entered on every thread that works for the run."""
+    """The settings of a run's caller. Each thread of the run enters them."""
 
     def __init__(self) -> None:
         self.settings = settings_now()
@@ -113,10 +114,8 @@ class CallerContext:
         with ExitStack() as stack:
             if inference is not now.inference:
                 stack.enter_context(torch.inference_mode(inference))
-            for kind, (
-                on,
-                dtype,
-            ) in autocast.items():  # also switch off autocast that the caller did not have
+            # Also switch autocast off if this thread has it and the caller has not.
+            for kind, (on, dtype) in autocast.items():
                 if on or now.autocast[kind][0]:
                     stack.enter_context(
                         torch.autocast(kind, dtype if on else None, on, cache_enabled=False)
@@ -138,8 +137,9 @@ class _Computing:
 
     def __enter__(self) -> None:
         self._settings.__enter__()
-        # A cached cast is one graph node: two uses of a weight would be summed in the small type.
-        # The cache belongs to the process: a thread that leaves autocast empties it.
+        # With the cache, two uses of a weight share one cast node, so their gradients would be
+        # summed in the smaller type. And the cache is global: a thread that leaves autocast would
+        # empty it for the others.
         self._cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self._on_this_thread = torch.autograd.set_multithreading_enabled(False)
@@ -152,8 +152,11 @@ class _Computing:
 
 @contextmanager
 def no_autocast_cache() -> Generator[None]:
-    """Without autocast's cache: a cast kept from a forward without autograd would cut the next
-    forward's graph."""
+    """Return a context without autocast's cache.
+
+    A cast that was cached in a forward without autograd has no graph, and would cut the graph of
+    the next forward.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -165,22 +168,21 @@ def no_autocast_cache() -> Generator[None]:
 _setting = threading.Lock()
 _live: list[int] = []
 _outside = 0
-"""The number that a thread reads which never set one, when last asked; 0: never asked. Asking takes
-a new thread, so it is done when no run goes on and the caller's number is not this one; one set
-since by another thread is missed."""
+"""The number that a new thread reads, as of the last check; 0: never checked. A check starts a
+thread. So it is made only if no run is active and the caller has another number. A number that
+another thread has set since is missed."""
 
 
 class intra_op_threads:
-    """Sets the number of intra-op threads of this thread, and puts the caller's number back
-    afterwards.
+    """A context that sets the intra-op threads of this thread, and restores the caller's number.
 
-    A number set on one thread is what every thread reads that never set any, from its first
-    computation on. So while runs of several user threads overlap, one that reads the number of
-    another run takes what a new thread read before them; and what new threads read is put back
-    after the last run where a caller's number is another (his own, or that of a run during which he
-    began to compute).
+    In torch, the last number that any thread has set is also the number of threads that never set
+    one. Two consequences for runs of several user threads that overlap:
 
-    No generator: what passes through may be an error that is a StopIteration.
+    - A caller that reads the number of another run takes the number from before the runs instead.
+    - After the last run, the number for new threads is restored.
+
+    It is not a generator, because an error that passes through may be a StopIteration.
     """
 
     def __init__(self, count: int) -> None:
@@ -206,20 +208,19 @@ class intra_op_threads:
 
 
 def _elsewhere(ask: Callable[[], T], otherwise: T) -> T:
-    """The result of ``ask`` on a new thread; ``otherwise`` where no thread can be started any
-    more."""
+    """Return the result of ``ask`` on a new thread, or ``otherwise`` if no thread can start."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is about to end
+    except RuntimeError:  # the interpreter is shutting down
         return otherwise
     thread.join()
     return answers[0]
 
 
 def cores() -> list[int]:
-    """The processors that this process may use."""
+    """Return the numbers of the cores that this process may use."""
     return (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -228,10 +229,9 @@ def cores() -> list[int]:
 
 
 def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
-    """Give this thread the share of some lanes in the cores: the kernel likes to put two on one.
-    Ends with the thread.
+    """Limit this thread, and threads that it starts, to the lanes' share of the cores.
 
-    Threads that it starts have that share, too.
+    Otherwise the kernel often puts two lanes on one core.
     """
     count = len(available)
     if count >= num_lanes > 1 and hasattr(os, "sched_setaffinity"):
@@ -242,27 +242,30 @@ def pin(lanes: Iterable[int], num_lanes: int, available: list[int]) -> None:
 
 
 def autocast_now() -> Casts:
-    """The autocast settings of this thread."""
+    """Return the autocast settings of this thread."""
     return {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS
     }
 
 
 def set_autocast(casts: Casts) -> None:
-    """Set the autocast of this thread."""
+    """Set the autocast settings of this thread."""
     for kind, (enabled, dtype) in casts.items():
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
 
 
 def autocasting() -> list[str]:
-    """The kinds of device with autocast on."""
+    """Return the kinds of device with active autocast."""
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
 
 def no_autocast() -> AbstractContextManager[Any]:
-    """Backwards run in the types that their forwards chose; what a stage did with autocast off must
-    stay exact."""
+    """Return a context without autocast, for backwards.
+
+    A backward computes in the types that its forward chose. Autocast would also cast operations for
+    which the stage had switched autocast off.
+    """
     stack = ExitStack()
     for kind in autocasting():
         stack.enter_context(torch.autocast(kind, enabled=False))

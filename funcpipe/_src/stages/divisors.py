@@ -1,4 +1,4 @@
-"""Find losses whose mean has another divisor than rows, where the user gave no divisor."""
+"""Find losses that are means over something else than rows, and that state no weight."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from funcpipe._src.stages.drawing import MeanOverTargets
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
 _REMEDY = (
-    "so its microbatches do not count by their rows, and it is not known what it is divided by. "
-    "Say it: make_plan(weight=target -> number), a loss that returns (sum, weight), or one with a "
-    "method weigh(inputs, target); torch's own losses, such as nn.CrossEntropyLoss(), are known"
+    "so rows are not the weights of its microbatches, and funcpipe does not know the divisor. "
+    "Give it: make_plan(weight=target -> number), a loss that returns (sum, weight), or a loss "
+    "with a method weigh(inputs, target); torch's own losses, such as nn.CrossEntropyLoss(), are "
+    "known"
 )
 
 
@@ -32,7 +33,7 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
     """
     for mean in means:
         if mean.weighed:
-            raise BatchError(f"the loss is a mean in which classes have weights, {_REMEDY}")
+            raise BatchError(f"the loss is a mean with class weights, {_REMEDY}")
         classes = mean.target.detach()
         if (
             not classes.is_floating_point()
@@ -45,14 +46,14 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
 
 
 _watched: dict[int, weakref.ref[Any]] = {}
-"""Losses of which a call was watched."""
+"""Losses that passed a watched call, by id."""
 
 
 class WatchDivisors(WatchingMode):
     """A dispatch mode for one call of a loss: finds divisions by a number that the loss computes.
 
     Attributes:
-        found: the division or selection, in words; "" for none.
+        found: the division or selection, in words, or "".
     """
 
     supports_higher_order_operators = True
@@ -82,13 +83,14 @@ class WatchDivisors(WatchingMode):
 
     @classmethod
     def of(cls, loss: Callable[..., Any]) -> WatchDivisors | None:
-        """Return a watch for the next call of a loss; None if an earlier call of the loss
-        passed."""
+        """Return a watch for the next call of a loss, or None if an earlier call has passed."""
         return None if _watched.get(id(loss), lambda: None)() is loss else cls()
 
     def check(self, fn: Callable[..., Any], loss: Loss) -> None:
-        """Raise BatchError if the loss returned a mean and divides or selects so. Otherwise watch
-        it no longer."""
+        """Raise BatchError if the loss returned a mean with such a division or selection.
+
+        Otherwise record that the loss has passed.
+        """
         if self.found and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
         with suppress(TypeError):  # objects without weak references are watched in every call

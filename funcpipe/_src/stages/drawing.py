@@ -1,11 +1,10 @@
-"""Catches operations that draw random numbers, on the threads that ask for it, at no cost for any
-other operation.
+"""Catch operations that draw random numbers on a thread, without cost for other operations.
 
-Torch's dispatcher looks at a set of keys that every thread has for itself. Under one of them, which
-torch keeps for tests, the operations that may draw have a kernel written here: it hands the
-operation to whoever catches on this thread. All others pass the key without noticing it, and a
-thread that catches nothing never has it. So a draw is seen wherever it comes from: the stage
-itself, a module deep inside, a branch of ``torch.cond``, a function that ``torch.compile`` made.
+Torch's dispatcher reads a set of keys of the thread. For one of these keys, which torch keeps for
+tests, this module registers a kernel for each operation that may draw. The kernel passes the
+operation to the thread's catcher. All other operations ignore the key, and a thread without a
+catcher does not have the key. So every draw is caught: in the stage itself, in an inner module, in
+a branch of ``torch.cond``, or in a function of ``torch.compile``. `rng` gives draws their keys.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from funcpipe._src.core.torch_names import (
 _SEEDED = torch.Tag.nondeterministic_seeded
 _KEY = "TESTING_ONLY_GenericMode"
 _DRAW_NOTHING = {"aten::_fused_sdp_choice", "aten::_scaled_dot_product_flash_attention_for_cpu"}
-"""Operations that torch says may draw, and that do not: one chooses a kernel, the other refuses
+"""Operations that never draw although torch tags them so: one chooses a kernel, the other refuses
 dropout."""
 
 _CHANCES = ("dropout_p", "dropout", "p")
@@ -44,29 +43,30 @@ _SWITCHES = ("train", "training")
 
 
 class CatchDraws:
-    """Pass every operation of this thread that may draw, inside the context, to `caught` of the
-    innermost catcher.
+    """A context that passes each operation of this thread that may draw to `caught`.
 
-    The outermost catcher asks torch for the draws of this thread, which costs more than entering
-    inner ones. So code that enters catchers often enters an outer one first, of this class: it lets
-    draws pass, except in backwards.
+    The innermost catcher gets the operation. The outermost catcher switches the key on, which costs
+    more than entering inner catchers. So a thread that enters catchers often enters an outer
+    catcher first: an instance of this class, which lets draws pass except in backwards.
     """
 
     __slots__ = ("_asking", "_outer")
 
     means: list[MeanOverTargets] | None = None
-    """Where cross entropies that are computed inside are noted."""
+    """A list for the means of cross entropies computed in this context; None: not recorded."""
 
     def caught(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operation's result. Operations in here are not caught again. Raises DrawError
-        in a backward."""
+        """Return the operation's result. Raises DrawError in a backward.
+
+        Operations that this method calls are not caught again.
+        """
         if self._outer is not None:
             return self._outer.caught(func, args, kwargs)
         if backward_number() >= 0:
             raise DrawError(
                 f"the stage draws random numbers ({func}) in its backward, where no draw has a "
                 "key: a custom autograd.Function or a hook draws there; draw in the forward, and "
-                "keep what was drawn (ctx.save_for_backward)"
+                "save the drawn values (ctx.save_for_backward)"
             )
         return func(*args, **kwargs)
 
@@ -86,8 +86,7 @@ class CatchDraws:
 
 
 class _Thread(threading.local):
-    """The catcher of this thread, whether it is `beside_others`, and the list for means over
-    targets."""
+    """The catcher of this thread, and whether the thread is within `beside_others`."""
 
     catcher: CatchDraws | None = None
     beside = False
@@ -99,7 +98,7 @@ _kernels: _Kernels | None = None
 
 
 def _register() -> _Kernels:
-    """The kernels of this process, registered when the first catcher is entered."""
+    """Return the kernels of this process, and register them for the first catcher."""
     global _kernels
     with _registering:
         if _kernels is None:
@@ -110,8 +109,7 @@ def _register() -> _Kernels:
 
 @contextmanager
 def beside_others(*, several: bool) -> Generator[None]:
-    """Inside, with ``several``, this thread is one of those that draw at the same time, by the same
-    generators of devices."""
+    """Return a context. With ``several``, other threads draw from the same device generators."""
     before, _thread.beside = _thread.beside, several
     try:
         yield
@@ -120,11 +118,10 @@ def beside_others(*, several: bool) -> Generator[None]:
 
 
 def _leave_generators_alone() -> None:
-    """Let ``torch.utils.checkpoint`` keep no state of a device's generator inside of
-    `beside_others`, and set none.
+    """Stop ``torch.utils.checkpoint`` from restoring device generators within `beside_others`.
 
-    What its regions draw there is keyed. A device's generator is the process's: set back by a
-    region that one lane computes again, it would be another one's in the middle of a draw.
+    A device's generator is global. A recomputation of one lane would reset the generator while
+    another lane draws. The regions need no restore, because their draws are keyed.
     """
     states = torch.utils.checkpoint.get_device_states
 
@@ -136,10 +133,10 @@ def _leave_generators_alone() -> None:
 
 
 class _Kernels:
-    """The kernels of the drawing operations, under a key of their own; inside of ``with`` this
-    thread has the key.
+    """The kernels of the drawing operations. As a context, it gives this thread the key.
 
-    They ``work`` where this torch takes them.
+    Attributes:
+        work: whether this version of torch accepts the kernels.
     """
 
     def __init__(self) -> None:
@@ -161,19 +158,18 @@ class _Kernels:
         except (AttributeError, RuntimeError) as error:
             self.work = False
             warnings.warn(
-                f"torch {torch.__version__} takes no kernels under its key {_KEY} ({error}); "
-                "random numbers are keyed by a dispatch mode instead, which costs some "
-                "microseconds at every operation of a run",
+                f"torch {torch.__version__} accepts no kernels under its key {_KEY} ({error}); "
+                "funcpipe keys random numbers by a dispatch mode instead, which costs some "
+                "microseconds for each operation of a run",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def __enter__(self) -> None:
-        """Put the key into this thread's set."""
+        """Give this thread the key."""
         known = higher_order_operators
-        if (
-            len(known) > self._passing
-        ):  # each operation over functions must be told which keys pass it
+        # A higher-order operator does not pass a key unless it is registered for the key.
+        if len(known) > self._passing:
             for operation in list(known.values())[self._passing :]:
                 operation.fallthrough(self._key)
             self._passing = len(known)
@@ -189,8 +185,8 @@ class _Kernels:
             include_key(key, False)
             try:
                 catcher = _thread.catcher
-                # What torch.compile traces is caught when it runs. A thread of autograd's has the
-                # key but no catcher.
+                # torch.compile traces now and draws later, when the operation is caught. A thread
+                # of autograd inherits the key, but has no catcher.
                 if (
                     catcher is None
                     or draws_nothing(operation, args, kwargs)
@@ -204,8 +200,7 @@ class _Kernels:
         return kernel
 
     def _noting_means(self, operation: Any) -> Callable[..., Any]:
-        """Return the kernel through which all cross entropies pass. It notes the targets that their
-        means leave out."""
+        """Return a kernel for cross entropies, which records the means and their targets."""
         key = self._key
 
         def kernel(
@@ -239,13 +234,15 @@ class MeanOverTargets(NamedTuple):
 
 
 class _Everything(TorchDispatchMode):
-    """Catches draws as a dispatch mode, which sees every operation, where torch takes no kernels of
-    ours."""
+    """Catches draws as a dispatch mode, for versions of torch that accept no kernels.
+
+    Slower than `_Kernels`, because a dispatch mode sees every operation.
+    """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand an operation that may draw to the catcher."""
+        """Pass an operation that may draw to the catcher."""
         catcher, kwargs = _thread.catcher, kwargs or {}
         if catcher is None or not may_draw(func) or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
@@ -253,15 +250,14 @@ class _Everything(TorchDispatchMode):
 
 
 def may_draw(func: Any) -> bool:
-    """Whether this is an operation that draws random numbers, at least with some arguments."""
+    """Return whether an operation draws random numbers with some arguments."""
     return (
         isinstance(func, OpOverload) and _SEEDED in func.tags and func.name() not in _DRAW_NOTHING
     )
 
 
 def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may draw does not with these arguments: in evaluation, or with
-    dropout of 0."""
+    """Return whether an operation draws nothing with these arguments, as in evaluation."""
     switches, chances = _arguments(func)
     values = [_value(argument, args, kwargs) for argument in switches]
     if any(value is False for value in values):
@@ -272,15 +268,16 @@ def draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 @lru_cache(maxsize=512)
 def _arguments(func: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
-    """The arguments that switch an operation's draws on, and the probabilities of these: (place,
-    name, default)."""
+    """Return the arguments that switch draws on, and the dropout probabilities.
+
+    Each is (position, name, default).
+    """
     rows = [
         (place, argument.name, argument.default_value if argument.has_default_value() else None)
         for place, argument in enumerate(schema(func).arguments)
     ]
-    chance_names = (
-        _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]
-    )  # in bernoulli p is something else
+    # "p" is a dropout probability only in dropouts: bernoulli(p=0) still advances the generator.
+    chance_names = _CHANCES if "dropout" in schema(func).name else _CHANCES[:2]
     return [row for row in rows if row[1] in _SWITCHES], [
         row for row in rows if row[1] in chance_names
     ]

@@ -1,8 +1,7 @@
-"""One stage for one run by plain autograd: forward on detached leaves, backward into sums of its
-own.
+"""`EagerBound`: run one stage with plain autograd, forward on detached leaves, backward into sums.
 
-Aliases of the parameters have a ``.grad`` of their own: the first gradient, to which others are
-added in place where that is safe; nothing of the caller's is touched.
+The stage computes with aliases of the parameters, which have their own ``.grad``. So a run never
+touches the caller's ``.grad``. `gradient_sums` adds the gradients of the microbatches.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ T = TypeVar("T")
 
 _EMPTY: Tree = ()
 _NOTHING = ForwardReport(_EMPTY, None, None)
-"""What most forwards have to report."""
+"""The report of a forward without statistics and losses, shared by all of them."""
 
 
 class EagerBound:
-    """A stage run by plain autograd."""
+    """A stage bound to its parameters, run with plain autograd."""
 
     def __init__(
         self,
@@ -98,9 +97,8 @@ class EagerBound:
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched = WatchDivisors.of(loss) if loss is not None and self.guessed else None
-        self.is_first_run = (
-            train not in stage.seen.kept
-        )  # whether this is the stage's first run in the mode
+        # Whether this is the stage's first run in this mode.
+        self.is_first_run = train not in stage.seen.kept
         # The second graph contains the leaves of the first one, and tensors that the stage kept
         # from microbatch 0.
         self.graphs_to_check = 2 if self.is_first_run else 1
@@ -108,10 +106,10 @@ class EagerBound:
             not self.is_first_run and shares is not None and len(shares.parts) > 1
         )
         self.reentrant = train in stage.seen.reentrant  # whether it uses the reentrant checkpoint
-        # All microbatches and slices leave the same weights to W: otherwise sums would be added in
-        # another order.
-        self.whole = stage.carry  # I is the whole backward
-        self.autocast = bool(autocasting())  # of the caller; it travels to the lane
+        # With a carry, I is the whole backward. All slices must leave the same weights to W, or the
+        # sums would be added in another order; the last slice has another graph.
+        self.whole = stage.carry
+        self.autocast = bool(autocasting())  # the caller's autocast, read on the caller's thread
         self.declares = bool(
             stage.pop or stage.feeds or stage.state or stage.takes_train or stage.carry
         )
@@ -119,22 +117,20 @@ class EagerBound:
         self.recomputations = Recomputations(index)
         self._last_loss_gradient: tuple[float, Tensor] = 0.0, torch.empty(0)
         faults = refuse_hidden(params, f"params[{index}]", self.params.leaves, self.params.spec)
-        raise_all("these are no trees of tensors:", faults + self._take(state))
+        raise_all("these are not trees of tensors:", faults + self._take(state))
         self._bind()
 
     def _take(self, state: Tree) -> list[str]:
-        """Take copies of a state; what is wrong with it."""
+        """Take copies of a state, and return its faults."""
         leaves, self.state_spec = flatten(state)
         self.params.take_state(leaves)
         self.state = unflatten(self.state_spec, self.params.state_leaves)
         return refuse_hidden(state, f"state[{self.index}]", leaves, self.state_spec)
 
     def _bind(self) -> None:
-        """Give the stage the aliases, and the state."""
+        """Bind the stage's function to the aliases and the state."""
         self.fn = self.stage.bind(self.params.tree, self.state)
-        self.drawing = KeyedDraws(
-            self.keys, self.index, self.fn.places, 0
-        )  # of whichever microbatch runs
+        self.drawing = KeyedDraws(self.keys, self.index, self.fn.places, 0)  # for all microbatches
         if self.guessed:
             self.drawing.means = []
 
@@ -144,17 +140,14 @@ class EagerBound:
         return self._phase
 
     # -- forward
-    # -------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """Run the stage; with ``keep`` the residual is what its backward needs.
+        """Run the stage; with ``keep``, also return the residual for its backward.
 
-        In a plan with backwards autograd records even what is not kept: without it torch picks
-        other kernels, which round differently, and the computation that is repeated would not be
-        the one that was made.
+        In a plan with backwards, autograd records also without ``keep``. Without autograd, torch
+        selects other kernels, which round differently. Then R would not repeat F exactly.
         """
-        # Entering a grad mode costs more than asking for it, and it is the right one most of the
-        # time.
+        # Entering a grad mode costs more than reading it, and the mode is usually right.
         if torch.is_grad_enabled() is not self.backwards:
             with torch.set_grad_enabled(self.backwards):
                 return EagerBound.forward(self, args, keep=keep)
@@ -194,7 +187,7 @@ class EagerBound:
             self._check_first_graphs(roots)
         if has_foreign_leaf(roots, self.params.input_ids, input_ids):
             self._refuse_foreign(residual, self.params.input_ids | input_ids)
-        else:  # a forward may create leaves itself; then the next graph is checked too
+        else:  # otherwise the forward made the leaves itself, so check the next graph, too
             self.graphs_to_check -= 1
         if self.is_first_run:
             self.stage.seen.inputs = [weakref.ref(leaf) for leaf in inputs]
@@ -238,7 +231,7 @@ class EagerBound:
             refuse_left_out(means or ())
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """A forward by itself, in the grad mode that it finds; `compile` traces it."""
+        """Run a forward in the present grad mode, without keyed draws. `compile` traces this."""
         x, x_leaves = open_border(args.x, grad=self.backwards)
         shared = flatten(x)[0] if args.x.shared else ()
         skip_leaves: list[tuple[int, GradientLeaves]] = []
@@ -260,8 +253,7 @@ class EagerBound:
             refuse_shared_writes(args.x, shared)
         if returned is None:
             raise PlanError(
-                "the stage returned None: is a `return` missing? A stage that hands nothing on "
-                "returns ()"
+                "the stage returned None: is a `return` missing? A stage without output returns ()"
             )
         side = None
         stats: Tree = _EMPTY
@@ -322,7 +314,7 @@ class EagerBound:
         """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
         assert target is not None
         self._phase = "loss"
-        # The output may be handed out as well, so an in-place loss gets its own.
+        # The output may also be returned to the user, so a loss that works in place gets a copy.
         if y.spec is LEAF and isinstance(graph[0], Tensor):
             tree = cow_clone_unchecked(graph[0])
         else:
@@ -355,7 +347,7 @@ class EagerBound:
         faults += [
             f"returned stash {name!r} without declaring it; add stash=[{name!r}]" for name in extra
         ]
-        raise_all("what the stage returned is not what it declares: it", faults)
+        raise_all("the stage does not return what it declares: it", faults)
 
     def _refuse_state_writes(self, before: list[int]) -> None:
         now = flatten(self.state)[0]
@@ -377,7 +369,6 @@ class EagerBound:
         )
 
     # -- backward
-    # -------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -387,10 +378,10 @@ class EagerBound:
         *,
         split: bool = False,
     ) -> tuple[Cotangents, EagerWeights | None]:
-        """Plain autograd from the outputs into the leaves and the sums.
+        """Run autograd from the outputs to the input leaves and the gradient sums.
 
-        With ``split`` to the inputs, and to the parameters that do not wait; all of it where draws
-        are to be repeated on the way.
+        With ``split``, leave the weights of heavy operations to W. If the backward must repeat
+        draws, do everything in I.
         """
         roots, gradients = residual.outset(y, stash)
         if residual.loss is not None:
@@ -422,26 +413,24 @@ class EagerBound:
             return residual.cotangents(), weights
         leaves = [*parameters, *inputs]
         if roots and leaves:
-            # The reentrant torch.utils.checkpoint refuses a backward for some leaves only. Every
-            # leaf that requires a gradient is one of ours, unless the stage holds parameters of its
-            # own; naming ours leaves those alone.
+            # Name the leaves, so that foreign parameters within the stage get no gradient. Not with
+            # the reentrant torch.utils.checkpoint, which refuses a backward with named leaves.
             self._walk(residual, walk_back, roots, gradients, () if self.reentrant else leaves)
         return residual.cotangents(), None
 
     def backward_weight(self, residual: EagerWeights | None) -> None:
-        """To the parameters that wait."""
+        """Compute the gradients of the weights that I has left."""
         if residual is not None:
             self._walk(residual, residual.walk)
 
     def _walk(
         self, residual: EagerResidual | EagerWeights, walk: Callable[..., T], *args: Any
     ) -> T:
-        """Walk back, and add what comes to the sums."""
+        """Run a backward walk, and adopt new gradients into the sums."""
         sums = self.params.sums
         if sums.lacking:
             sums.prepare()
-        # A compiled stage that falls back has no outer catcher that would refuse draws in its
-        # backward.
+        # A compiled stage that falls back has no outer catcher, which refuses draws in backwards.
         catcher = residual.replay or (CatchDraws() if self.stage.program is not None else None)
         try:
             if catcher or self.autocast:
@@ -450,7 +439,8 @@ class EagerBound:
             else:
                 found = walk(*args)
         except RuntimeError:
-            # a computed value in params has a graph that an earlier backward has freed
+            # If the stage has put a computed value into its params, an earlier backward has freed
+            # the value's graph. Raise that error instead.
             self.params.refuse_rebinding()
             raise
         if sums.lacking or sums.sparse:
@@ -458,12 +448,11 @@ class EagerBound:
         return found
 
     def loss_gradient(self, loss: Loss, microbatch: int) -> Tensor | None:
-        """Return the gradient of the loss, from which a backward begins; None: the microbatch has
-        weight 0.
+        """Return the gradient of the loss, from which a backward begins; None for weight 0.
 
-        A backward from weight 0 would turn a loss of nan into gradients of nan. Each backward gets
-        a lazy copy of one tensor: a backward or a hook that writes into its gradient, also by
-        ``.data``, does not change the next one.
+        A backward from weight 0 would turn a loss of NaN into gradients of NaN. Each backward gets
+        a lazy copy of one tensor. So a backward or a hook that writes to its gradient, also by
+        ``.data``, does not change the gradient of the next microbatch.
         """
         if self.shares is None:
             return None
@@ -492,18 +481,17 @@ class EagerBound:
         return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
 
     # -- the end
-    # -------------------------------------------------------------------------------
 
     def rebase(self, state: Tree | None) -> None:
-        """Begin the next batch: the parameters were stepped; the aliases have their memory."""
+        """Begin the next batch with stepped parameters. The aliases share their memory."""
         self.params.rebase()
         if state is not None:
-            raise_all("this is no tree of tensors:", self._take(state))
+            raise_all("this is not a tree of tensors:", self._take(state))
             self.fn.release()
             self._bind()
 
     def release(self) -> None:
-        """Drop every tensor; the copy of a module goes back to its stage."""
+        """Release all tensors, and return the copy of a module to its stage."""
         self.fn.release()
         self.params.release()
         self.state = None

@@ -18,16 +18,17 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def explain(error: Exception, arguments: Mapping[str, Tree]) -> None:
-    """Add a note with the function's arguments to an error. Errors that user code raises stay
-    unchanged."""
+    """Add a note with the function's arguments to an error, unless user code raised it."""
     if not _is_raised_by_user(error):
         parts = "; ".join(f"{name}: {described(tree)}" for name, tree in arguments.items())
         error.__dict__.setdefault("__notes__", []).append("got " + parts)
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Return whether a ``raise`` outside torch made the error. Others come from an operation of
-    torch or Python."""
+    """Return whether a ``raise`` statement outside torch made the error.
+
+    Other errors come from an operation of torch or Python.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -39,7 +40,7 @@ def _is_raised_by_user(error: Exception) -> bool:
 
 
 def described(tree: Tree) -> str:
-    """The types and shapes of a tree, in a line."""
+    """Return the types and shapes of a tree in one line."""
     leaves, _ = flatten(tree)
     if len(leaves) == 1 and leaves[0] is tree:
         return _word(tree)

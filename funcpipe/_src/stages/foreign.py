@@ -1,5 +1,5 @@
-"""Refuses gradients that a run would miss: of tensors outside of params, and by backwards that a
-stage calls."""
+"""Refuse gradients that a run would miss: of tensors outside params, and of a stage's own
+backward."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from funcpipe._src.stages.reached import Reached
 
 
 def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
-    """Refuse tensors that require gradients and are not in the stage's params, because a run gives
-    them no gradient.
+    """Refuse tensors that require gradients but are not in the stage's params.
 
-    Refused are tensors in the function's closure, tensors in attributes of the stage's copy, and
-    tensors that an earlier graph contained, too. Other leaves pass: the function makes them in each
-    call, to differentiate by them.
+    A run would give them no gradient. Refused are tensors in the function's closure, in attributes
+    of the stage's copy, and tensors that an earlier graph contained, too. Other leaves pass,
+    because the function makes them in each call to differentiate by them.
 
     Raises:
         PlanError: names the tensors.
     """
     if any(leaf is ref() for ref in stage.seen.inputs for leaf in foreign):
         raise PlanError(
-            "the stage computes with an input that it kept from an earlier microbatch, and no "
-            "gradient goes back there, for its backward may be over; keep it detached, or hand it "
-            "on: as a skip, or as the carry of a slice"
+            "the stage computes with an input that it kept from an earlier microbatch, which gets "
+            "no gradient from here, because its backward may be over; keep the input detached, or "
+            "pass it as a skip or as the carry of a slice"
         )
     names = {id(value): name for name, value in Reached(stage).found.items()} | hidden_in(
         getattr(fn, "module", None)
@@ -46,9 +45,9 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
         if id(leaf) in names or any(leaf is other for other in earlier)
     ]
     raise_all(
-        "the stage computes with tensors that require gradients and are not in its params, so "
-        "nobody would train them; hand them in as params (a module: stage, params, state = "
-        "fp.from_module(net), its layers in an nn.ModuleList, its tensors as nn.Parameter; or "
+        "the stage computes with tensors that require gradients but are not in its params, so "
+        "they would not be trained; pass them as params (for a module: stage, params, state = "
+        "fp.from_module(net), with layers in an nn.ModuleList and tensors as nn.Parameter; or "
         "torch.func.functional_call(net, params, x) in the stage), or use them detached:",
         faults,
     )
@@ -56,8 +55,10 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
 
 
 def hidden_in(module: nn.Module | None) -> dict[int, str]:
-    """Map tensors in plain attributes of a module, also in containers and modules there, by id to
-    their names."""
+    """Return the names of tensors in plain attributes of a module, by id.
+
+    Looks also into containers and modules in these attributes.
+    """
     found: dict[int, str] = {}
 
     def visit(name: str, value: Any, depth: int) -> None:
@@ -81,22 +82,24 @@ def hidden_in(module: nn.Module | None) -> dict[int, str]:
 
 
 def refuse_backward(left: Sequence[int]) -> None:
-    """Refuse a stage that calls backward itself. ``left`` numbers the parameters with a gradient.
-    Raises PlanError."""
+    """Raise PlanError for a stage that has called backward, which ``left`` gradients on
+    parameters."""
     if left:
         raise PlanError(
-            "the stage, or the loss, calls backward itself, and that is what the run does: return "
-            "the output, or the loss, alone. A gradient that belongs to the forward is "
+            "the stage, or the loss, calls backward itself, but the run calls backward: return "
+            "only the output, or the loss. For a gradient within the forward use "
             "torch.autograd.grad(y, x, create_graph=True)"
         )
 
 
 def refuse_in_loss(foreign: Sequence[Tensor], leaves: Iterable[Any]) -> None:
-    """Refuse a loss that has trainable tensors, or that closes over parameters of the stages.
+    """Refuse a loss with its own parameters, or that closes over parameters of the stages.
 
-    A run gives neither a gradient. ``foreign`` are leaves of the loss's graph, ``leaves`` the
-    parameters that the caller gave. Leaves that the loss makes itself, to differentiate by them,
-    pass.
+    A run gives neither of them a gradient. Leaves that the loss makes itself pass.
+
+    Args:
+        foreign: leaves of the loss's graph that are not inputs.
+        leaves: the parameters that the caller gave.
 
     Raises:
         PlanError: with the remedy.
@@ -104,16 +107,16 @@ def refuse_in_loss(foreign: Sequence[Tensor], leaves: Iterable[Any]) -> None:
     param_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     if any(id(leaf) in param_ids for leaf in foreign):
         raise PlanError(
-            "the loss computes with parameters themselves, taken from around it, and no gradient "
-            "goes there; a term of parameters belongs into their stage, fp.Out(y, loss=(term, "
-            "1.0)), or into the optimizer (weight_decay=)"
+            "the loss closes over parameters of the stages, which get no gradient from there; "
+            "compute a term of parameters in their stage, fp.Out(y, loss=(term, 1.0)), or use the "
+            "optimizer's weight_decay="
         )
     kept = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter)]
     raise_all(
-        "the loss computes with parameters of its own, which a run gives no gradient. To train "
-        "them, make the part of the loss that has them the end of the last stage. A critic that "
-        "others train is frozen meanwhile: critic.requires_grad_(False), or "
-        "torch.func.functional_call of detached parameters:",
+        "the loss has its own parameters, which get no gradient from a run. To train them, move "
+        "the part of the loss with these parameters to the end of the last stage. If they are "
+        "trained elsewhere, as a critic is, freeze them during the run: "
+        "critic.requires_grad_(False), or torch.func.functional_call of detached parameters:",
         [
             f"a parameter, {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
             for leaf in kept

@@ -1,10 +1,10 @@
-"""Find recomputations that draw other numbers than their forward from Python's or numpy's global
+"""Find recomputations that draw other numbers than their forward from Python's or numpy's
 generator.
 
-Torch's draws are keyed, so a recomputation draws the same numbers. The two global generators only
-advance. A forward that will be computed again reads their positions before and after, which takes a
-fraction of a microsecond. If one moved, the stage or another thread (a data loader) drew. Then the
-outputs of recomputation and forward are compared.
+Torch's draws are keyed, so a recomputation repeats them. The global generators of Python and numpy
+only advance. So a forward that will be computed again reads their positions before and after, which
+takes less than a microsecond. If a position changed, the stage or another thread, such as a data
+loader, drew a number. Then the outputs of forward and recomputation are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from funcpipe._src.core.errors import DrawError
 from funcpipe._src.stages.bound import StageOut
 
 _WORDS = 624
-"""The Mersenne twister, which both are, has so many words of 32 bits, and a position among them."""
+"""The number of 32-bit words of a Mersenne twister, the generator of both. A position follows."""
 
 
 class Recomputations:
@@ -44,9 +44,8 @@ class Recomputations:
     def note(self, microbatch: int, before: tuple[Any, ...], out: StageOut) -> None:
         """Record the outputs of a forward that will be computed again, if a generator moved."""
         if self.positions() != before:
-            self.moved[microbatch] = [
-                leaf.clone() for leaf in _leaves(out)
-            ]  # the next stage may write into its input
+            # Clones, because the next stage may write into its input.
+            self.moved[microbatch] = [leaf.clone() for leaf in _leaves(out)]
 
     def compare(self, microbatch: int, out: StageOut) -> None:
         """Compare a recomputation with its forward. Raises DrawError where the numbers differ."""
@@ -57,7 +56,7 @@ class Recomputations:
             f"stage {self.stage} computes microbatch {microbatch} again for its backward and gets "
             "other numbers than its forward, which drew from the global generator of numpy or of "
             "Python's random; draw with torch (torch.rand, F.dropout), keyed by run(..., seed=), "
-            "or keep what forwards make: a schedule without fp.schedules.remat, "
+            "or do not recompute: use a schedule without fp.schedules.remat, or "
             "fp.Pipe(checkpoint='never')"
         )
 
@@ -71,14 +70,13 @@ def _leaves(out: StageOut) -> list[Tensor]:
 
 
 def _are_same(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same bits; on other devices than the CPU, up to rounding.
+    """Return whether two tensors are bit-identical; on devices other than the CPU, up to rounding.
 
     On accelerators some kernels round differently in each call.
     """
     if first.device.type == "cpu" or not first.is_floating_point():
-        first, second = (
-            each.reshape(-1).view(torch.uint8) for each in (first, second)
-        )  # so NaN equals itself
+        # As bytes, so that NaN equals NaN.
+        first, second = (each.reshape(-1).view(torch.uint8) for each in (first, second))
         return torch.equal(first, second)
     first, second = first.float(), second.float()
     return torch.allclose(

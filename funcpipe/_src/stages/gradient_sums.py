@@ -1,8 +1,8 @@
-"""The sums of the gradients of a stage's parameters, over the microbatches of a run.
+"""Sum the gradients of a stage's parameters over the microbatches of a run.
 
 Autograd adds to the ``.grad`` of the aliases that the stage computes with. The first gradient
-becomes the sum where nothing else has its memory; that saves a zero, an addition and a pass over
-memory for each parameter.
+becomes the sum if nothing else uses its memory. That saves a zero tensor and an addition for each
+parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from funcpipe._src.stages.foreign import refuse_backward
 
 
 class GradientSums:
-    """The sum of each alias of a parameter: its ``.grad``.
+    """The gradient sums of parameter aliases, which are their ``.grad``.
 
     Attributes:
-        lacking: the numbers of those that have none yet.
-        sparse: the numbers of those whose sums are sparse.
+        lacking: the numbers of the aliases without a sum so far.
+        sparse: the numbers of the aliases with a sparse sum.
     """
 
     def __init__(self, aliases: Sequence[Tensor]) -> None:
@@ -32,13 +32,13 @@ class GradientSums:
         self._not_plain = [number for number, alias in enumerate(aliases) if not is_plain(alias)]
         self.sparse: list[int] = []
         self._zeros: dict[int, int] = {}
-        """Of those that began as zeros their versions then."""
+        """For sums that began as zeros, their version counters at that time, by number."""
         self._negative: set[int] = set()
-        """Those of them that may be negative zeros still."""
+        """The numbers of the sums that may still be negative zeros."""
 
     def unexpected_gradients(self) -> list[int]:
-        """Return the numbers of aliases that have a gradient before the first backward: the stage
-        called backward."""
+        """Return the aliases with a gradient before the first backward: the stage called
+        backward."""
         return [number for number in self.lacking if self._aliases[number].grad is not None]
 
     def prepare(self) -> None:
@@ -67,7 +67,8 @@ class GradientSums:
             gradient = self._aliases[number].grad
             if gradient is not None and gradient.is_sparse:
                 self.sparse.append(number)
-                self._begin(number, gradient.clone().coalesce())  # its values may be a view
+                # A clone, because the values may be a view of other memory.
+                self._begin(number, gradient.clone().coalesce())
             elif gradient is not None:
                 alone = may_grow(gradient)
                 self._begin(
@@ -75,7 +76,7 @@ class GradientSums:
                 )
 
     def all(self) -> list[Tensor | None]:
-        """Every sum; zeros where no gradient has come."""
+        """Return every sum, zeros if no gradient has come."""
         totals = self.begin()
         for number in self._negative & {*self.untouched()}:
             self._zeros[number] = version(totals[number].zero_())
@@ -87,7 +88,7 @@ class GradientSums:
         return [alias.grad for alias in self._aliases]
 
     def untouched(self) -> list[int]:
-        """The numbers of those to which no backward added."""
+        """Return the numbers of the aliases to which no backward has added."""
         return [
             number
             for number, alias in enumerate(self._aliases)
@@ -95,14 +96,13 @@ class GradientSums:
         ]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Release all sums."""
         for alias in self._aliases:
             alias.grad = None
         self._aliases = ()
 
     def _join_rows(self) -> None:
-        """Add up repeated rows of sparse sums. A sum that got something dense is a new dense
-        tensor."""
+        """Add up repeated rows of sparse sums. A sum that got a dense gradient has become dense."""
         for number in [*self.sparse]:
             total = self._aliases[number].grad
             assert total is not None
@@ -133,15 +133,15 @@ def _begun_with(alias: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _negative_zeros(alias: Tensor) -> Tensor:
-    """Make zeros that change no bit of a number added to them: 0 + -0 is 0, and -0 + -0 is -0."""
+    """Make negative zeros. Adding them changes no bit: 0 + -0 is 0, and -0 + -0 is -0."""
     return torch.full_like(alias, complex(-0.0, -0.0) if alias.is_complex() else -0.0)
 
 
 def may_grow(gradient: Tensor) -> bool:
-    """May others be added into a gradient that autograd has left: nothing else has its memory, and
-    it needs all of that.
+    """Return whether other gradients may be added in place to a gradient of autograd.
 
-    It may be a view of a value that was handed on, or of another parameter's gradient.
+    That is safe only if the gradient alone uses its whole storage. It may be a view of a value that
+    another stage got, or of another parameter's gradient.
     """
     if not is_plain(gradient) or is_shared_lazily(gradient):
         return False

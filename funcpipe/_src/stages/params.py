@@ -1,5 +1,4 @@
-"""The parameters of a stage in one run: aliases of the caller's tensors, gradient sums, and guards
-against writes."""
+"""The parameters and the state of a stage in one run: aliases, gradient sums, and write guards."""
 
 from __future__ import annotations
 
@@ -19,20 +18,20 @@ from funcpipe._src.stages.gradient_sums import GradientSums
 
 
 class StageParams:
-    """The parameters and the state that a stage is bound to, with the sums of the gradients.
+    """The parameters and the state that a stage is bound to, with the gradient sums.
 
-    A stage may write into its parameters, also by ``.data``, which torch does not count. With
-    ``guard`` such writes go into copies, which take memory only then.
+    A stage may wrongly write to its parameters, also by ``.data``, which torch does not count. With
+    ``guard``, such writes go to copy-on-write copies, so the caller's tensors stay unchanged.
 
     Attributes:
         leaves, spec: the caller's tree.
-        trainable: which of the leaves get gradients.
-        aliases: the tensors that the stage computes with, leaf by leaf.
+        trainable: for each leaf, whether it gets a gradient.
+        aliases: for each leaf, the tensor that the stage computes with.
         tree: the aliases as a tree.
         inputs: the aliases that get gradients.
-        input_ids: their identities.
-        sums: the sums of their gradients.
-        state_leaves: the copies of its state that the stage reads.
+        input_ids: the ids of ``inputs``.
+        sums: the gradient sums of ``inputs``.
+        state_leaves: the copies of the state that the stage reads.
     """
 
     def __init__(self, tree: Tree, trainable: Sequence[bool], *, guard: bool) -> None:
@@ -80,11 +79,11 @@ class StageParams:
         self.forget()
 
     def grads(self) -> list[Tensor | None]:
-        """Return the gradient sum of each leaf; None where it is not trainable."""
+        """Return the gradient sum of each leaf, None for leaves that are not trainable."""
         return self._by_leaf(self.sums.all())
 
     def present_grads(self) -> list[Tensor | None]:
-        """Return the present gradient sum of each leaf; None where no gradient has come yet."""
+        """Return the present gradient sum of each leaf, None if no gradient has come yet."""
         return self._by_leaf(self.sums.present())
 
     def _by_leaf(self, totals: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -124,11 +123,12 @@ class StageParams:
         ]
 
     def refuse_rebinding(self) -> None:
-        """Refuse a stage that put other values into its params, which the next microbatch would
-        compute with.
+        """Refuse a stage that has replaced values in its params.
+
+        The next microbatch would compute with these values.
 
         Raises:
-            PlanError: it names them.
+            PlanError: names the values.
         """
         now, spec = flatten(self.tree)
         if spec == self.spec and all(map(is_, now, self.aliases)):
@@ -139,12 +139,12 @@ class StageParams:
         where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
         raise PlanError(
             f"the stage puts other values into its params ({where or 'its keys changed'}), and "
-            "the next microbatch would compute with them; a stage is pure: w = params['w'] * 2 "
-            "makes a value of its own, params['w'] = ... does not"
+            "the next microbatch would compute with these values; a stage is pure: write w = "
+            "params['w'] * 2, not params['w'] = ..."
         )
 
     def release(self) -> None:
-        """Drop every tensor."""
+        """Release all tensors."""
         self.sums.clear()
         self.inputs, self.aliases, self.leaves, self._memory = [], [], [], []
         self.state_leaves, self._state_given, self._state_at = [], [], []
@@ -153,21 +153,19 @@ class StageParams:
 
 
 def alias_of(leaf: Any, trainable: bool) -> Any:
-    """An alias of a parameter, for a stage to compute with: it shares memory and has a gradient of
-    its own."""
+    """Return an alias of a parameter, which shares its memory but has its own ``.grad``."""
     if not isinstance(leaf, Tensor):
         return leaf
     alias = leaf.detach()
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
-        alias = alias.clone()  # autograd takes no tensor made in inference mode
+        alias = alias.clone()  # autograd refuses tensors made in inference mode
     return alias.requires_grad_() if trainable else alias
 
 
 def guarded(leaf: Any) -> Any:
-    """A copy-on-write copy of a plain tensor on the CPU, where that costs nothing; any other leaf
-    itself."""
+    """Return a copy-on-write copy of a plain CPU tensor, which costs nothing; else the leaf."""
     plain = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.is_cpu and not leaf.is_inference()
-    # What has no memory yet, parameters that are gathered later, cannot be copied on a write.
+    # Sharded parameters have no memory until they are gathered, so there is nothing to copy.
     there = plain and (leaf.untyped_storage().nbytes() or not leaf.numel())
     return share([leaf])[0] if there else leaf
 
@@ -178,15 +176,17 @@ def _shares_memory(kept: Any, given: Any) -> bool:
 
 
 def differ(kept: Any, original: Any) -> bool:
-    """Whether a guarded tensor was written to: it was moved (some kernels move it too) and has
-    other numbers."""
+    """Return whether a guarded tensor was written to.
+
+    A write moves its memory. Some kernels move the memory without writing, so compare the numbers.
+    """
     if kept is original or address(kept) == address(original):
         return False
     return not bool(((kept == original) | ((kept != kept) & (original != original))).all())
 
 
 def versions(leaves: Sequence[Any]) -> list[int]:
-    """How often each leaf was written to; under inference mode torch does not count."""
+    """Return the version counter of each leaf, 0 for inference tensors, which have none."""
     return [
         version(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
         for leaf in leaves

@@ -1,5 +1,4 @@
-"""Finds what a stage can reach besides its arguments: tensors and numbers, by the names that its
-code uses."""
+"""Find the values that a stage can reach besides its arguments, by the names in its code."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from funcpipe._src.core.captured import captured_values
 from funcpipe._src.data.stage import Stage
 
 _OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not searched."""
 
 _MANY = 1000
-"""Of a container with more entries only the number is noted."""
+"""Containers with more entries are not searched; only their length is recorded."""
 
 
 class Reached:
@@ -36,7 +35,7 @@ class Reached:
             self._look("", part.fn)
 
     def _look(self, name: str, value: Any) -> None:
-        """Note a leaf, or look into an object that may hold some."""
+        """Record a leaf, or search an object that may contain leaves."""
         if isinstance(value, (Tensor, bool, int, float, complex, str, bytes, type(None))):
             self._note(name, value)
             return
@@ -58,7 +57,7 @@ class Reached:
             self._entries(name, value)
         elif isinstance(value, Stage):
             self._look(name, value.fn)
-        elif hasattr(value, "skeleton"):  # a module stage: its module is a copy of its own
+        elif hasattr(value, "skeleton"):  # a module stage: its tensors are arguments, not captured
             for layer in value.skeleton.modules():
                 self._look(name, type(layer).forward)
         elif not _foreign(type(value)) and hasattr(value, "__dict__"):
@@ -66,13 +65,13 @@ class Reached:
                 self._look(name, type(value).__call__)
             for key, attribute in vars(value).items():
                 self._look(f"{name}.{key}".lstrip("."), attribute)
-        else:  # functools.cache and the like
+        else:  # a wrapper such as functools.cache
             wrapped = getattr(value, "__wrapped__", None)
             if wrapped is not None:
                 self._look(name, wrapped)
 
     def _note(self, name: str, value: Any) -> None:
-        while name in self.found:  # of the same name in another function
+        while name in self.found:  # another function has a value with the same name
             name += "'"
         self.found[name] = value
 

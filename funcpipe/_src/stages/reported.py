@@ -1,5 +1,4 @@
-"""What a forward reports for the end of a batch: statistics, losses, weights, each cut off from its
-graph."""
+"""Detach the values that a forward reports for the end of a batch from their autograd graphs."""
 
 from __future__ import annotations
 
@@ -11,34 +10,34 @@ from funcpipe._src.data.losses import cut_off, detached
 
 
 def is_empty(tree: Tree) -> bool:
-    """None, or ()."""
+    """Return whether a tree is None or ()."""
     return tree is None or (type(tree) is tuple and not tree)
 
 
 def kept_statistics(stats: Tree) -> Tree:
-    """Statistics for the commit. Raises PlanError where they hide tensors, which would keep their
-    graphs."""
+    """Return detached statistics for the commit.
+
+    Raises PlanError if they hide tensors, which would keep their graphs alive.
+    """
     if is_empty(stats) or _is_apart(stats):
         return stats
     leaves, spec = flatten(stats)
     raise_all(
-        "a stage returned statistics that cannot be kept:",
+        "the stage returned statistics that cannot be kept until the commit:",
         refuse_hidden(stats, "stats", leaves, spec),
     )
     return unflatten(spec, [cut_off(leaf) for leaf in leaves])
 
 
 def _is_apart(stats: Tree) -> bool:
-    """Are these what deferred layers left, by their paths: no graph is behind any, and the
-    containers are new."""
+    """Return whether these are statistics of deferred layers, which are already detached."""
     return type(stats) is dict and all(
         getattr(type(each), "IS_APART", False) for each in stats.values()
     )  # pyright: ignore
 
 
 def detached_side(side: Any) -> tuple[Any, Any] | None:
-    """A stage's auxiliary loss (sum, weight), if it has one. Raises StageError where it is
-    something else."""
+    """Return a stage's auxiliary loss (sum, weight), detached, or None. Raises StageError."""
     if side is None:
         return None
     if not isinstance(side, tuple) or len(side) != 2:  # pyright: ignore[reportUnknownArgumentType]

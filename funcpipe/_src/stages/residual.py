@@ -1,5 +1,7 @@
-"""The residual of an eager forward: an autograd graph, whose saved tensors can wait in host
-memory."""
+"""`EagerResidual`: the autograd graph of an eager forward, whose saved tensors can be offloaded.
+
+`saved_tensors` takes the tensors out of the graph.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from funcpipe._src.stages.bound import Cotangents, Gradients
 from funcpipe._src.stages.saved_tensors import SavedPiece, saved_pieces, take_out
 
 GradientLeaves: TypeAlias = dict[int, Tensor]
-"""The leaves of a border that hold its gradients, by their numbers among all."""
+"""The leaves of a border that receive its gradients, by leaf number."""
 
 
 @dataclass(slots=True, eq=False)
 class EagerResidual:
-    """The graph of one forward: its outputs, its losses, and the leaves at its inputs."""
+    """The graph of one forward: its outputs, its losses, and the leaves of its inputs."""
 
     microbatch: int
     y: list[Any]
     stash: dict[str, list[Any]]
     total: Tensor | None
-    """The sum of its losses, with the graph."""
+    """The sum of the microbatch's losses, with its graph."""
     loss: Loss | None
     """The loss without its graph."""
     side: tuple[Any, Any] | None
@@ -39,15 +41,17 @@ class EagerResidual:
     x: GradientLeaves
     skips: list[tuple[int, GradientLeaves]]
     replay: AbstractContextManager[Any] | None = None
-    """Inside of it the backward draws what the forward drew; None: it draws nothing."""
+    """A context in which the backward repeats the forward's draws; None: it draws nothing."""
     _moved: int | None = None
     _pieces: Sequence[SavedPiece] = ()
     _event: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs and outputs; what autograd saved in between is not counted. Of a
-        moved one what moved."""
+        """The bytes of inputs and outputs, without tensors that autograd saved in between.
+
+        After a move, the bytes that came back from the host.
+        """
         if self._moved is not None:
             return self._moved
         named = [
@@ -59,15 +63,14 @@ class EagerResidual:
         return sum(leaf.nbytes for leaf in named if isinstance(leaf, Tensor))
 
     def inputs(self) -> list[Tensor]:
-        """The leaves of its input and its skips that have a gradient."""
+        """Return the leaves of the input and the skips that get gradients."""
         leaves = [*self.x.values()]
         for _, of_skip in self.skips:
             leaves += of_skip.values()
         return leaves
 
     def roots(self, *, loss: bool = True) -> list[Tensor]:
-        """Return the results that require gradients: the loss, the outputs, stashed values and the
-        auxiliary loss."""
+        """Return the results that require gradients: loss, outputs, stash and auxiliary loss."""
         ends: list[Any] = [self.total, *self.y] if loss and self.total is not None else [*self.y]
         for leaves in self.stash.values():
             ends += leaves
@@ -78,8 +81,8 @@ class EagerResidual:
     def outset(
         self, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
-        """Return the tensors from which a backward begins, and their gradients: outputs and stashed
-        values."""
+        """Return the outputs and stashed values from which a backward begins, and their
+        gradients."""
         roots: list[Tensor | GradientEdge] = []
         gradients: list[Tensor] = []
         if y is not None:
@@ -93,22 +96,22 @@ class EagerResidual:
         return roots, gradients
 
     def cotangents(self) -> Cotangents:
-        """What a backward has left at its inputs."""
+        """Return the gradients that a backward has left at the inputs."""
         skips = [_gradients_of(*skip) for skip in self.skips] if self.skips else []
         return Cotangents(_gradients_of(self.x_count, self.x), skips)
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move what autograd saved to the host, or back; see `saved_tensors` for what stays.
+        """Move the tensors that autograd saved to the host, or back; see `saved_tensors`.
 
-        Of the outputs only their places in the graph are kept, of the leaves at the inputs only
-        their shapes: a backward needs no more, and where it needs their numbers autograd saved
-        them. The losses stay: they are single numbers.
+        The residual drops the numbers of outputs and input leaves. A backward needs only the
+        outputs' graph edges and the leaves' shapes; if it needs numbers, autograd has saved them.
+        The losses stay on the device, because they are single numbers.
 
         Returns:
-            The event after which it is there; None: it is.
+            The event after which the copies are ready; None: they are ready.
 
         Raises:
-            RuntimeError: autograd's own, where a saved tensor was modified in place.
+            RuntimeError: autograd's error for a saved tensor that was modified in place.
         """
         with torch.no_grad():
             return self._leave(to, fixed) if to.out else self._return(to)
@@ -146,15 +149,13 @@ class EagerResidual:
             piece.flat = copy
             piece.restore()
         self._moved = sum(copy.nbytes for copy in copies)
-        self._pieces, self._event = (
-            (),
-            None,
-        )  # autograd alone holds what came back, and frees it as its backward goes
+        # Drop the pieces, so that autograd alone holds the tensors and frees them in its backward.
+        self._pieces, self._event = (), None
         return event
 
 
 def _edges(leaves: Sequence[Any]) -> list[Any]:
-    """The graph edges of the leaves; None for those that require no gradient."""
+    """Return the graph edges of the leaves, None for leaves that require no gradient."""
     return [
         get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
         for leaf in leaves
@@ -162,7 +163,7 @@ def _edges(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
-    """The gradients of so many values, some of which have leaves; None for the others."""
+    """Return ``count`` gradients: those of the leaves, None for values without a leaf."""
     gradients: Gradients = [None] * count
     for index, leaf in leaves.items():
         if leaf.grad is not None:
@@ -173,8 +174,10 @@ def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
 def add_root(
     end: Any, gradient: Tensor | None, roots: list[Tensor | GradientEdge], gradients: list[Tensor]
 ) -> None:
-    """Add an output and its gradient to the roots of a backward, if both exist. An offloaded output
-    is a graph edge."""
+    """Add an output and its gradient to the roots of a backward, if both exist.
+
+    The output is a graph edge after an offload.
+    """
     if gradient is not None and (
         isinstance(end, GradientEdge) or (isinstance(end, Tensor) and end.requires_grad)
     ):

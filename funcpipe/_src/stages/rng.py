@@ -1,8 +1,10 @@
-"""Keyed randomness: what a stage draws depends on seed, layer, draw and microbatch alone.
+"""Keyed randomness: a draw depends only on the seed, the layer, the draw's number and the
+microbatch.
 
-CPU operations share one generator per process and ``F.dropout`` takes none, so every random
-operation of a forward is caught (`drawing`) and given a generator seeded by its key. Where the draw
-happens is read from the Python stack: the innermost layer of the stage whose method is running.
+CPU operations share one generator per process, and ``F.dropout`` takes no generator. So `drawing`
+catches every random operation of a forward, and this module runs it with a generator that is seeded
+by a key. The Python stack shows which layer draws: the innermost layer of the stage whose method
+runs.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ _global_draw = threading.Lock()
 
 
 def fold_in(seed: int, data: int | str) -> int:
-    """A new seed from a seed and a number (or a name): the step of training, the rank, the epoch.
+    """Make a new seed from a seed and a number or a name, such as the training step or the epoch.
+
+    Use it to give each step its own seed: ``fp.run(..., seed=fp.fold_in(seed, step))``. The
+    function is named after ``jax.random.fold_in``.
 
     >>> fp.fold_in(0, 1) == fp.fold_in(0, 1), fp.fold_in(0, 1) == fp.fold_in(1, 0)
     (True, False)
 
     Args:
         seed: any int.
-        data: what to fold in.
+        data: an int or a str. An int and its decimal text give different seeds.
 
     Returns:
-        63 bits, by a hash (BLAKE2b).
+        An int from 0 to 2**63 - 1, a BLAKE2b hash.
 
     Raises:
-        PlanError: the seed is no int, or the data is neither an int nor a name.
+        PlanError: ``seed`` is not an int, or ``data`` is neither an int nor a str.
     """
     try:
         return _mix(operator.index(seed), data if isinstance(data, str) else operator.index(data))
@@ -54,6 +59,8 @@ def fold_in(seed: int, data: int | str) -> int:
 
 
 def _mix(*parts: int | str) -> int:
+    # The first letter of the type keeps 1 and "1" apart, and the separator keeps ("a", "bc") and
+    # ("ab", "c") apart. Shifted to 63 bits, a valid seed for every generator.
     text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -61,8 +68,8 @@ def _mix(*parts: int | str) -> int:
 class Keys:
     """The keys of one run: the seed, and the stage that draws at each path.
 
-    A microbatch is numbered among those of all replicas: ``first`` is the number of this one's
-    first.
+    Microbatches are numbered over all replicas. ``first`` is the number of this replica's first
+    microbatch.
     """
 
     def __init__(self, seed: int | None, stages: Sequence[Stage], first: int = 0) -> None:
@@ -71,12 +78,11 @@ class Keys:
         self.owners: dict[str, tuple[int, int]] = {}
 
     def path(self, stage: int, layer: str, part: Stage | None = None) -> str:
-        """The path of a drawing layer; unique in the model, so the place of the cuts does not
-        matter.
+        """Return the path of a drawing layer, which is unique in the model.
 
-        Only where two stages have layers of the same path (they come from separate modules) the
-        stage's name is put before it. A function stage draws by its name. The part of a composition
-        is the one that runs, or as given.
+        So the draws do not depend on the cuts. If two stages come from separate modules and have
+        layers with the same path, the stage's name comes first. A function stage draws by its name.
+        ``part`` is the simple stage within a composition, by default the running one.
         """
         part = self._part(stage, part)
         return (
@@ -84,15 +90,15 @@ class Keys:
         )
 
     def number(self, path: str, nth: int, microbatch: int) -> int:
-        """The seed of the generator of a draw."""
+        """Return the generator's seed for a draw."""
         return _mix(self.seed or 0, path, nth, self.first + microbatch)
 
     def claim(self, stage: int, layer: str, what: Any, part: Stage | None = None) -> None:
-        """Refuse a draw without a seed, without a path of its own, or at a path that another stage
-        draws at.
+        """Check that a draw has a seed and its own path.
 
         Raises:
-            DrawError: for such a draw; ``what`` is the operation.
+            DrawError: there is no seed, no path, or another stage draws at the same path. ``what``
+                is the operation.
         """
         if self.seed is None:
             raise DrawError(
@@ -116,7 +122,7 @@ class Keys:
         if owner != (stage, id(part)):
             raise DrawError(
                 f"two stages ({owner[0]} and {stage}) draw random numbers as {path!r} and would "
-                "draw the same; give each stage its own name (name=)"
+                "draw equal numbers; give each stage its own name (name=)"
             )
 
     def _part(self, stage: int, part: Stage | None) -> Stage:
@@ -132,12 +138,12 @@ class Keys:
 
 
 class KeyedDraws(CatchDraws):
-    """Inside of it, random operations of one task draw from generators seeded by their keys.
+    """A context in which random operations of one action use generators seeded by their keys.
 
     Attributes:
-        counts: draws so far by path.
-        replays: in a recomputation the paths that drew inside a ``torch.utils.checkpoint`` region,
-            with how many draws each made.
+        counts: the number of draws so far, by path.
+        replays: in a recomputation, the number of draws within ``torch.utils.checkpoint`` regions,
+            by path. None: this is not a recomputation.
     """
 
     __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
@@ -157,11 +163,12 @@ class KeyedDraws(CatchDraws):
         self.means: list[MeanOverTargets] | None = None
 
     def forget(self) -> None:
-        """Begin the next task: forget the draws of the last one."""
+        """Begin the next action: reset the counts of draws."""
         self.counts, self.regions = {}, {}
 
     def replay(self) -> KeyedDraws | None:
-        """What draws the same again in a backward; None: no checkpoint region drew."""
+        """Return the context for a backward that repeats draws; None: no checkpoint region
+        drew."""
         replays = {
             path: self.counts[path] for path, region in self.regions.items() if region is not None
         }
@@ -177,8 +184,8 @@ class KeyedDraws(CatchDraws):
         twin = twin_of(func, device.type)
         if kwargs.get("generator") is not None:
             raise DrawError(
-                f"stage {self.stage} draws with a generator of its own in {func}; a stage is "
-                "pure, so leave the generator out: run(..., seed=) keys every draw"
+                f"stage {self.stage} draws with its own generator in {func}, so the draw would not "
+                "depend on the run's seed; leave the generator out: run(..., seed=) keys all draws"
             )
         if twin is not None:
             generator = torch.Generator(device)
@@ -189,25 +196,30 @@ class KeyedDraws(CatchDraws):
             return self._draw(generator, func, lambda: func(*args, **kwargs))
 
     def _draw(self, generator: torch.Generator, func: Any, call: Callable[[], Any]) -> Any:
-        """Run an operation with a generator seeded by its key. Attention without dropout could
-        draw, but does not."""
+        """Run an operation with a generator seeded by its key.
+
+        Count the draw only if the generator has moved: attention without dropout draws nothing.
+        """
         layer, region, depth = locate(self.places)
         path = self._path(layer)
         nth = self.counts.get(path, 0)
-        if self.replays is not None:  # a recomputation inside a backward
+        if self.replays is not None:  # a recomputation within a backward
             nth %= self.replays.get(path, 1)
         generator.manual_seed(self.keys.number(path, nth, self.microbatch))
         start = generator.get_state()
         try:
             return call()
-        finally:  # a recomputed region leaves by an error as soon as it has its values
+        finally:  # torch ends a recomputed region by an exception as soon as it has its values
             if not torch.equal(generator.get_state(), start):
                 self._check(func, layer, path, region, depth)
                 self.counts[path] = self.counts.get(path, 0) + 1
 
     def _path(self, layer: str) -> str:
-        """The path of a draw. A recomputation is outside of the part of a composition that asked
-        for it: of all that may be repeated it is the one that it can be."""
+        """Return the path of a draw.
+
+        A recomputation runs outside the composition's part that drew first, so its path may lack
+        the part's name. Then use the only known path that fits.
+        """
         path = self.keys.path(self.stage, layer)
         if self.replays is None or path in self.replays:
             return path
@@ -220,7 +232,7 @@ class KeyedDraws(CatchDraws):
         return like[0] if len(like) == 1 else path
 
     def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
-        """Refuse a draw that has no key, or that a backward could not repeat."""
+        """Raise DrawError for a draw without a key, or that a backward could not repeat."""
         if self.replays is not None:
             if path not in self.replays:
                 raise DrawError(
@@ -231,15 +243,15 @@ class KeyedDraws(CatchDraws):
         self.keys.claim(self.stage, layer, func)
         if depth > 1 or self.regions.setdefault(path, region) is not region:
             raise DrawError(
-                f"{path!r} draws random numbers both in a torch.utils.checkpoint region and "
-                "outside of it, or in several; the recomputation could not draw the same. Use "
-                f"fp.schedules.remat instead of checkpoint for stage {self.stage}"
+                f"{path!r} draws random numbers both within a torch.utils.checkpoint region and "
+                "outside it, or in several regions, so the recomputation could not repeat the "
+                f"draws; use fp.schedules.remat instead of checkpoint for stage {self.stage}"
             )
 
 
 def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
-    """The layer that draws, the innermost checkpoint region around it, and the number of regions
-    around it."""
+    """Find the layer that draws, the innermost checkpoint region around it, and the number of
+    regions."""
     layer: str | None = None
     regions: list[Any] = []
     for frame in frames():
@@ -253,8 +265,10 @@ def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
 
 @contextmanager
 def borrowed(device: torch.device) -> Generator[torch.Generator]:
-    """The device's own generator, for operations that take none; its state is put back
-    afterwards."""
+    """Return a context with the device's global generator, whose state is restored afterwards.
+
+    For operations that accept no generator.
+    """
     with _global_draw:
         generator = default_generator(device)
         state = generator.get_state()
@@ -265,7 +279,7 @@ def borrowed(device: torch.device) -> Generator[torch.Generator]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The process-wide generator of a device."""
+    """Return the global generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)

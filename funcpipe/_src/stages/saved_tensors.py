@@ -1,19 +1,18 @@
-"""Takes what autograd saved out of a graph, so that it can be moved: slots, and the memory that
-they share.
+"""Take the tensors that autograd saved out of a graph, so that they can be moved to the host.
 
-Autograd lets hooks be put on a saved tensor after the forward, so a forward that is not moved pays
-nothing, and stages may use what refuses saved-tensor hooks (torch.func).
+Autograd allows hooks on a saved tensor after the forward. So forwards that are not offloaded cost
+nothing extra, and stages may use functions that refuse saved-tensor hooks, such as torch.func.
 
-What stays on the device:
+These tensors stay on the device:
 
-- parameters, state and the batch, which others keep anyway, and what shares their memory;
-- single numbers (torch takes those of the program, as the 2 in ``x * 2``, for numbers again);
-- tensors that are not torch's own dense ones (subclasses, sparse, quantized, conjugate views), that
-  lie elsewhere, or whose memory torch did not allocate;
-- what torch does not show: saved by operations written in C++, by an in-place operation on a view
-  (``CopySlices``), or as an attribute of the ``ctx`` of an ``autograd.Function``;
-- what another hook has packed (in a ``torch.utils.checkpoint`` region nothing is kept but its
-  inputs, which move).
+- parameters, state, the batch, and tensors that share their memory, because others keep them;
+- tensors with a single number, such as the 2 in ``x * 2``;
+- tensors that are not plain dense tensors (subclasses, sparse, quantized, conjugate views), that
+  are on another device, or whose memory torch did not allocate;
+- tensors that torch does not show: saved by operations written in C++, by an in-place operation on
+  a view (``CopySlices``), or as an attribute of the ``ctx`` of an ``autograd.Function``;
+- tensors that another hook has packed. A ``torch.utils.checkpoint`` region keeps only its inputs,
+  which move.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ from funcpipe._src.core.torch_names import inputs_of_region, saved_names
 from funcpipe._src.devices.host_link import HostStream
 
 _ALIGNED = 64
-"""Torch's allocations on the CPU begin at a multiple of so many bytes."""
+"""Torch's allocations on the CPU begin at a multiple of this many bytes."""
 _BLOCK = 512
-"""On CUDA at a multiple of this: such an offset can be taken off, and kernels see the same
-alignment."""
+"""Torch's allocations on CUDA begin at a multiple of this many bytes. Offsets shrink by multiples
+of it, so that kernels see the same alignment after a move; another alignment may change rounding."""
 
 _names_of = Remembered(saved_names)
 
 
 class SavedSlot:
-    """The place of one saved tensor: autograd holds the slot, the slot the tensor while that is on
-    the device."""
+    """The place of one saved tensor.
+
+    Autograd holds the slot. The slot holds the tensor while the tensor is on the device.
+    """
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -49,8 +50,9 @@ class SavedSlot:
         self.tensor: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> SavedSlot:
-        """Take the tensor; called by autograd."""
-        self.tensor = tensor.detach()  # of an output, else it would hold the graph that holds it
+        """Take the tensor. Autograd calls this hook."""
+        # Detached: a saved output refers to the graph, which refers to this slot. A cycle.
+        self.tensor = tensor.detach()
         return self
 
 
@@ -61,11 +63,10 @@ def _unpack(slot: SavedSlot) -> Tensor:
 
 
 def take_out(roots: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> list[SavedSlot]:
-    """Put every saved tensor that can be moved, in the graph behind some tensors or edges, into a
-    slot.
+    """Put every movable saved tensor in the graph behind ``roots`` into a slot.
 
     Raises:
-        RuntimeError: autograd's own, where a saved tensor was modified in place.
+        RuntimeError: autograd's error for a saved tensor that was modified in place.
     """
     slots: list[SavedSlot] = []
     for node in nodes_of(roots):
@@ -78,10 +79,10 @@ def take_out(roots: Iterable[Any], to: HostStream, fixed: frozenset[int]) -> lis
 
 
 def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What a node saved, as pairs of autograd's handle and the tensor.
+    """Yield the saved tensors of a node, as pairs of autograd's handle and the tensor.
 
-    The tensor is read as a backward would read it, which checks whether it was modified since. One
-    that is packed already is left alone: to read it would be to unpack it.
+    The tensor is read as a backward reads it, which checks that it was not modified. A tensor that
+    another hook has packed is skipped, because reading would unpack it.
     """
     for hidden, name in _names_of(type(node)):
         handles = _many(getattr(node, hidden))
@@ -93,7 +94,8 @@ def _saved_by(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_packed(node: Any) -> bool:
-    """Did another hook pack what a node saved, as ``torch.utils.checkpoint`` does."""
+    """Return whether another hook has packed saved tensors of a node, as
+    ``torch.utils.checkpoint`` does."""
     handles = [
         handle for hidden, _ in _names_of(type(node)) for handle in _many(getattr(node, hidden))
     ]
@@ -112,7 +114,7 @@ def _moves(tensor: Tensor, to: HostStream, fixed: frozenset[int]) -> bool:
 
 
 class SavedView(NamedTuple):
-    """The place of a slot's tensor in its piece."""
+    """The position of a slot's tensor within its piece."""
 
     slot: weakref.ref[SavedSlot]
     dtype: Any
@@ -122,12 +124,13 @@ class SavedView(NamedTuple):
 
 
 class SavedPiece:
-    """A stretch of memory with all slots that lie in it; copied once, and then all of them are
-    views of the copy.
+    """A stretch of memory that several slots share.
+
+    It is copied once. Then all tensors of its slots are views of the copy.
 
     Attributes:
-        flat: the stretch, as numbers of the smallest type in it.
-        views: one for each slot.
+        flat: the stretch as a flat tensor, with the smallest dtype of its tensors.
+        views: a `SavedView` for each slot.
     """
 
     def __init__(self, slots: Sequence[SavedSlot]) -> None:
@@ -150,18 +153,18 @@ class SavedPiece:
 
     @property
     def alive(self) -> bool:
-        """Does autograd still hold one of the slots."""
+        """Whether autograd still holds one of the slots."""
         return any(view.slot() is not None for view in self.views)
 
     def empty(self) -> None:
-        """The slots let go of their tensors."""
+        """Drop the tensors of all slots."""
         for view in self.views:
             slot = view.slot()
             if slot is not None:
                 slot.tensor = None
 
     def restore(self) -> None:
-        """The slots get their tensors, in the memory of ``flat``."""
+        """Give all slots their tensors again, as views of ``flat``."""
         for ref, dtype, size, stride, offset in self.views:
             slot = ref()
             if slot is not None:
@@ -173,7 +176,7 @@ def _offset(tensor: Tensor) -> int:
 
 
 def _end(tensor: Tensor) -> int:
-    """The byte after the last of a tensor, from where its memory begins."""
+    """Return the byte offset after a tensor's last number, within its storage."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )
@@ -181,7 +184,7 @@ def _end(tensor: Tensor) -> int:
 
 
 def saved_pieces(slots: Sequence[SavedSlot]) -> list[SavedPiece]:
-    """One piece for all slots that share memory."""
+    """Group slots that share memory into pieces."""
     groups: dict[tuple[int, int], list[SavedSlot]] = {}
     for slot in slots:
         if slot.tensor is not None:

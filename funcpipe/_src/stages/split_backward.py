@@ -1,11 +1,10 @@
-"""The backward of an eager stage in two halves: to its inputs (I), and to the weights of heavy
-operations (W).
+"""Split the backward of an eager stage: to its inputs (I), and to weights of heavy operations (W).
 
-Matrix products and convolutions compute the gradient of their input and that of their weight apart.
-So I walks the graph to the inputs, and to all parameters but such weights, and keeps the gradients
-that arrive at these operations; W begins there. Anything else would be done twice, so it is not put
-off. (torch.distributed.pipelining's ``stage_backward_input`` puts off every operation, after Qi et
-al. 2024, Zero Bubble, section 3.)
+Matrix products and convolutions compute the gradients of input and weight separately. So I computes
+all gradients except those of such weights, and keeps the gradients that arrive at these operations.
+W begins there. Other operations are not split, because part of their work would be done twice.
+torch.distributed.pipelining's ``stage_backward_input`` defers all operations, after Qi et al. 2024,
+Zero Bubble, section 3.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ _HEAVY = {
     f"{name}Backward0": _ADDED.get(name)
     for name in (*_ADDED, "Bmm", "CudnnConvolution", "Mm", "Mv")
 }
-"""Operations that compute each gradient by itself, and only those that are asked for.
+"""Operations that compute each gradient separately, and only the requested gradients.
 
-Each with the place of what it adds, None for nothing. A bias does not wait, so that it is all the
-same whether a layer adds it in its product or after it, which torch decides by how the input lies
-in memory.
+The value is the position of the operation's added term, such as the bias, or None. The gradient of
+a bias is never left to W. Torch decides by the memory layout of the input whether a layer adds the
+bias in its product or afterwards, and both cases must be equal.
 """
 
 _WHOLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""What can be walked only once, and to all its leaves: regions of the reentrant checkpoint, and of
+"""Nodes that can be walked only once, and to all their leaves: reentrant checkpoints, and
 ``torch.compile``."""
 
 
 class Waiting(NamedTuple):
-    """A walk that waits.
+    """A backward walk that I has left to W.
 
     Attributes:
-        roots: where it begins.
-        gradients: with which gradients.
-        leaves: to which it goes.
-        node: the heavy operation with which it begins; None: it is a whole backward.
-        versions: how often each gradient had been written to.
+        roots: the graph edges or tensors where the walk begins.
+        gradients: the gradients at the roots.
+        leaves: the parameters where the walk ends.
+        node: the heavy operation at the root. None: the walk is a whole backward.
+        versions: the version counter of each gradient in I.
     """
 
     roots: Sequence[Tensor | GradientEdge]
@@ -58,18 +57,18 @@ class Waiting(NamedTuple):
     versions: Sequence[int] = ()
 
     def walk(self) -> None:
-        """Do it. Raises PlanError where the gradients that it begins with have been written to."""
+        """Run the walk. Raises PlanError if its first gradients were written to meanwhile."""
         if self.node is None:
             walk_back(self.roots, self.gradients, self.leaves)
             return
         if versions(self.gradients) != self.versions:
             raise PlanError(
-                "a backward in the stage (of an autograd.Function, or a hook) writes into the "
-                "gradient that it gets, which others get as well; return a new one: grad * 2, not "
-                "grad.mul_(2)"
+                "a backward in the stage (of an autograd.Function, or a hook) writes into its "
+                "incoming gradient, which other operations also read; return a new tensor: grad * "
+                "2, not grad.mul_(2)"
             )
-        # Hooks that the stage has put on what the operation gave were called in I, and are here
-        # once more.
+        # Hooks of the stage on the operation's output have already changed the gradient in I, and
+        # this walk would call them again. So replace their result by the gradient of I.
         again = self.node.register_prehook(lambda _: tuple(self.gradients))
         try:
             walk_back(self.roots, self.gradients, self.leaves)
@@ -78,10 +77,10 @@ class Waiting(NamedTuple):
 
 
 class EagerWeights(NamedTuple):
-    """What W of an eager stage begins with.
+    """The residual of W in an eager stage.
 
     Attributes:
-        waiting: its walks.
+        waiting: the walks of W.
         replay: as in `EagerResidual`.
     """
 
@@ -89,13 +88,13 @@ class EagerWeights(NamedTuple):
     replay: AbstractContextManager[Any] | None
 
     def walk(self) -> None:
-        """Make all its walks."""
+        """Run all walks."""
         for waiting in self.waiting:
             waiting.walk()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients that it holds; what autograd saved is not counted."""
+        """The bytes of the kept gradients, without the tensors that autograd saved."""
         return sum(gradient.nbytes for waiting in self.waiting for gradient in waiting.gradients)
 
 
@@ -117,9 +116,9 @@ def walk_to_inputs(
     inputs: Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> list[Waiting]:
-    """Walk back to the inputs, and to the parameters that do not wait. Returns the walks to the
-    others."""
-    if not inputs:  # nobody waits for anything
+    """Walk back to the inputs, and to the parameters that W does not compute. Return the walks of
+    W."""
+    if not inputs:  # no other stage waits, so leave everything to W
         return [Waiting(roots, gradients, params)]
     nodes = [
         (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots
@@ -129,7 +128,7 @@ def walk_to_inputs(
     arrived: list[tuple[Any, Tensor, Sequence[int]]] = []
 
     def keep(node: Any, gradients: Sequence[Tensor | None]) -> None:
-        (gradient,) = gradients  # these operations give one value
+        (gradient,) = gradients  # heavy operations have one output
         if gradient is not None:
             arrived.append((node, gradient, versions([gradient])))
 
@@ -149,16 +148,17 @@ def walk_to_inputs(
 def _heavy_operations(
     roots: Sequence[Any], inputs: Set[int], params: Set[int]
 ) -> dict[Any, list[Tensor]]:
-    """The heavy operations between these nodes and inputs (ids), and the parameters that are
-    reached through each alone."""
-    behind: dict[
-        Any, Sequence[tuple[Any, int]]
-    ] = {}  # every node, and what follows it on the way back
-    passing: dict[Any, None] = {}  # what leads to an input
+    """Return the heavy operations between roots and inputs, each with the parameters that only it
+    reaches.
+
+    ``inputs`` and ``params`` are ids of tensors.
+    """
+    behind: dict[Any, Sequence[tuple[Any, int]]] = {}  # by node, its next nodes in a backward
+    passing: dict[Any, None] = {}  # the nodes that lead to an input
     todo: list[tuple[Any, bool]] = [(root, False) for root in roots]
     while todo:
         node, is_known = todo.pop()
-        if is_known:  # all that is behind it has been seen
+        if is_known:  # all nodes behind it have been visited
             if any(following in passing for following, _ in behind[node]):
                 passing[node] = None
         elif node is not None and node not in behind:
@@ -170,7 +170,8 @@ def _heavy_operations(
                 passing[node] = None
     if any(type(node).__name__ in _WHOLE for node in behind):
         return {}
-    # Every other node belongs to the heavy operation that leads to it, or to None: what I does.
+    # Every other node belongs to the heavy operation that leads to it, or to None, which is I. A
+    # node that two owners reach must be walked in I, so neither operation may wait.
     branches: list[tuple[Any, Any]] = [(None, root) for root in roots]
     for node in passing:
         name = node.name()
@@ -202,5 +203,5 @@ def _heavy_operations(
 
 
 def _leaf(node: Any) -> Tensor | None:
-    """The leaf whose gradient a last node adds to."""
+    """Return the leaf of an AccumulateGrad node, else None."""
     return getattr(node, "variable", None)

@@ -1,5 +1,4 @@
-"""Finds the leaves of the parameters that get gradients, and those that are one parameter in
-several stages."""
+"""Find the leaves that get gradients, and the leaves that are one parameter in several stages."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from funcpipe._src.core.words import similar
 from funcpipe._src.data.plan import Plan
 
 Trainable: TypeAlias = bool | Callable[[str, Tensor], bool] | Sequence[Any] | None
-"""Which leaves get gradients; see `run`."""
+"""The argument ``trainable=``; see `run`."""
 
 
 def is_marked(leaves: Iterable[Iterable[Any]]) -> bool:
-    """Does any leaf of any stage require a gradient."""
+    """Return whether any leaf of any stage requires a gradient."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for row in leaves for leaf in row)
 
 
@@ -30,10 +29,13 @@ def trainable_leaves(
     marked: bool | None = None,
     leaves: Sequence[Sequence[Any]] | None = None,
 ) -> list[list[bool]]:
-    """For each stage, for each leaf: does it get a gradient; ``marked`` as all processes know.
-    Raises PlanError.
+    """Return for each leaf of each stage whether it gets a gradient. Raises PlanError.
 
-    ``leaves`` are those of the trees, where they are at hand.
+    Args:
+        trees: one tree per stage.
+        trainable: as given to `run`.
+        marked: whether any leaf in any process requires a gradient. None: look at these trees.
+        leaves: the leaves of the trees, if the caller has them.
     """
     flat = leaves or [flatten(tree)[0] for tree in trees]
     if trainable is None:
@@ -73,7 +75,7 @@ def trainable_leaves(
 
 
 def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
-    if tree is None:  # it has no leaves, or is not here
+    if tree is None:  # no leaves, or the stage is in another process
         return [False]
     leaves, spec = flatten(tree)
     if isinstance(choice, bool):
@@ -87,8 +89,8 @@ def _flags(stage: int, tree: Tree, choice: Any) -> list[bool]:
     pairs = zip(paths(tree), leaves, flags, strict=True)
     if wrong := [str(path) for path, leaf, flag in pairs if flag and not is_differentiable(leaf)]:
         raise PlanError(
-            f"trainable[{stage}] names leaves that cannot have gradients (not floating): "
-            f"{', '.join(wrong)}"
+            f"trainable[{stage}] is True for leaves that cannot have gradients, because they are "
+            f"not floating-point tensors: {', '.join(wrong)}"
         )
     return flags
 
@@ -99,10 +101,12 @@ def resolve_ties(
     trained: list[list[bool]],
     here: Collection[int] | None = None,
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The plan's ties as groups of (stage, leaf number), -1 in stages that are not here.
+    """Return the plan's ties as groups of (stage, leaf number).
+
+    The number is -1 for stages that are not ``here``.
 
     Raises:
-        PlanError: they do not fit.
+        PlanError: a tie names a missing leaf, or its leaves differ in shape or in trainability.
     """
     faults: list[str] = []
     groups: list[tuple[tuple[int, int], ...]] = []
@@ -138,11 +142,13 @@ def tied_members(
     trainable: Trainable,
     here: Collection[int],
 ) -> tuple[tuple[tuple[int, TensorLayout, bool, bool], ...], ...]:
-    """For each tie, for each member that is here: its place, its layout, whether it is trained
-    where some leaf of any stage requires a gradient, and where none does.
+    """Return the members of each tie in this process.
+
+    Each member is (place, layout, trained if some leaf of any stage requires a gradient, trained if
+    none does).
 
     Raises:
-        PlanError: a tie names no leaf, or what is no tensor.
+        PlanError: a tie names a missing leaf.
     """
     if not plan.ties:
         return ()
@@ -167,7 +173,7 @@ def refuse_undeclared_ties(
     trained: list[list[bool]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Raise PlanError for one tensor in two stages that no tie names: its gradients would not be
+    """Raise PlanError for a tensor in two stages without a tie: its gradients would not be
     summed."""
     declared = {member: number for number, group in enumerate(ties) for member in group}
     first: dict[int, tuple[int, int]] = {}
@@ -183,12 +189,12 @@ def refuse_undeclared_ties(
                 here, there = paths(trees[stage])[number], paths(trees[other[0]])[other[1]]
                 raise PlanError(
                     f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at "
-                    f"{key_of(here)!r} are one tensor in two stages; say so, and its gradients "
-                    f"are summed: make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), "
-                    f"({stage}, {key_of(here)!r}))])"
+                    f"{key_of(here)!r} are one tensor in two stages; tie them, so that their "
+                    f"gradients are summed: make_plan(..., ties=[(({other[0]}, "
+                    f"{key_of(there)!r}), ({stage}, {key_of(here)!r}))])"
                 )
 
 
 def key_of(path: Path) -> Any:
-    """A path as users write it: the one key of a flat dict, else the tuple of keys."""
+    """Return a path as users write it: the only key, or the tuple of keys."""
     return path[0] if len(path) == 1 else path
