@@ -42,9 +42,9 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
             bound = _Rebind(originals, memo).of(value)
             if _reaches(bound, originals, set()):
                 raise PlanError(
-                    f"its attribute {name!r} (a {type(value).__name__}) calls the module that it "
-                    "was put on, and a copy of the module cannot have one of its own; write it "
-                    "as a method of a subclass"
+                    f"its attribute {name!r} (a {type(value).__name__}) calls the module itself, "
+                    "and the attribute of a copy would still call the original; write it as a "
+                    "method of a subclass"
                 )
             if isinstance(bound, MethodType) and bound.__func__ is getattr(
                 type(bound.__self__), name, None
@@ -86,6 +86,7 @@ class _Rebind:
             return self.made[id(value)]
         cells = tuple(CellType() for _ in value.__closure__ or ())
         new = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        # Registered before its cells are filled: a cell may contain the function itself.
         self.made[id(value)] = new
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
             if _is_full(old):
