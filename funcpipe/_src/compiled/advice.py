@@ -33,6 +33,7 @@ def advice(
         for other, values in map(_separate_numbers, compiled.found)
         if other == form and values != numbers
     ]
+    # Enough earlier signatures differ from this one only in Python numbers.
     if len(alike) >= max(1, min(_VALUES, limit) - 1):
         rows = zip([*_read_names(signature[0]), *_names(bound, args)], numbers, *alike, strict=True)
         changing = {

@@ -250,6 +250,7 @@ class CompiledBound:
                 gradient = ends.get(kind)
             if gradient is None:
                 missing |= {len(cotangents)}
+            # The program was traced with this layout, and its views depend on it.
             elif gradient.stride() != stride:
                 gradient = laid_out(gradient, stride)
             cotangents.append(gradient)

@@ -76,6 +76,7 @@ class Watch(WatchingMode):
         if draws(func, args, kwargs, out):
             layer, _, _ = locate(self.places)
             part = SCOPE.get()
+            # The same key as in an eager stage, so compiled and eager stages draw the same numbers.
             key = (id(part), layer)
             self.draws.append(DrawOp(part, layer, self._counts[key], func))
             self._counts[key] += 1

@@ -397,7 +397,7 @@ NOT_GIVEN = (
     "that is not a buffer); pass the tensor in by params, state or feeds"
 )
 _TAKEN_OUT = "it reads the numbers of a tensor outside of torch (numpy, an extension)"
-_BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"
+_BRANCH = "its computation depends on numbers in tensors (a branch, .item(), a shape)"
 _REASONS = {
     "allow_non_fake_inputs": NOT_GIVEN,
     ".numpy()": _TAKEN_OUT,

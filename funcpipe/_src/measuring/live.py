@@ -71,6 +71,7 @@ class Live(WatchingMode):
             del self._alive[key]
             self.now -= self._sizes.pop(key)
 
+        # The callback runs when the storage is freed, which ends its count.
         self._alive[key] = weakref.ref(storage, gone)
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]

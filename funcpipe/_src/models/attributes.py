@@ -182,6 +182,7 @@ class ModuleAttributes:
         """Record the contents of a value, and of values inside."""
         if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
             return
+        # Equality compares a flat tuple, so its contents need no record.
         if isinstance(value, (tuple, frozenset)) and all(
             each is None or isinstance(each, _OPAQUE) for each in value
         ):  # pyright: ignore[reportUnknownVariableType]
@@ -335,6 +336,7 @@ def _same(old: Any, new: Any) -> bool:
         return False
     if isinstance(old, tuple):
         return len(old) == len(new) and all(map(_same, map(_weakly, old), new))
+    # NaN differs from itself, but an unchanged NaN is not a change.
     return bool(old == new) or (old != old and new != new)  # NaN
 
 

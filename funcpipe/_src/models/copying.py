@@ -31,12 +31,14 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
     Raises:
         PlanError: an attribute calls the original in a way that cannot be copied.
     """
+    # deepcopy uses the entries of memo in place of copies, so tensors are replaced, not copied.
     memo: dict[int, Any] = dict(tensors)
     new = deepcopy(module, memo)
     originals = {id(each): each for each in module.modules() if id(each) in memo}
     for number, original in originals.items():
         table = vars(memo[number])
         for name, value in vars(original).items():
+            # Only functions in the copy that still reach an original need a new binding.
             if not callable(value) or not _reaches(table.get(name), originals, set()):
                 continue
             bound = _Rebind(originals, memo).of(value)

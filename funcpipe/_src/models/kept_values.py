@@ -33,6 +33,8 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
             left.
     """
     for change in changes:
+        # The forward writes this attribute before it reads it, so no old value reaches a later
+        # call.
         if change.name not in change.uses.kept:
             continue
         for place, new in _numbers(change.place, change.new):

@@ -212,6 +212,8 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
+        # The Sequential around the border before a layer decides. For the first layer, that is the
+        # outer one.
         spreads = spread if number == 0 else isinstance(container, PipeSequential)
         if (
             flat

@@ -69,8 +69,8 @@ def split(
     - Any model with ``example=`` is traced by ``torch.export`` and can be cut between any two
       operations. Values that later stages need become skips. The stages are compared with the model
       on two inputs.
-    - Any other model is cut between the blocks of its list of blocks (for example a decoder or an
-      encoder of transformers), without a trace. Each stage runs the model's own forward without the
+    - Any other model, for example a decoder or an encoder of transformers, is cut between the blocks
+      of its list of blocks, without a trace. Each stage runs the model's own forward without the
       other blocks. If a stage needs another value of an earlier stage than the output of the last
       block, `run` raises PlanError.
 
@@ -357,7 +357,8 @@ def _stage_starts(
                 else f"its forward calls split_point() {times}, which makes"
             )
             raise PlanError(
-                f"num_stages is {count}, but {origin} {len(positions) + 1} stages; leave one of them "
+                f"num_stages is {count}, but {origin} {len(positions) + 1} stages; leave one of "
+                "them "
                 "out"
             )
         return positions

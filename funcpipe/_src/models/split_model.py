@@ -236,7 +236,7 @@ class Split:
 
     @shown
     def _repr_html_(self) -> str:
-        heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "hands on, takes")
+        heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "passes on, takes")
         rows: list[tuple[str, ...]] = []
         for index, (stage, params, state) in enumerate(
             zip(self.stages, self.params, self.state, strict=True)

@@ -100,6 +100,7 @@ def transmit(
             replicated.append(group)
             continue
         owner, key = group[0]
+        # The prefix keeps the skip apart from skips of the model that have the same name.
         gives[owner][key] = skip = f"parameter:{key}"
         for stage, name in group[1:]:
             if stage != owner:

@@ -361,6 +361,7 @@ class Pipe(Anchored):
         stages = by_flags.get(flags)
         if stages is None:
             stages = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
+            # Drop the oldest pattern: dicts keep the order of insertion.
             while len(by_flags) >= _KEPT:
                 by_flags.pop(next(iter(by_flags)), None)
             by_flags[flags] = stages
@@ -408,7 +409,7 @@ def _module_faults(sequential: Any) -> list[str]:
     ):
         faults.append(
             f"{kind.__name__} has a forward of its own, which would never be called; give "
-            "nn.Sequential(*layers), and do in a layer what it does"
+            "nn.Sequential(*layers), and move the code of the forward into a layer"
         )
     if names := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(

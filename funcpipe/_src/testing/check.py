@@ -27,13 +27,13 @@ FAULTS = {
     "unused": "has trainable parameters that no gradient reaches",
     "params": "writes into its parameters",
     "state": "writes into its state",
-    "captured": "changes what it closes over, or closes over parameters",
+    "captured": "changes values that it closes over, or closes over parameters",
     "in-place": "writes into its input",
     "kept": "keeps a tensor of a run after it",
     "random": "draws random numbers that have no key",
     "settings": "changes a setting of the process",
     "deterministic": "gives other numbers at the second call",
-    "structure": "changes the structure, the types or the shapes of what it returns",
+    "structure": "changes the structure, the types or the shapes of its result",
     "rows": "cannot be called with fewer rows, or does not treat rows one by one",
 }
 """The faults that `check_stage` finds, by the names for ``allow=``."""

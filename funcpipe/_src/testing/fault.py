@@ -119,6 +119,7 @@ class FaultAt:
         if action is None or action.microbatch != self.microbatch:
             return out
         if self.kind in (Kind.B, Kind.I):
+            # Without a gradient the backward never runs, and a test would pass without its fault.
             if torch.is_grad_enabled() and not any(
                 leaf.requires_grad for leaf in leaves(tuple(normalise(out)))
             ):

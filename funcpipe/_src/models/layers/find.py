@@ -71,8 +71,8 @@ def find_layers(
     is the one whose blocks have the same class and at least twice the parameters of any other such
     list. Lists inside blocks do not count.
 
-    The order of the other modules comes from the plan, or from the order in which the source of a
-    forward names the modules, or from the order of registration. If the order is wrong, `run`
+    The order of the other modules comes from the plan. Without a plan, it is the order in which the
+    source of a forward names the modules, or the order of registration. If the order is wrong, `run`
     raises an error.
 
     >>> class Decoder(nn.Module):
@@ -169,6 +169,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
             f"one class to cut between; name one (layers=path), or {TRACED}"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
+    # Two lists of similar size (an encoder and a decoder) are ambiguous, so the user decides.
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
         listed = [
             (
@@ -222,6 +223,7 @@ def _sides(
                 sides = (not late, late)
             before += [full] if sides[0] else []
             behind += [full] if sides[1] else []
+        # Inner levels come first: a module of an inner level runs before those of outer levels.
         after[len(exit) : len(exit)] = behind
         outer = f"{outer}.{step}" if outer else step
     return tuple(before), tuple(after)

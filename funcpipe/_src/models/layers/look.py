@@ -2,7 +2,7 @@
 
 A stage runs its own blocks only, so values that a model collects over all blocks would be
 incomplete. If flags ask for such values, the stage raises PlanError before anything runs. In the
-last stage, a dispatch mode follows values that blocks hand out beside their output. Examples are a
+last stage, a dispatch mode follows values that blocks pass on beside their output. Examples are a
 list that blocks append to, and an attribute that the model's end sums up.
 """
 

@@ -177,7 +177,7 @@ class LayersCopy(ModuleCopy):
         """Clear the state of a call."""
         self.running = self.begun = False
         self.at = 0  # the next block that should run
-        self.x: Tree = None  # what the stage before returned
+        self.x: Tree = None  # the output of the previous stage
         self.earlier: Tree = None  # the output of earlier blocks: ``x`` without numbers
         # (path, output) of each call of an entry, in order.
         self.travelling: list[tuple[str, Tree]] = []

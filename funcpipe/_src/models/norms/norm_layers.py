@@ -115,6 +115,7 @@ class _OwnForward(DeferredBatchNorm):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the layer's own forward; its calls of torch's batch norm go to `_defer_call`."""
         counter = buffers_of(self).get("num_batches_tracked")
+        # The forward counts on a copy. Whether it counts at all shows in the copy's version.
         scratch = buffers_of(self)["num_batches_tracked"] = (
             None if counter is None else counter.clone()
         )

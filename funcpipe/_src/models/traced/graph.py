@@ -193,6 +193,7 @@ def _part(
     last = stage == cutter.last
     received = [edge for edge in edges if stage in edge.targets]
     leaving = [edge for edge in edges if edge.source == stage]
+    # Only values for exactly the next stage go along the pipeline. All others are skips.
     straight = tuple(edge.name for edge in received if not edge.skip)
     ends = captured.outputs if last else ()
     outgoing = dict.fromkeys(
