@@ -231,8 +231,9 @@ class ModuleAttributes:
         """Raise PlanError if the model has changed."""
         raise_all(
             f"attributes of this {self.who} were changed after stages were made of it, but stages "
-            "compute with copies, which do not have the changes; make the stages and the plan "
-            "again (fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
+            "compute with copies, which do not have the changes; make the stages again, and the "
+            "plan "
+            "(fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
             "params= keep the numbers), or undo the changes:",
             [str(change) for change in self._changes()],
         )
