@@ -166,7 +166,7 @@ def test_how_many_is_an_option():
     assert 7 == pickle.loads(pickle.dumps(linear)).program.max_programs
     assert 16 == fp.compile_stage(fp.stage(layer)).program.max_programs
     for most in (0, -1, True, 2.0, None):
-        with pytest.raises(fp.PlanError, match="max_programs is an int from 1"):
+        with pytest.raises(fp.PlanError, match="max_programs is a positive int"):
             fp.compile_stage(fp.stage(layer), max_programs=most)
 
 

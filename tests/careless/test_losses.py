@@ -414,7 +414,7 @@ def test_a_model_that_computes_its_loss_gets_its_labels_among_the_inputs(target)
     tokens = torch.arange(4)
     with pytest.raises(
         fp.PlanError,
-        match=r"output has no loss; .* put labels among the inputs, \({..., 'labels': labels}, None\)",
+        match=r"output has no loss; .* put them among the inputs: \({..., 'labels': labels}, None\)",
     ):
         fp.run(plan, split.params, ({"tokens": tokens}, target))
     assert fp.run(plan, split.params, ({"tokens": tokens, "labels": tokens % 4}, None)).loss > 0

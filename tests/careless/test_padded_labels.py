@@ -121,7 +121,7 @@ def test_adapters():
     prompted = peft.get_peft_model(
         MODELS["Llama"](), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     )
-    with pytest.raises(fp.BatchError, match="not known"):
+    with pytest.raises(fp.BatchError, match="does not know the divisor"):
         Labels(prompted)(batch)
 
 
@@ -203,7 +203,7 @@ def test_what_is_not_known_is_refused():
     split = fp.split(model, 2)
     plan = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=split.loss)
     with pytest.raises(
-        fp.BatchError, match=r"'labels' of -100.*loss of Own.*weigh\(self, inputs, target\)"
+        fp.BatchError, match=r"'labels' with -100.*loss of Own.*weigh\(self, inputs, target\)"
     ):
         fp.run(plan, split.params, (batch, None))
     told = fp.make_plan(split.stages, fp.schedules.one_f_one_b(2, 4), loss=Tokens())

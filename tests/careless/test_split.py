@@ -102,7 +102,7 @@ def test_cuts_that_a_user_names_stay_refused():
             fp.PlanError, match="relu_ in stage 1 writes in place into linear of stage 0"
         ):
             fp.split(model, **wrong, example=x)
-    with pytest.raises(fp.PlanError, match="3 stages are more than the 2 units"):
+    with pytest.raises(fp.PlanError, match="num_stages is 3, but the model has only 2 units"):
         fp.split(model, 3, example=x)
 
 
@@ -150,7 +150,7 @@ def test_two_split_points_at_one_place():
             fp.models.split_point()
             return super().forward(x)
 
-    with pytest.raises(fp.PlanError, match=r"split_point\(\) stands before the first operation"):
+    with pytest.raises(fp.PlanError, match=r"split_point\(\) is before the first operation"):
         fp.split(Twice(nn.Linear(8, 8), nn.Linear(8, 8), marks=(1,)), example=torch.randn(4, 8))
 
 
@@ -207,7 +207,9 @@ def test_what_blocks_hand_out_beside_their_outputs_is_refused_without_a_trace(ki
     made = fp.split(model, 2)
     with (
         torch.set_grad_enabled(grad),
-        pytest.raises(fp.PlanError, match=r"made of what blocks hand out|depends on 'blocks.0'"),
+        pytest.raises(
+            fp.PlanError, match=r"made of values that blocks pass on|depends on 'blocks.0'"
+        ),
     ):
         fp.apply(made.stages, made.params, x, state=made.state)
     one = fp.split(model, 1)
@@ -220,7 +222,9 @@ def test_what_blocks_hand_out_is_refused_when_compiled():
     plan = fp.make_plan(
         stages, fp.schedules.fill_drain(2, 2), loss=lambda y, _: y[0].mean(), devices="cpu"
     )
-    with pytest.raises(fp.PlanError, match=r"output\[1\]\[0\] is made of what blocks hand out"):
+    with pytest.raises(
+        fp.PlanError, match=r"output\[1\]\[0\] is made of values that blocks pass on"
+    ):
         fp.run(plan, made.params, (torch.randn(4, 8), None))
 
 
@@ -232,7 +236,7 @@ def test_attentions_of_all_blocks(name):
     with pytest.raises(fp.PlanError, match=rf"inputs ask for \['{name}'\], .* example="):
         fp.apply(made.stages, made.params, {**inputs, name: True}, state=made.state)
     setattr(model.config, name, True)
-    with pytest.raises(fp.PlanError, match=rf"config.{name} is True: it collects .* example="):
+    with pytest.raises(fp.PlanError, match=rf"config.{name} is True, which collects .* example="):
         fp.split(model, 2)
     made = fp.split(model, 2, example=inputs)
     found = fp.apply(made.stages, made.params, inputs, state=made.state).y[
@@ -291,7 +295,8 @@ def test_marks_that_do_not_fit_the_example():
     model, table = Marked(), torch.randn(4, 8)
     x = torch.randn(4, 8)
     with pytest.raises(
-        fp.BatchError, match=r"example\[1\] has 3 rows along axis 1, and what comes before it has 4"
+        fp.BatchError,
+        match=r"example\[1\] has 3 rows along axis 1, but the tensors before it have 4",
     ):
         fp.split(model, 2, example=(x, fp.Axis(torch.randn(4, 3), 1), table))
     with pytest.raises(fp.BatchError, match=r"example\[1\] is a Tensor without an axis 2"):
@@ -317,7 +322,7 @@ def test_marks_in_the_example_of_a_measurement():
         == 1
     )
     assert fp.models.memory([stage], example, params=[params], **given).total.output == 4 * 8 * 4
-    with pytest.raises(fp.PlanError, match=r"an example is one input"):
+    with pytest.raises(fp.PlanError, match=r"an example is the input of one microbatch"):
         fp.models.memory([stage], fp.Microbatches([example]), params=[params])
 
 

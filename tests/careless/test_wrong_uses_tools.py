@@ -40,7 +40,8 @@ def test_a_pipe_is_called_with_tensors_and_stays_where_it_is():
     with pytest.raises(fp.BatchError, match="the batch has no rows"):
         pipe(x[:0])
     with pytest.raises(
-        TypeError, match=r"name the devices when it is made: fp.Pipe\(sequential, devices=\[...\]\)"
+        TypeError,
+        match=r"choose the devices when you make the Pipe: fp.Pipe\(sequential, devices=\[...\]\)",
     ):
         pipe.to("meta")
     with pytest.raises(fp.PlanError, match=r"run takes a plan; got a Pipe"):
@@ -70,19 +71,19 @@ def test_a_step_before_the_backward_of_a_pipe_and_a_second_backward_are_refused(
     [
         ((nn.Linear, 2), {}, "split takes an nn.Module; got a type"),
         (([nn.Linear(4, 4)], 2), {}, "split takes an nn.Module; got a list"),
-        ((model(),), {}, "into how many stages"),
-        ((model(), 5), {}, "5 stages are more than the 3 units"),
-        ((model(), "2"), {}, "num_stages is a positive int or None; got '2'"),
-        ((model(), [2, 1]), {}, r"num_stages is a positive int or None; got \[2, 1\]"),
+        ((model(),), {}, "the number of stages is missing"),
+        ((model(), 5), {}, "num_stages is 5, but the model has only 3 units"),
+        ((model(), "2"), {}, "num_stages must be a positive int or None; got '2'"),
+        ((model(), [2, 1]), {}, r"num_stages must be a positive int or None; got \[2, 1\]"),
         ((model(),), {"balance": [1, 1]}, "sum to the 3 units of the model"),
         (
             (model(),),
             {"at": {"7": "before"}},
-            r"no layer of that name to cut at; there are 0, 1, 2",
+            r"the model has no layer of that name; there are 0, 1, 2",
         ),
-        ((model(),), {"at": {"2": "front"}}, "is 'before' or 'after'; got 'front'"),
+        ((model(),), {"at": {"2": "front"}}, "must be 'before' or 'after'; got 'front'"),
         ((model(), 3), {"at": ["2"]}, "num_stages is 3, but the cuts make 2 stages"),
-        ((model(), 2), {"ties": "copy"}, "ties is 'replicate', 'transmit'"),
+        ((model(), 2), {"ties": "copy"}, "ties must be 'replicate', 'transmit'"),
     ],
 )
 def test_cuts_that_cannot_be_made_are_refused(args, options, told):
@@ -104,7 +105,7 @@ class TwoLayers(nn.Module):
 def test_a_model_without_blocks_is_traced_with_a_good_example():
     for options, told in (
         ({}, r"trace it instead: fp.split\(model, ..., example=...\)"),
-        ({"example": torch.randn(1, 4)}, "give an example with two rows or more"),
+        ({"example": torch.randn(1, 4)}, "give an example with at least two rows"),
         ({"example": batch()}, "the model itself fails on the example: TypeError"),
     ):
         with pytest.raises(fp.PlanError, match=told):
@@ -129,7 +130,7 @@ def test_a_split_is_not_its_params_nor_a_result():
         match=r"merge takes one tree for each stage: merge\(params, result.state\); got a Result",
     ):
         split.merge(result)
-    with pytest.raises(fp.PlanError, match="'a' is no name of the model"):
+    with pytest.raises(fp.PlanError, match="'a' is not a name of the model"):
         split.load_state_dict({"a": torch.ones(1)})
     with pytest.raises(fp.PlanError, match=r"the plan has no loss, .* make_plan\(..., loss=fn\)"):
         fp.run(
@@ -418,13 +419,13 @@ def test_schedules_and_costs_say_what_is_wrong(call, told):
         (lambda: fp.models.balance([1.0, -2.0], 2), "costs: numbers from 0; got -2.0"),
         (
             lambda: fp.models.plan_for(model(), num_devices=2, num_microbatches=2),
-            "cost is a Cost of the layers",
+            "cost must be a Cost of the layers",
         ),
         (
             lambda: fp.models.profile(nn.Linear(4, 4), torch.ones(2, 4)),
             "layers are an nn.Sequential, a list of modules",
         ),
-        (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "stages come with params="),
+        (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "params= is missing"),
         (
             lambda: fp.models.profile(model(), torch.ones(2, 4), repeats=0),
             "repeats is an int from 1",
@@ -472,7 +473,7 @@ def test_the_helpers_for_tests_say_what_they_take():
     for call, told in (
         (
             lambda: check_stage(nn.Linear(4, 4), {}, x),
-            "check_stage takes a stage; got a Linear; make it one with",
+            "check_stage takes a stage; got a Linear; make a stage with",
         ),
         (
             lambda: check_stage(stage, (params[0],), x),
@@ -484,14 +485,14 @@ def test_the_helpers_for_tests_say_what_they_take():
         ),
         (
             lambda: check_stage(stage, params[0], x, allow=["un-used"]),
-            "allow names 'un-used'; the faults are",
+            "allow contains 'un-used', which is not a fault; the faults are",
         ),
         (lambda: assert_matches_sequential(stage, params[0], x), "takes a plan; got a Stage"),
         (
             lambda: FaultAt(0, 0, "F")(plan),
             "takes stages and gives stages, before the plan is made; got a Plan",
         ),
-        (lambda: FaultAt(7, 0, "F")(plan.stages), "was given 2 stages; the last is stage 1"),
+        (lambda: FaultAt(7, 0, "F")(plan.stages), "got 2 stages, so the last stage is 1"),
         (lambda: FaultAt(0, 0, "forward"), "kind is F, B, I or R; got 'forward'"),
     ):
         with pytest.raises(fp.PlanError, match=told):

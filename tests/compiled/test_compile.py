@@ -684,12 +684,12 @@ def in_the_backward(p, x):
 
 REFUSED = [
     (branch, "depends on numbers in tensors"),
-    (closed, "a tensor that it was not given"),
+    (closed, "a tensor that is not an argument"),
     (shape_by_numbers, "depends on numbers in tensors"),
-    (numbers, "numbers of a tensor out of torch"),
+    (numbers, "numbers of a tensor outside of torch"),
     (item, "depends on numbers in tensors"),
-    (counter, "does something else when it is called again"),
-    (chance, "does something else when it is called again"),
+    (counter, "does something else in its second call"),
+    (chance, "does something else in its second call"),
     (in_the_backward, "draws random numbers in its backward"),
 ]
 
@@ -798,7 +798,7 @@ def test_a_buffer_that_is_no_buffer():
             return self.linear(x) * self.scale
 
     stage, params, _ = fp.from_module(Net(), name="net")
-    with pytest.raises(fp.PlanError, match="an attribute of a module that is no buffer"):
+    with pytest.raises(fp.PlanError, match="an attribute of a module that is not a buffer"):
         fp.make_programs(fp.compile_stage(stage), params, torch.ones(2, 3))
 
 

@@ -80,7 +80,7 @@ def test_programs_that_are_dropped_are_told(heard):
     plan = plan_of(fp.stage(product), fp.compile_stage(fp.stage(product), max_programs=1))
     for rows in (4, 6):
         fp.run(plan, PARAMS, (torch.ones(rows, 8), torch.ones(rows, 8)))
-    assert ("INFO", "dropped the programs that were unused for longest: max_programs=1") in heard()
+    assert ("INFO", "dropped the least recently used programs: max_programs=1") in heard()
 
 
 def test_graphs_that_are_refused_are_told(heard):

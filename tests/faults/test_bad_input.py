@@ -277,7 +277,7 @@ def test_keys_and_shapes_run_nothing(rig, executor):
     for params, words in (
         (changed(rig, w=None), ("layer1", "lacks 'w'")),
         (changed(rig, ww=w), ("layer1", "'ww'", "did you mean 'w'")),
-        (changed(rig, w=w[:2]), ("layer1", r"'w' has shape \(2,\)", r"wants \(4,\)")),
+        (changed(rig, w=w[:2]), ("layer1", r"'w' has shape \(2,\)", r"needs \(4,\)")),
         (changed(rig, w=1.0), ("layer1", "'w' is a float")),
         (rig.params[:2], ("each of 3 stages", "layer1", "got 2")),
         (dict(enumerate(rig.params)), ("a tuple", "dict")),

@@ -781,6 +781,8 @@ def test_programs_that_are_no_graphs_say_so():
     plan, params = linear_plan()
     parts = [fp.compile_stage(one, backend="cudagraphs") for one in plan.stages]
     graphs = fp.make_plan(parts, plan.schedule, loss=F.mse_loss, devices="cpu")
-    with pytest.warns(UserWarning, match=r"is not a graph \(cpu has none\) and runs as it is"):
+    with pytest.warns(
+        UserWarning, match=r"cannot be a CUDA graph \(cpu has none\) and runs without one"
+    ):
         result = fp.run(graphs, params, data(), executor="serial")
     torch.testing.assert_close(result.grads, fp.run_sequential(plan, params, data()).grads)

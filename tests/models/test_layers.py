@@ -586,7 +586,7 @@ class FirstAgain(Net):
 
 def test_what_later_stages_use_of_an_entry_is_refused_or_carried():
     model = FirstAgain().train()
-    assert_refused(model, r"use more than what the block before them returned.*carry=")
+    assert_refused(model, r"use more than the output of the previous block.*carry=")
     for parts in (2, 4):
         assert_net_trains(model, parts, find_layers(model, carry=["embed"]))
 
@@ -600,7 +600,7 @@ def test_outputs_of_several_blocks_are_refused():
                 seen.append(h)
             return sum(seen) / len(seen)
 
-    assert_refused(Mean().train(), "use more than what the block before", parts=3)
+    assert_refused(Mean().train(), "use more than the output of the previous block", parts=3)
 
 
 def test_nan_of_the_models_own_is_no_fault_of_the_cut():
@@ -836,7 +836,7 @@ def test_all_faults_of_a_model_at_once():
     assert "got [1, 2], which sum to 3" in text
     assert "blocks.1 and blocks.0 are one module" in text
     assert "norm.weight is a Parameter of torch.int8" in text
-    assert "it lies on several devices (scale on cpu, head.weight on meta)" in text
+    assert "it is on several devices (scale on cpu, head.weight on meta)" in text
 
 
 def test_a_model_on_meta_is_cut_without_numbers():

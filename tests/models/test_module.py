@@ -108,7 +108,7 @@ def test_wrong_keys_are_all_named_with_the_nearest():
     assert "lacks '1.0.weight'; is it '1.0.weigth'?" in str(caught.value)
     with pytest.raises(fp.PlanError) as caught:
         part({**params, "0.bias": torch.ones(5), "1.0.bias": [0.0] * 3}, torch.ones(1, 4))
-    assert "'0.bias' has shape (5,), the module wants (3,)" in str(caught.value)
+    assert "'0.bias' has shape (5,), but the module needs (3,)" in str(caught.value)
     assert "'1.0.bias' is a list, not a tensor" in str(caught.value)
     with pytest.raises(fp.PlanError, match="params is a list, not a dict"):
         part(list(params.values()), torch.ones(1, 4))

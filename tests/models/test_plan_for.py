@@ -92,15 +92,15 @@ def test_a_model_runs_as_chosen():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cost": fp.Cost(), "num_microbatches": 4}, "cost has a number for each layer"),
-        ({"cost": 4}, "cost is a Cost of the layers"),
-        ({"num_devices": 0}, "num_devices is a positive whole number"),
-        ({"num_microbatches": []}, "num_microbatches is a positive whole number, or several"),
-        ({"cost": layers(4), "num_microbatches": [4, 8]}, "cost is a function of them"),
+        ({"cost": fp.Cost(), "num_microbatches": 4}, "needs a cost with one number per layer"),
+        ({"cost": 4}, "cost must be a Cost of the layers"),
+        ({"num_devices": 0}, "num_devices must be a positive integer"),
+        ({"num_microbatches": []}, "num_microbatches must be a positive integer, or several"),
+        ({"cost": layers(4), "num_microbatches": [4, 8]}, "cost must be a function"),
         ({"memory_limit": 1.0}, "no way to run these layers fits"),
-        ({"memory_limit": 4.0, "fixed": 2.0}, "has no room beside parameters"),
+        ({"memory_limit": 4.0, "fixed": 2.0}, "the parameters alone fill device 0"),
         ({"num_devices": 20}, "there are fewer layers than devices"),
-        ({"num_devices": [2]}, "num_devices is a positive whole number"),
+        ({"num_devices": [2]}, "num_devices must be a positive integer"),
         (
             {"memory_limit": [1.0, 2.0]},
             "memory_limit is a positive number, or one for each of 4 devices",

@@ -339,21 +339,21 @@ SHARED = nn.BatchNorm1d(2)
 REFUSED = {
     "no Sequential": (
         nn.Linear(1, 1),
-        r"got Linear: it is none\. Other models are cut by fp.split",
+        r"got Linear: it is not an nn.Sequential\. To cut other models, use fp.split",
     ),
     "its own forward": (
         OtherForward(nn.ReLU()),
-        "got OtherForward: its forward is not that of nn.Sequential",
+        "got OtherForward: its class overrides the forward of nn.Sequential",
     ),
     "hooks": (
         hooked(),
-        r"forward hooks, which would not run.*\n.*backward hooks, which would not run: put them on a layer",
+        r"forward hooks, which stages would not run.*\n.*backward hooks, which stages would not run; register them on a layer",
     ),
     "None": (
         nn.Sequential(OrderedDict(a=None, b=nn.ReLU(), c=None)),
         r"layer 'a' is None\n.*layer 'c' is None",
     ),
-    "empty": (nn.Sequential(), "it has no layers; a stage has at least one"),
+    "empty": (nn.Sequential(), "it has no layers, but a stage needs at least one"),
     "lazy": (
         nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)),
         r"'0.weight', '0.bias', '1.running_mean'.*not initialised",

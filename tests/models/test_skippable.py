@@ -327,7 +327,8 @@ def test_an_aborted_call_leaves_nothing(kind):
         broken(x)
     for _ in range(2):
         with pytest.raises(
-            fp.PlanError, match=r"pops 'skip', but no layer stashed it before \(there are: \[\]\)"
+            fp.PlanError,
+            match=r"pops 'skip', but no layer stashed it before \(stashed so far: \[\]\)",
         ):
             rest(x)
         with pytest.raises(fp.PlanError, match="no layer stashed it before"):
@@ -664,7 +665,7 @@ def test_all_faults_of_a_model_are_listed():
     )
     expected = [
         (
-            "'1.1' (Stash) stashes 'skip' again, '1.0' did already; keep them apart: "
+            "'1.1' (Stash) stashes 'skip' again, which '1.0' already stashes; separate them: "
             "isolate(fp.models.Namespace())"
         ),
         "'2' (Both) both stashes and pops 'same'",
@@ -690,7 +691,9 @@ def test_all_faults_of_a_model_are_listed():
 def test_the_same_block_twice_needs_namespaces():
     """As in torchgpipe: a pair used twice is refused; with a namespace each it is right."""
     pair = lambda: nn.Sequential(Stash(), nn.Linear(4, 4), Pop())
-    with pytest.raises(fp.PlanError, match=r"'1.0' \(Stash\) stashes 'skip' again, '0.0' did"):
+    with pytest.raises(
+        fp.PlanError, match=r"'1.0' \(Stash\) stashes 'skip' again, which '0.0' already stashes"
+    ):
         cut_sequential(nn.Sequential(pair(), pair()), [1, 1])
     model = nn.Sequential(pair(), pair())
     for block in model:
@@ -709,7 +712,7 @@ def test_names_that_would_meet():
             yield fp.models.stash("deep/skip", x)
             return x
 
-    with pytest.raises(fp.PlanError, match="two skips would be called 'deep/skip'"):
+    with pytest.raises(fp.PlanError, match="two skips have the same name 'deep/skip'"):
         skips_of(nn.Sequential(Slash(), Stash().isolate(fp.models.Namespace("deep"))))
 
 
@@ -772,7 +775,10 @@ FAULTS = {
     ),
     "not popped": (odd(does_nothing, pop=["a"]), r"declares pop 'a' but did not pop it"),
     "stats": (odd(keeps_stats), r"returns stats or a loss in its Out"),
-    "too early": (Pop(), r"Pop pops 'skip', but no layer stashed it before \(there are: \[\]\)"),
+    "too early": (
+        Pop(),
+        r"Pop pops 'skip', but no layer stashed it before \(stashed so far: \[\]\)",
+    ),
 }
 
 

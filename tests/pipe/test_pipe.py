@@ -315,7 +315,7 @@ def test_b4_inputs_that_are_cut_already():
     assert_close([torch.cat(list(out)), x.grad], [net()(x), expected])
     with pytest.raises(fp.BatchError, match="has 3 ready-made microbatches, but the plan has 2"):
         piped(net(), 2)(parts)
-    with pytest.raises(fp.BatchError, match="come as one"):
+    with pytest.raises(fp.BatchError, match="cut as one argument"):
         fp.Pipe(fp.models.PipeSequential(Minus()), 2, devices="cpu")(parts, x)
 
 

@@ -242,7 +242,7 @@ def test_layers_may_be_changed_replaced_tied_and_hooked():
         pipe[2].register_forward_hook(lambda module, args, out: out + 1)
         assert bool((pipe(data()) == 1).all())
     pipe.add_module("3", nn.ReLU())
-    with pytest.raises(fp.PlanError, match=r"has 4 layers, its balance \[1, 2\] is for 3"):
+    with pytest.raises(fp.PlanError, match=r"has 4 layers, but its balance \[1, 2\] is for 3"):
         pipe(data())
 
 

@@ -304,7 +304,7 @@ def test_draws_that_are_not_torch_s_are_refused(name, in_loss):
     plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
     with pytest.raises(
         fp.TraceError,
-        match="'drawing' cannot be compiled: it does something else when it is called",
+        match="'drawing' cannot be compiled: it does something else in its second call",
     ):
         fp.run(plan, (torch.ones(3),), (torch.ones(4, 3), None))
 

@@ -286,9 +286,7 @@ def test_features_collected_over_blocks_are_refused_whether_called_before_or_not
         devices="cpu",
         **({"loss": lambda y, t: y[0].square().mean()} if train else {}),
     )
-    pattern = (
-        r"what blocks hand out beside their output|which another stage has|has no attribute 'aux'"
-    )
+    pattern = r"values that blocks pass on beside their output|which another stage has|has no attribute 'aux'"
     with pytest.raises(Exception, match=pattern) as caught:
         fp.run(plan, split.params, (batch, batch) if train else batch)
     assert isinstance(caught.value, (fp.StageError, fp.PlanError))
@@ -312,7 +310,7 @@ def test_transformers_that_collect_features_are_refused_alike(stages, called):
             model(**batch)
     split = fp.split(model, stages)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(stages, 3), devices="cpu")
-    with pytest.raises(fp.PlanError, match=r"hand out beside their output|which another stage has"):
+    with pytest.raises(fp.PlanError, match=r"pass on beside their output|which another stage has"):
         fp.run(plan, split.params, (batch, None), state=split.state)
 
 

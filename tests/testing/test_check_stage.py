@@ -255,7 +255,7 @@ def test_what_a_stage_raises_is_the_cause():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: check_stage(plain, P, X), "make it one with fp.stage(fn)"),
+        (lambda: check_stage(plain, P, X), "make a stage with fp.stage(fn)"),
         (
             lambda: check_stage(fp.stage(lambda p, x, *, skips: x, pop=["a"]), P, X),
             "skips lacks 'a'",
@@ -267,7 +267,7 @@ def test_what_a_stage_raises_is_the_cause():
         (lambda: check_stage(fp.stage(lambda p, x, *, state: x), P, X), "give state="),
         (
             lambda: check_stage(fp.stage(plain), P, X, allow=["inplace"]),
-            "allow names 'inplace'; the faults are output",
+            "allow contains 'inplace', which is not a fault; the faults are output",
         ),
     ],
 )

@@ -207,13 +207,16 @@ def test_a_tensor_that_stands_twice_stays_one():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: FaultAt(0, 0, "W"), "goes on with what I has left(.|\n)*use 'I'"),
+        (
+            lambda: FaultAt(0, 0, "W"),
+            "W starts after the gradients of the outputs have arrived(.|\n)*use 'I'",
+        ),
         (lambda: FaultAt(0, 0, "X"), "kind is F, B, I or R; got 'X'"),
         (
             lambda: FaultAt(-1, "a", "F", error=3),
-            "stage is an index from 0; got -1(.|\n)*microbatch(.|\n)*error is an",
+            "stage must be an index from 0; got -1(.|\n)*microbatch(.|\n)*error is an",
         ),
-        (lambda: FaultAt(3, 0, "F")([fp.stage(plain)]), "was given 1 stages; the last is stage 0"),
+        (lambda: FaultAt(3, 0, "F")([fp.stage(plain)]), "got 1 stages, so the last stage is 0"),
     ],
 )
 def test_no_such_fault(call, text):

@@ -1,5 +1,5 @@
-"""The warning of a stage that is traced over and over: which Python number changes, or that there
-are many sizes."""
+"""Write the warning about repeated traces of a stage: the Python number that changes, or the
+many sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from funcpipe._src.compiled.compile import Compiled
 
 _VALUES = 4
-"""So many values of a number are no accident; two may be training and evaluation."""
+"""From this number of values on, a changing number is not an accident. Two may be training and
+evaluation."""
 
 _NUMBERS = (float, int)
 
@@ -23,15 +24,16 @@ _NUMBERS = (float, int)
 def advice(
     compiled: Compiled, bound: EagerBound, args: StageArgs, signature: tuple[ValuesKey, Hashable]
 ) -> str:
-    """The text of a warning after the trace of a signature; "": there is none, yet."""
+    """Return the text of a warning after the trace of a signature; "" for no warning yet."""
     count, limit = compiled.made, compiled.max_programs
     name = f"stage {bound.stage.name!r} (compiled)"
-    form, numbers = _apart(signature)
+    form, numbers = _separate_numbers(signature)
     alike = [
         values
-        for other, values in map(_apart, compiled.found)
+        for other, values in map(_separate_numbers, compiled.found)
         if other == form and values != numbers
     ]
+    # Enough earlier signatures differ from this one only in Python numbers.
     if len(alike) >= max(1, min(_VALUES, limit) - 1):
         rows = zip([*_read_names(signature[0]), *_names(bound, args)], numbers, *alike, strict=True)
         changing = {
@@ -42,29 +44,30 @@ def advice(
         )
         last = next(iter(changing.values()))[-1]
         return (
-            f"{name} is traced anew for each value of a Python number: {listed}. Numbers in "
-            f"tensors are not looked at: give torch.tensor({last}), in a batch or in feeds "
+            f"{name} is traced again for each value of a Python number: {listed}. Numbers in "
+            f"tensors need no new trace: give torch.tensor({last}), in a batch or in feeds "
             f"fp.Replicate(torch.tensor({last}))"
         )
     if count < 2 * limit:
         return ""
     return (
         f"{name} was traced {count} times, each time for another signature (shapes, types, values "
-        f"that are no tensors), and keeps programs for {limit}. Cut or pad batches to a few sizes "
-        "(DataLoader(drop_last=True) leaves out a last, smaller one), or keep more: "
+        f"that are not tensors), but keeps programs for {limit}. Cut or pad batches to a few sizes "
+        "(DataLoader(drop_last=True) omits a last, smaller batch), or keep more programs: "
         f"fp.compile_stage(stage, max_programs={4 * limit})"
     )
 
 
-def _apart(words: Any) -> tuple[Any, list[Hashable]]:
-    """A signature without the values of Python numbers (`leaf_key`); and these values, in order."""
+def _separate_numbers(words: Any) -> tuple[Any, list[Hashable]]:
+    """Separate a signature into its form without Python numbers (`leaf_key`), and these numbers,
+    in order."""
     if isinstance(words, ValuesKey):
         words = words.values
     if type(words) is not tuple:
         return words, []
     if len(words) == 2 and any(words[0] is kind for kind in _NUMBERS):
         return words[0], [words[1]]
-    parts = [_apart(word) for word in words]
+    parts = [_separate_numbers(word) for word in words]
     return tuple(form for form, _ in parts), [value for _, values in parts for value in values]
 
 

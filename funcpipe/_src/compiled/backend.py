@@ -1,4 +1,7 @@
-"""Programs built by a compiler: a graph goes in, a function of its inputs comes out."""
+"""Build programs by a compiler: from a graph, a function of its inputs.
+
+`source` writes programs without a compiler.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from funcpipe._src.devices.stream import Place
 from funcpipe._src.stages.context import no_autocast
 
 Backend: TypeAlias = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
-"""``(graph, example inputs) -> function of the inputs``; inputs and outputs are tensors in a row
-(torch.compile)."""
+"""``(graph, example inputs) -> function of the inputs``, with flat lists of tensors, as for
+torch.compile."""
 
 
 def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """Each program as a CUDA graph; on devices without them as it is, with a warning."""
+    """Record a program as a CUDA graph. On devices without CUDA graphs it runs unchanged, with a
+    warning."""
     if all(is_view(node) for node in graph.graph.nodes if node.op == "call_function"):
-        return graph.forward  # nothing to queue
+        return graph.forward  # views queue no kernel, so there is nothing to record
     devices = list(dict.fromkeys(example.device for example in examples))
     recorder = Place.backend.graph(devices[0]) if len(devices) == 1 else None
     reason = f"{', '.join(map(str, devices)) or 'nothing'} has none"
     if recorder is not None:
         try:
-            zeros = [
-                example.zero_() for example in examples
-            ]  # what is in the examples may be no index of anything
+            # The examples have arbitrary numbers, which could be invalid indices. Zero is valid.
+            zeros = [example.zero_() for example in examples]
             recorded = Recorded(
                 recorder, devices[0], zeros, lambda inputs: graph(*inputs), steady=True
             )
@@ -40,24 +43,25 @@ def cudagraphs(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., A
             reason = str(error)
     size = len(graph.graph.nodes)
     warnings.warn(
-        f'backend "cudagraphs": a program of {size} nodes is not a graph ({reason}) and runs as it '
-        "is",
+        f'backend "cudagraphs": a program of {size} nodes cannot be a CUDA graph ({reason}) and '
+        "runs without one",
         stacklevel=2,
     )
     return graph.forward
 
 
 class Kernel:
-    """What a backend makes of a part of a graph, at its first call or by `build`: tensors in a row
-    in, a row out.
+    """A part of a graph, built by a backend at its first call or by `build`; a function of flat
+    tensors.
 
     Args:
-        nodes, reads, outs: the operations, the values that they read, and those that they give.
-        module: where constants are.
+        nodes, reads, outs: the operations, the values that they read, and the values that they
+            return.
+        module: contains the constants.
         backend: see `Backend`.
 
     Attributes:
-        graph: of the part; the backend gets it.
+        graph: the graph of the part, which the backend gets.
     """
 
     def __init__(
@@ -76,43 +80,45 @@ class Kernel:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[node] for node in outs))
         self.graph, self.backend = fx.GraphModule(module, graph), backend
-        self._likes = [node.meta["val"] for node in reads]
-        self._gives = [node.meta["val"] for node in outs]
-        self._odd: list[int] | None = None
+        self._input_likes = [node.meta["val"] for node in reads]
+        self._output_likes = [node.meta["val"] for node in outs]
+        self._misplaced: list[int] | None = None
         self._function: Callable[..., Any] | None = None
 
     def build(self) -> Callable[..., Any]:
-        """Have the backend build it now."""
+        """Let the backend build the function now."""
         with tracing:
             if self._function is None:
-                # As it is called, whatever is on while it is built.
+                # Build in the modes in which the function is called, whatever modes are on now.
                 with torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
                     examples = [
                         torch.empty_strided(
                             like.shape, like.stride(), dtype=like.dtype, device=like.device
                         )
-                        for like in self._likes
+                        for like in self._input_likes
                     ]
                     self._function = self.backend(self.graph, examples)
             return self._function
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run it, built first if it is not; what it lays out in another way than was traced is
-        copied."""
+        """Run the function, built first if necessary. Results with another layout than in the
+        trace are copied."""
         outs = (self._function or self.build())(*inputs)
-        if self._odd is None:
-            self._odd = [
-                number for number, out in enumerate(outs) if not lies_as(out, self._gives[number])
+        if self._misplaced is None:
+            self._misplaced = [
+                number
+                for number, out in enumerate(outs)
+                if not lies_as(out, self._output_likes[number])
             ]
-        if self._odd:
+        if self._misplaced:
             outs = list(outs)
-            for number in self._odd:
-                outs[number] = laid_out(outs[number], self._gives[number].stride())
+            for number in self._misplaced:
+                outs[number] = laid_out(outs[number], self._output_likes[number].stride())
         return outs
 
 
 def lies_as(value: Any, traced: Any) -> bool:
-    """Has a value the layout that it was traced with, as far as that matters."""
+    """Whether a value has the layout of its trace; dimensions of size 1 do not matter."""
     if not isinstance(value, Tensor) or not value.numel():
         return True
     rows = zip(value.shape, value.stride(), traced.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""The binding that torch has of an operation in Python, where it makes the very same call."""
+"""Find torch's Python binding of an operation, if the binding makes exactly the same call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcpipe._src.core.torch_names import BINDINGS, OpOverload, WatchingMode, p
 
 
 class _CallLog(WatchingMode):
-    """While on, notes every call that reaches the dispatcher."""
+    """A mode that records each call that reaches the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _CallLog(WatchingMode):
 
 
 def path_of(value: Any) -> str:
-    """``torch.mm`` for a function of torch's, "" for an overload."""
+    """``torch.mm`` for a binding of torch, "" for an overload."""
     for prefix, holder in BINDINGS:
         name = getattr(value, "__name__", "")
         if not isinstance(value, OpOverload) and getattr(holder, name, None) is value:
@@ -34,12 +34,12 @@ def path_of(value: Any) -> str:
 
 
 def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """The fastest function that makes the call of a node, and its arguments: torch's own binding if
-    it does just that.
+    """The fastest function that makes the call of a node, and its arguments.
 
-    An overload called from Python finds its kernel through a slower path. Whether a binding of the
-    same name makes this very call is tried, on the fake tensors of the trace; some have other
-    defaults than the operation, so it is tried with all arguments written out as well.
+    An overload called from Python finds its kernel through a slower path than torch's own binding.
+    The function tries on the trace's fake tensors whether a binding of the same name makes the same
+    call. Some bindings have other defaults than the operation, so they are also tried with all
+    arguments.
     """
     target: Any = node.target
     unchanged = target, node.args, node.kwargs
@@ -70,7 +70,8 @@ def binding(node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any], Mapping[s
 
 
 def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mode: Any) -> bool:
-    """Does a call of the candidate run the target, with the same arguments and nothing else."""
+    """Whether a call of the candidate runs the target, with the same arguments and no other
+    operation."""
     log = _CallLog()
     try:
         with torch.no_grad(), mode, log:
@@ -83,7 +84,7 @@ def _makes(candidate: Any, target: Any, args: Any, kwargs: Mapping[str, Any], mo
 
 
 def _complete(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, those left out with their defaults; tensors by identity."""
+    """All arguments by name, with defaults for omitted ones. Tensors are compared by identity."""
     arguments = schema(target).arguments
     values = {
         argument.name: argument.default_value

@@ -1,4 +1,7 @@
-"""A compiled stage for one run: programs called on the tensors of a task."""
+"""Bind a compiled stage for one run: call its programs on the tensors of each action.
+
+`compile` owns the programs, `eager` in `stages` is the counterpart without programs.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ if TYPE_CHECKING:
 
 _NOTHING = ForwardReport((), None, None)
 _ALL_THERE: frozenset[int] = frozenset()
-"""No root lacks its gradient."""
+"""Every root has a gradient."""
 
 
 class _Identity:
-    """The key of an object that may have no hash of its own: equal for the same object alone, which
-    it keeps."""
+    """A hashable key of an object, equal only for the same object. It keeps the object alive, so
+    the id stays unique."""
 
     def __init__(self, thing: object) -> None:
         self.thing = thing
@@ -55,11 +58,11 @@ class _Identity:
 
 
 class CompiledBound:
-    """A stage run by its programs, as ``compiled`` makes them.
+    """A stage that runs its programs, as ``compiled`` makes them.
 
     Attributes:
-        eager: the same stage by autograd, for what cannot be a program. Parameters, state and
-            losses are its own.
+        eager: the same stage under autograd, for calls that have no program. It owns parameters,
+            state and losses.
     """
 
     def __init__(self, compiled: Compiled, *bound: Any, **options: Any) -> None:
@@ -77,11 +80,11 @@ class CompiledBound:
 
     @property
     def phase(self) -> str:
-        """The eager stage's."""
+        """The phase of the eager stage."""
         return self.eager.phase
 
     def rebase(self, state: Tree | None) -> None:
-        """Take a state that another batch has left."""
+        """Take the state that an earlier batch left."""
         self.eager.rebase(state)
         if state is not None:
             self._bare = self._all_bare()
@@ -89,7 +92,7 @@ class CompiledBound:
         self._met, self._last = {}, ([], None)
 
     def _forget(self) -> None:
-        """Forget what C computed, and which tensors have the sums."""
+        """Forget the results of C, and the tensors of the sums."""
         self._complete.clear()
         self._sums = []
 
@@ -104,16 +107,16 @@ class CompiledBound:
     # -------------------------------------------------------------------------------
 
     def forward(self, args: StageArgs, *, keep: bool) -> StageOut:
-        """F, as its program; a stage that cannot be one runs eagerly if it may fall back."""
+        """Run F. A stage without a program runs eagerly, if it has a fallback."""
         leaves, signature = _read(args)
         try:
             programs = self._programs(args, signature)
         except TraceError as error:
             if error.cause is not None:
-                self.eager.forward(
-                    args, keep=False
-                )  # an error of the stage itself is raised where it occurs
-            programs = self._programs(args, signature)  # this error says how to go on
+                # The stage itself raised in the trace. An eager forward raises the same error at
+                # its own line, without torch's tracing frames.
+                self.eager.forward(args, keep=False)
+            programs = self._programs(args, signature)  # raises again, with advice
         if programs is None:
             return self.eager.forward(args, keep=keep)
         joint, program = programs.joint, programs.forward if keep else programs.alone
@@ -136,16 +139,16 @@ class CompiledBound:
             refuse_left_out(_means(programs.means, args))
         if program.gives is None:
             program.gives = border_key_or_none(y)
-        y.words = program.gives  # a program lays out what it gives the same way each time
+        y.words = program.gives  # a program's output has the same layout in each call
         if not keep:
             return StageOut(y, report, None, stash)
         residual = ProgramResidual(kept, programs, args.microbatch, report.loss, report.side)
         return StageOut(y, report, residual, stash)
 
     def _run(self, programs: Programs, program: Code, *values: Any) -> Any:
-        """Run a program. Casts are in it, so autocast is off."""
+        """Run a program. Autocast is off, because the program contains the casts."""
         complete = self._complete.get(programs)
-        if complete is None:  # computed once (or after each gather), by the lane that runs them
+        if complete is None:  # once per run, or after each gather, on the lane of this stage
             complete = self._complete[programs] = programs.complete(self._bare)
         if self.eager.autocast:
             with no_autocast():
@@ -153,11 +156,11 @@ class CompiledBound:
         return program.call(complete, *values)
 
     def find(self, args: StageArgs) -> Programs | None:
-        """The programs for these shapes; None: run eagerly."""
+        """Return the programs for these shapes. None: the stage runs eagerly."""
         return self._programs(args, _read(args)[1])
 
     def build(self, *, split: bool, remat: bool) -> None:
-        """Write, or build, all programs that a step with the shapes of the last forward needs."""
+        """Write or build all programs that a step with the shapes of the last forward needs."""
         programs = self._last[1]
         if programs is not None and self.eager.backwards:
             programs.build(split=split, remat=remat)
@@ -165,14 +168,14 @@ class CompiledBound:
     def _programs(self, args: StageArgs, signature: list[Hashable]) -> Programs | None:
         if signature != self._last[0]:
             form = tuple(signature)
-            if form not in self._met:  # a run keeps its programs, whatever else is made meanwhile
+            if form not in self._met:  # a run keeps its programs, even if `Compiled` drops them
                 self._met[form] = self.compiled.programs((self._words, *form), self.eager, args)
             self._last = signature, self._met[form]
         return self._last[1]
 
     @cached_property
     def _words(self) -> Hashable:
-        """The key of all that a program depends on besides what a forward gets."""
+        """The part of the signature that is the same for all forwards of a run."""
         eager, params = self.eager, self.params
         flags = (eager.train, eager.backwards, tuple(params.trainable), _Identity(eager.loss))
         leaves = (*params.leaves, *params.state_leaves)
@@ -189,7 +192,7 @@ class CompiledBound:
         *,
         split: bool = False,
     ) -> tuple[Cotangents, Any]:
-        """B, as one program; with ``split`` I: the gradients of the inputs, and what W needs."""
+        """Run B as one program. With ``split`` run I, and return also the residual for W."""
         if isinstance(residual, EagerResidual):
             return self.eager.backward(residual, y, stash, split=split)
         programs = residual.programs
@@ -207,7 +210,7 @@ class CompiledBound:
         )
 
     def backward_weight(self, residual: Any) -> None:
-        """W: adds the gradients of the parameters into their sums."""
+        """Run W: add the gradients of the parameters to their sums."""
         if residual is None or isinstance(residual, EagerWeights):
             self.eager.backward_weight(residual)
             return
@@ -225,7 +228,7 @@ class CompiledBound:
     def _roots(
         self, residual: ProgramResidual, y: Gradients | None, stash: dict[str, list[Gradients]]
     ) -> tuple[list[Tensor | None], frozenset[int]]:
-        """The gradients that come in, by root, and the roots that have none."""
+        """Return the incoming gradients by root, and the roots without a gradient."""
         cotangents: list[Tensor | None] = []
         missing = _ALL_THERE
         added = (
@@ -247,6 +250,7 @@ class CompiledBound:
                 gradient = ends.get(kind)
             if gradient is None:
                 missing |= {len(cotangents)}
+            # The program was traced with this layout, and its views depend on it.
             elif gradient.stride() != stride:
                 gradient = laid_out(gradient, stride)
             cotangents.append(gradient)
@@ -254,8 +258,8 @@ class CompiledBound:
 
 
 def _means(means: Sequence[tuple[bool, int]], args: StageArgs) -> list[MeanOverTargets]:
-    """The means of a program, each with every tensor that may be its targets: the plan's, or any
-    whole numbers."""
+    """The means of a program, each with every tensor that may be its targets: the plan's target,
+    or any integers."""
     target = [] if args.target is None else tensors(args.target.leaves)
     leaves = [
         leaf
@@ -268,7 +272,7 @@ def _means(means: Sequence[tuple[bool, int]], args: StageArgs) -> list[MeanOverT
 def _close(
     spec: OutputSpec, outs: Sequence[Tensor]
 ) -> tuple[Border, ForwardReport, dict[str, Border]]:
-    """Output, report and stash of a forward, from its program's tensors."""
+    """Build output, report and stash of a forward from its program's tensors."""
     if spec.plain:  # most of the time
         report = _NOTHING if spec.report is None else ForwardReport((), Loss(outs[1]), None)
         return Border([dense(outs[0])], LEAF, spec.y[1]), report, {}
@@ -292,7 +296,7 @@ def _close(
 
 
 def _read(args: StageArgs) -> tuple[list[Tensor], list[Hashable]]:
-    """The tensors that a forward gets, and the signature of all that it gets."""
+    """Return the tensors that a forward gets, and the signature of all its arguments."""
     borders = args.borders()
     leaves = [leaf for border in borders for leaf in border.leaves if isinstance(leaf, Tensor)]
     return leaves, [border.words or border_key(border) for border in borders]

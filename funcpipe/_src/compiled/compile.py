@@ -1,5 +1,8 @@
-"""`compile_stage`: a stage whose forward and backward are programs, traced once for each
-signature."""
+"""Turn a stage's forward and backward into programs, traced once for each signature.
+
+`joint` traces, `cut` divides the graph into programs, `bound` runs them. This module owns the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +39,23 @@ _BACKENDS: dict[str, Backend | None] = {
     "inductor": inductor,
     "cudagraphs": cudagraphs,
 }
-"""By name; None: programs are Python that calls torch's kernels."""
+"""The backends by name. None: programs are Python code that calls torch's kernels."""
 
 
 class Compiled:
-    """How a compiled stage is made into programs, and those that it has so far.
+    """The programs of a compiled stage by signature, and the options that make new ones.
 
     Attributes:
-        backend: what builds the programs.
-        fuse: are products added to their sums in one operation.
-        recompute: is what is cheap to compute again not kept for the backward.
-        fallback: does a stage that cannot be traced run eagerly.
-        max_programs: for how many signatures programs are kept.
-        found: the outcome for each of these and the Python values that were read, the longest
-            unused first: its programs, or why there are none.
-        readers: for each signature what reads these values, by every path that the code has taken.
-        made: how many outcomes there were in all.
+        backend: builds the programs.
+        fuse: whether weight-gradient products are added to their sums in one operation.
+        recompute: whether values that are cheap to compute again are not kept for the backward.
+        fallback: whether a stage that cannot be traced runs eagerly.
+        max_programs: the number of signatures whose programs are kept.
+        found: the outcome for each signature and the Python values that the trace read, least
+            recently used first: programs, or the reason why there are none.
+        readers: for each signature, the functions that read these Python values, one for each path
+            that the code has taken.
+        made: the number of outcomes in total.
     """
 
     def __init__(
@@ -68,8 +72,8 @@ class Compiled:
         self.found: dict[tuple[ValuesKey, Hashable], Programs | TraceError] = {}
         self.readers: dict[Hashable, list[PythonValues]] = {}
         self.made = 0
-        self._told = False
-        self._making, self._turn = threading.Lock(), threading.Lock()
+        self._has_warned = False
+        self._trace_lock, self._cache_lock = threading.Lock(), threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OPTIONS}
@@ -80,38 +84,40 @@ class Compiled:
     def __call__(
         self, stage: Stage, index: int, params: Tree, state: Tree, **options: Any
     ) -> CompiledBound:
-        """Bind a stage for one run, as `Program` says. Raises PlanError where parameters or state
-        do not fit."""
+        """Bind a stage for one run, as `Program` specifies. Raises PlanError if parameters or
+        state do not fit."""
         return CompiledBound(self, stage, index, params, state, **options)
 
     def reasons(self) -> list[str]:
-        """Why signatures have no programs."""
+        """The reasons why signatures have no programs."""
         return [str(outcome) for outcome in self.found.values() if isinstance(outcome, TraceError)]
 
     def programs(self, signature: Hashable, bound: EagerBound, args: StageArgs) -> Programs | None:
-        """The programs for a signature, traced when it is first met; None where the stage runs
+        """Return the programs for a signature, traced at the first call. None: the stage runs
         eagerly.
 
         Raises:
-            TraceError: the stage cannot be traced and was not asked to fall back.
+            TraceError: the stage cannot be traced, and has no fallback.
         """
-        outcome = self._look(signature)
+        outcome = self._find(signature)
         if outcome is None:
-            with self._making:  # other threads that wait for them get the same
-                outcome = self._look(signature) or self._make(signature, bound, args)
+            with (
+                self._trace_lock
+            ):  # a thread that waited here finds the outcome of the other thread
+                outcome = self._find(signature) or self._trace(signature, bound, args)
         if isinstance(outcome, Programs):
             return outcome
         if self.fallback:
             return None
         raise TraceError(
-            f"stage {bound.stage.name!r} cannot be compiled: {outcome}; leave it eager, or "
-            "fp.compile_stage(stage, fallback=True) to run it so where it cannot be"
+            f"stage {bound.stage.name!r} cannot be compiled: {outcome}; leave the stage eager, or "
+            "use fp.compile_stage(stage, fallback=True) to run it eagerly where needed"
         )
 
-    def _look(self, signature: Hashable) -> Programs | TraceError | None:
-        """The outcome for a signature, now the last used; None: it was not met, or is no longer
-        kept."""
-        with self._turn:
+    def _find(self, signature: Hashable) -> Programs | TraceError | None:
+        """Return the outcome for a signature, and mark it as the most recently used. None: there
+        is none."""
+        with self._cache_lock:
             for reader in self.readers.get(signature, ()):
                 key = reader.key(), signature
                 outcome = self.found.pop(key, None)
@@ -120,15 +126,14 @@ class Compiled:
                     return outcome
             return None
 
-    def _make(
+    def _trace(
         self, signature: Hashable, bound: EagerBound, args: StageArgs
     ) -> Programs | TraceError:
-        """Trace a signature that has no outcome yet, and keep its outcome; the longest unused one
-        goes.
+        """Trace a signature, and keep the outcome; the least recently used outcome is dropped.
 
         Raises:
-            TraceError: the stage itself raised, and does not fall back; the cause says more than a
-                reason here.
+            TraceError: the stage itself raised, and has no fallback. Its cause explains more than
+                the reason.
         """
         name, began = bound.stage.name or str(bound.index), perf_counter()
         values = PythonValues(bound.stage, bound.loss)
@@ -141,7 +146,7 @@ class Compiled:
                 backend = _BACKENDS[self.backend] if isinstance(self.backend, str) else self.backend
                 programs = Programs(joint, fuse=self.fuse, backend=backend)
         except TraceError as error:
-            fault = TraceError(str(error))  # without its frames
+            fault = TraceError(str(error))  # without the traceback, which would keep tensors alive
             self._keep(signature, fault, values)
             self._advise(signature, values, bound, args)
             how = "runs eagerly" if self.fallback else "cannot be compiled"
@@ -164,35 +169,36 @@ class Compiled:
         self, signature: Hashable, outcome: Programs | TraceError, values: PythonValues
     ) -> None:
         values.look()
-        with self._turn:
+        with self._cache_lock:
             self.made += 1
             others = [
                 reader for reader in self.readers.get(signature, ()) if not reader.same_code(values)
             ]
             self.readers[signature] = [*others, values]
             self.found[values.key(), signature] = outcome
+            # `_find` moves a used entry to the end, so the first entries are the least recently
+            # used.
             oldest = list(self.found)[: -self.max_programs]
-            dropped = [
-                self.found.pop(old) for old in oldest
-            ]  # runs that use it hold it until they end
+            # A running plan has its own reference, so its programs live until it ends.
+            dropped = [self.found.pop(old) for old in oldest]
             kept = {other for _, other in self.found}
             self.readers = {
                 other: readers for other, readers in self.readers.items() if other in kept
             }
         if dropped:
             log.info(
-                "dropped the programs that were unused for longest: max_programs=%d",
+                "dropped the least recently used programs: max_programs=%d",
                 self.max_programs,
             )
-        del dropped  # it may be large, and nobody has to wait for that
+        del dropped  # freeing may take long, so it happens outside of the lock
 
     def _advise(
         self, signature: Hashable, values: PythonValues, bound: EagerBound, args: StageArgs
     ) -> None:
-        """Warn once of what makes traces come over and over."""
-        with self._turn:
-            text = "" if self._told else advice(self, bound, args, (values.key(), signature))
-            self._told |= bool(text)
+        """Warn once about the cause of repeated traces."""
+        with self._cache_lock:
+            text = "" if self._has_warned else advice(self, bound, args, (values.key(), signature))
+            self._has_warned |= bool(text)
         if text:
             warnings.warn(text, stacklevel=2)
 
@@ -209,62 +215,69 @@ def compile_stage(
     fallback: bool = False,
     max_programs: int = 16,
 ) -> Stage:
-    """The stage with its forward, backward, input backward and weight backward as programs.
+    """Return the stage with its forward, backward, input backward and weight backward as programs.
 
-    When a run first meets a signature (shapes, types and layouts of everything that the stage gets,
-    which leaves are trained, the mode, autocast, the plan's loss) the stage is traced once, with
-    its backward, on tensors without numbers. The joint graph is cut: F is what outputs need, I what
-    the gradients of inputs need besides, W the rest. Nothing is computed twice, W keeps only what
-    it needs, and weight gradients are added into their sums in place.
+    When a run first meets a signature, it traces the stage and its backward on tensors without
+    numbers. The signature consists of the shapes, types and layouts of all arguments, the trained
+    leaves, the mode, autocast, and the plan's loss. The joint graph becomes three programs: F
+    computes the outputs, I the gradients of the inputs, and W the other gradients. No value is
+    computed twice, W keeps only what it needs, and weight gradients are added to their sums in
+    place.
 
-    Results are eager ones: the same operations on the same numbers. With ``fuse`` a weight gradient
-    that is a product is added to its sum in one operation, which rounds once instead of twice;
-    without it (and with backend "graph") every bit is eager's, in every order of W.
+    With ``fuse=False`` and backend "graph", results are bit-identical to the eager stage, in any
+    order of W. With ``fuse=True``, a weight gradient that is a product is added to its sum in one
+    operation, which rounds once instead of twice.
 
     Python values that the stage or the loss reads besides its arguments (globals, closures,
-    attributes, containers) are part of the signature: when a value changes, the next run traces
-    anew. Tensors that the function closes over, branches on numbers in tensors, Python state that
-    changes from call to call, random numbers of Python and numpy, draws in a backward are refused,
-    each with its reason. Called directly, a compiled stage runs its function, so torch.func
-    transforms it as before.
+    attributes, containers) are part of the signature. If such a value changes, the next run traces
+    again.
+
+    `run` raises TraceError, with the reason, for these stages:
+
+    - the function closes over tensors;
+    - the function branches on numbers in tensors;
+    - Python state changes from call to call;
+    - Python or numpy draw random numbers;
+    - the backward draws random numbers.
+
+    A direct call of a compiled stage calls the original function, so torch.func transforms work.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: torch.tanh(x @ w), "layer"))
     >>> layer(torch.zeros(2, 2), torch.ones(1, 2))
     tensor([[0., 0.]])
 
     Args:
-        stage: any stage; of a composition, the whole.
-        backend: "graph": Python that calls torch's kernels, one by one. "inductor": each program is
-            built by torch's compiler, which fuses operations and rounds differently; it takes
-            seconds to minutes, at the first call or in `warmup`. "cudagraphs": each program is
-            recorded as a CUDA graph, with copies of what it reads and gives (`graphs` does it to
-            whole runs on one device). Or a function ``(graph, example inputs) -> function of the
-            inputs``, as for ``torch.compile``. Programs that draw random numbers are "graph"
-            always.
-        fuse: see above.
-        recompute: keep as few bytes for the backward as a cut through the forward can have:
-            pointwise operations, norms and softmax are computed again where that is less (min-cut
-            rematerialization); products and random draws are not. The bits are the same.
-            `Programs.residual_bytes` says what is kept; see `remat` for the coarse way.
-        fallback: run eagerly what cannot be traced, instead of raising; `make_programs` says why it
-            cannot.
-        max_programs: for how many signatures programs are kept, each of them with F, B, I, W; of a
-            few large layers that is some MiB, with "cudagraphs" it holds memory of the device.
-            Another one takes the place of what is unused for longest, whose memory is freed when
-            the runs that use it end. Where traces come over and over, a warning says once what
-            makes them.
+        stage: any stage. A composition is compiled as one stage.
+        backend: the builder of programs. "graph", the default: Python that calls torch's kernels
+            one by one. "inductor": torch's compiler, which fuses operations and rounds differently.
+            It takes seconds to minutes, at the first call or in `warmup`. "cudagraphs": each
+            program is recorded as a CUDA graph, with copies of its inputs and outputs; `graphs`
+            records whole runs on one device instead. Or a function ``(graph, example inputs) ->
+            function of the inputs``, as for ``torch.compile``. Programs that draw random numbers
+            use "graph" with any backend.
+        fuse: whether weight-gradient products are added to their sums in one operation; see above.
+        recompute: True: keep as few bytes for the backward as possible (min-cut rematerialization).
+            Pointwise operations, norms and softmax are computed again where that keeps fewer bytes;
+            products and random draws are not. The results are bit-identical.
+            `Programs.residual_bytes` is the number of kept bytes. `remat` recomputes whole stages
+            instead.
+        fallback: True: a stage that cannot be traced runs eagerly, and `make_programs` reports the
+            reason. False: `run` raises TraceError.
+        max_programs: the number of signatures whose programs are kept. Each has F, B, I and W; a
+            few large layers take some MiB, and with "cudagraphs" device memory. The stage drops the
+            least recently used programs, and their memory is freed when the runs that use them end.
+            If traces repeat, one warning names the cause.
 
     Returns:
         A stage for the same parameters and state.
 
     Raises:
-        PlanError: this is no stage, there is no such backend, recompute is no bool, or
-            max_programs is no number from 1. (A run raises it for a stage that cannot be traced.)
+        PlanError: the argument is not a stage, or an option has a wrong value.
     """
     if not isinstance(stage, Stage):
         raise PlanError(
-            f"compile_stage takes a stage; got a {type(stage).__name__}; make one: fp.stage(fn), "
-            "fp.from_module(module), fp.split(model, ...)"
+            f"compile_stage takes a stage; got a {type(stage).__name__}; make a stage with "
+            "fp.stage(fn), fp.from_module(module) or fp.split(model, ...)"
         )
     if not (isinstance(backend, str) and backend in _BACKENDS) and not callable(backend):
         raise PlanError(
@@ -275,8 +288,8 @@ def compile_stage(
         raise PlanError(f"recompute is True or False; got {recompute!r}")
     if not isinstance(max_programs, int) or isinstance(max_programs, bool) or max_programs < 1:
         raise PlanError(
-            "max_programs is an int from 1, for how many signatures programs are kept; got "
-            f"{max_programs!r}"
+            "max_programs is a positive int, the number of signatures whose programs are kept; "
+            f"got {max_programs!r}"
         )
     compiled = Compiled(
         backend=backend,
@@ -302,8 +315,9 @@ def make_programs(
     train: bool = True,
     input_grads: bool = True,
 ) -> Programs:
-    """The programs of a compiled stage for arguments of these shapes, to read and to measure;
-    nothing runs.
+    """Return the programs of a compiled stage for arguments of these shapes, to read or to measure.
+
+    The function traces the stage and computes nothing.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x @ w))
     >>> print(fp.make_programs(layer, torch.ones(3, 3), torch.ones(2, 3)).backward_weight)
@@ -316,18 +330,20 @@ def make_programs(
     <BLANKLINE>
 
     Args:
-        stage: what `compile_stage` gave.
-        params, x, skips, feeds, state: as the stage is called.
-        target, loss: of the plan; for its last stage.
-        trainable: which leaves of ``params`` have gradients: a tree of bools, or as in ``run``.
+        stage: a stage from `compile_stage`.
+        params, x, skips, feeds, state: the arguments of the stage, as in a direct call.
+        target, loss: the target and the loss of the plan, for its last stage. None: no loss.
+        trainable: which leaves of ``params`` have gradients: a tree of bools, or as in `run`.
         train: the mode.
-        input_grads: do gradients flow back to the input (in the first stage of a plan they do not).
+        input_grads: whether gradients flow back to the input. In the first stage of a plan they do
+            not.
 
     Returns:
-        The programs; ``str`` of them is Python, ``residual_bytes`` what F keeps.
+        The `Programs`. ``str`` returns their Python code; ``residual_bytes`` is what F keeps.
 
     Raises:
-        PlanError: this is no compiled stage, parameters do not fit, or the stage cannot be traced.
+        PlanError: the argument is not a compiled stage, or parameters do not fit.
+        TraceError: the stage cannot be traced. TraceError is a PlanError.
     """
     compiled = stage.program if isinstance(stage, Stage) else None
     if not isinstance(compiled, Compiled):

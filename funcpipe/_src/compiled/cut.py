@@ -1,5 +1,8 @@
-"""Which operation of a joint graph belongs to F, which to I, which to W, and what crosses between
-them."""
+"""Divide a joint graph into programs: which operation belongs to F, I and W, and which values cross
+between them.
+
+`joint` traces the graph, `source` writes the code.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,14 @@ class Part:
     """One program: straight-line code.
 
     Attributes:
-        name: of its function.
-        takes: its arguments, and the values that each holds.
-        gives: what it returns: a list of values, a list of such lists, a tuple of both; None:
-            nothing.
-        sums: weight gradients that are added into ``S[0]``, ``S[1]``, ...; None: the function has
-            no ``S``.
-        fused: the numbers of sums to which a product of two matrices is added in one operation.
+        name: the name of its function.
+        takes: its arguments, and the values in each.
+        gives: its result: a list of values, a list of such lists, a tuple of both. None: no result.
+        sums: weight gradients that are added to ``S[0]``, ``S[1]``, ... None: the function has no
+            ``S``.
+        fused: the indices of sums to which a product of two matrices is added in one operation.
         nodes: its operations, in order.
-        reads: the values that it gets from outside, in the order of the graph.
+        reads: the values from outside, in the order of the graph.
     """
 
     name: str
@@ -46,8 +48,8 @@ class Product(NamedTuple):
     """A product of two matrices.
 
     Attributes:
-        left, right: its factors.
-        turned: is the left factor transposed.
+        left, right: the factors.
+        turned: whether the left factor is transposed.
     """
 
     left: fx.Node
@@ -59,13 +61,12 @@ Program = TypeVar("Program")
 
 
 class CutBackward(NamedTuple, Generic[Program]):
-    """The backward of a stage in one piece and in two: as parts of the graph, or as the functions
-    written from them.
+    """The backward of a stage in one program and in two: as parts of the graph, or as functions.
 
     Attributes:
         whole: B.
-        inputs: I, what the gradients of the inputs need.
-        weights: W, the rest of what the gradients of the parameters need.
+        inputs: I, the operations that the gradients of the inputs need.
+        weights: W, the other operations of the gradients of the parameters.
         left: the values that I leaves for W.
     """
 
@@ -76,22 +77,24 @@ class CutBackward(NamedTuple, Generic[Program]):
 
 
 class Cut:
-    """The cut of a joint graph.
+    """The division of a joint graph into programs.
 
-    An operation belongs to F if an output needs it, to I if a gradient of an input does, else to W;
-    the first that needs it has it, so nothing is computed twice. Without ``fuse`` I also adds to
-    the sums to which I of the eager stage does: where W come in another order than I, these sums
-    would else be added in another order than eagerly.
+    An operation belongs to F if an output needs it, to I if a gradient of an input needs it, and
+    otherwise to W. The first program that needs an operation has it, so no value is computed twice.
+
+    Without ``fuse``, I also adds to the sums to which I of the eager stage adds. Otherwise, if W
+    come in another order than I, these sums would be added in another order than in the eager
+    stage.
 
     Args:
         joint: the graph.
-        fuse: are products added to their sums in one operation.
+        fuse: whether products are added to their sums in one operation.
 
     Attributes:
-        kept: what F keeps for the backward.
-        forward: F where a backward follows.
-        alone: A, F where none does.
-        once: C, what is computed of parameters and state alone; None: nothing.
+        kept: the values that F keeps for the backward.
+        forward: F, before a backward.
+        alone: A, F without a backward.
+        once: C, computed from parameters and state alone. None: there is nothing to compute.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool) -> None:
@@ -113,18 +116,17 @@ class Cut:
     def _inputs(
         self, wanted: Any, sums: Sequence[fx.Node | None]
     ) -> tuple[set[fx.Node], list[fx.Node]]:
-        """The operations of I, and what W reads besides parameters."""
+        """Return the operations of I, and the values that W reads besides parameters."""
         ops = _whole_ops(above(nodes_in(wanted)) - self._forward)
         reads = gather(nodes_in(sums), stop={*self._forward, *self.joint.cotangents, *ops})[1]
         params = {*self.joint.params}
         return ops, [node for node in reads if node not in params]
 
     def backward(self, missing: frozenset[int]) -> CutBackward[Part]:
-        """The backward where some roots (by number) have no gradient: what depends on these alone
-        has none either.
+        """Cut the backward for the case that some roots (by index) have no gradient.
 
-        As in autograd, which does not go where no gradient comes from, and adds nothing to what has
-        none.
+        Values that depend only on these gradients have none either. This equals autograd, which
+        does not visit nodes without an incoming gradient and adds nothing to their sums.
         """
         joint = self.joint
         wanted, sums = joint.wanted, joint.sums
@@ -158,13 +160,13 @@ def _part(
     sums: Sequence[fx.Node | None] | None = None,
     fused: Collection[int] = (),
 ) -> Part:
-    """The program that gives some values and adds others into sums."""
+    """Make the program that returns some values and adds others to sums."""
     stop = {node for values in takes.values() for node in values}
     return Part(name, takes, gives, sums, fused, *gather(nodes_in((gives, sums)), stop=stop))
 
 
 def nodes_in(values: Any) -> list[fx.Node]:
-    """The nodes in lists of lists."""
+    """The nodes in nested lists."""
     nodes: list[fx.Node] = []
     fx.map_arg(values, nodes.append)  # pyright: ignore[reportArgumentType]
     return nodes
@@ -180,8 +182,8 @@ def product(node: fx.Node) -> Product:
 
 
 def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
-    """The numbers of the weight gradients that are products of two matrices and that only one sum
-    reads."""
+    """The indices of weight gradients that are products of two matrices and are read by one sum
+    only."""
     times = Counter(sums)
     return [
         number
@@ -206,7 +208,7 @@ def above(roots: Iterable[Any]) -> set[fx.Node]:
 
 
 def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
-    """The nodes, and the other pieces of operations that give several values."""
+    """The nodes, and the other items of operations with several results."""
     pieces = {
         user
         for node in nodes
@@ -218,8 +220,8 @@ def _whole_ops(nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The operations that compute some values from those in ``stop`` (views anew), and which of
-    these they read."""
+    """Return the operations that compute some values from ``stop``, with views computed again,
+    and the values of ``stop`` that they read."""
     inside: set[fx.Node] = set()
     reads: set[fx.Node] = set()
     todo = list(roots)
@@ -227,6 +229,7 @@ def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Nod
         node = todo.pop()
         if node in inside or node in reads:
             continue
+        # Views are computed again in each program, so only memory crosses between programs.
         if node.op != "get_attr" and node in stop and not is_view(node):
             reads.add(node)
         else:
@@ -239,8 +242,8 @@ def gather(roots: Sequence[fx.Node], *, stop: set[fx.Node]) -> tuple[list[fx.Nod
 def _prune(
     graph: fx.Graph, cotangents: Sequence[fx.Node], missing: set[fx.Node]
 ) -> dict[fx.Node, fx.Node | None]:
-    """What replaces each gradient when some cotangents are missing, None for none. Adds operations
-    to the graph."""
+    """Map each gradient to its replacement if some cotangents are missing; None for no gradient.
+    Adds operations to the graph."""
     instead: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
     flowing = {*cotangents}
     for node in list(graph.nodes):
@@ -249,11 +252,15 @@ def _prune(
         flowing.add(node)
         inputs = [source for source in node.all_input_nodes if source in flowing]
         dead = [source for source in inputs if instead.get(source, source) is None]
+        # No gradient at all: autograd does not visit such a node. Zeros instead would give 0 * inf
+        # = nan, and would make an unused parameter look used.
         if len(dead) == len(inputs):
             instead[node] = None
+        # A sum with one missing term is the other term, without an addition of zeros.
         elif dead and node.target is _aten.add.Tensor and not node.kwargs and len(inputs) == 2:
             other = next(source for source in inputs if source not in dead)
             instead[node] = instead.get(other, other)
+        # Other operations are copied, with zeros in place of the missing gradients.
         elif any(source in instead for source in inputs):
             with graph.inserting_before(node):
                 zeros = {source: _zeros(graph, source) for source in dead}
@@ -275,7 +282,9 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Is it a view, or a piece of one that has several. Its base crosses, and each program makes
-    its own."""
+    """Whether a node is a view, or an item of a view with several results.
+
+    The base of a view crosses between programs, and each program makes its own view.
+    """
     target: Any = node.args[0].target if node.target is operator.getitem else node.target  # pyright: ignore
     return target is _aten._unsafe_view.default or getattr(target, "is_view", False)

@@ -1,4 +1,4 @@
-"""Random draws of a traced stage: found while tracing, keyed when the program runs."""
+"""Random draws of a traced stage: found in the trace, keyed when the program runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DrawOp(NamedTuple):
     """One operation that draws.
 
     Attributes:
-        part: the stage of a composition that it is in, None in the stage itself.
-        layer: the path of the layer whose method ran, "" for none.
-        nth: how many draws came before it under the same key.
+        part: the stage of a composition that contains it. None: the stage itself.
+        layer: the path of the layer whose method ran; "" for none.
+        nth: the number of earlier draws under the same key.
         what: the operation.
     """
 
@@ -35,7 +35,7 @@ class DrawOp(NamedTuple):
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Does an operation draw random numbers, with these arguments."""
+    """Whether an operation draws random numbers with these arguments."""
     if not may_draw(func) or draws_nothing(func, tuple(args), dict(kwargs)):
         return False
     first = out[0] if isinstance(out, (tuple, list)) else out
@@ -43,12 +43,12 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -
 
 
 class Watch(WatchingMode):
-    """While on, notes the draws, and every operation with its plain arguments.
+    """A mode that records draws, and each operation with its plain arguments.
 
     Attributes:
-        draws: in order.
-        steps: a line for each operation: two calls of a pure function with the same shapes leave
-            the same.
+        draws: the draws, in order.
+        steps: a line for each operation. Two calls of a pure function with the same shapes give the
+            same lines.
     """
 
     def __init__(self, places: Mapping[int, str]) -> None:
@@ -62,21 +62,21 @@ class Watch(WatchingMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note it."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
         number = self._known.number(func, args, kwargs)
         if number is not UNKNOWN:
             return number
         out = func(*args, **kwargs)
         self._known.note(func, args, kwargs, out)
-        if (
-            getattr(func, "namespace", "") != "prim"
-        ):  # questions about a tensor, asked when the answer is not at hand
+        # "prim" operations only query a tensor, and depend on what torch has cached.
+        if getattr(func, "namespace", "") != "prim":
             numbers = f" {_digest(args[0])}" if func is torch.ops.aten.lift_fresh.default else ""
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}{numbers}")
         if draws(func, args, kwargs, out):
             layer, _, _ = locate(self.places)
             part = SCOPE.get()
+            # The same key as in an eager stage, so compiled and eager stages draw the same numbers.
             key = (id(part), layer)
             self.draws.append(DrawOp(part, layer, self._counts[key], func))
             self._counts[key] += 1
@@ -94,7 +94,7 @@ def _words(value: Any) -> str:
 
 
 def _digest(constant: Tensor) -> str:
-    """The numbers of a tensor that was made outside of torch, as text; a short one."""
+    """A short text for the numbers of a tensor that was made outside of torch."""
     with without_modes(), torch.no_grad():
         if is_plain(constant) and constant.device.type == "cpu":
             numbers = constant.contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -111,11 +111,11 @@ class Keyring:
         self.keys, self.stage, self.draws, self.microbatch = keys, stage, draws, microbatch
 
     def of(self, draw: int, device: torch.device) -> torch.Generator:
-        """The generator of a draw. Raises DrawError where it has no key."""
+        """Return the generator of a draw. Raises DrawError if the draw has no key."""
         return self._seed(draw, torch.Generator(device))
 
     def run(self, draw: int, device: torch.device, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an operation that takes no generator."""
+        """Run an operation that takes no generator argument."""
         twin = twin_of(func, device.type)
         if twin is not None:
             return twin(*args, **kwargs, generator=self.of(draw, device))

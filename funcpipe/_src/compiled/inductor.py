@@ -1,4 +1,4 @@
-"""Programs built by torch's compiler."""
+"""Build programs by torch's compiler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from funcpipe._src.core.log import log
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it; on the CPU its kernels are called from C++, where that
-    can be.
+    """Build a graph by torch's compiler. On the CPU, its kernels are called from C++ where
+    possible.
 
-    Python takes its time where they are short, and keeps the interpreter from other lanes. Where
-    the compiler cannot write the C++, they are called from Python.
+    Calls from Python take long compared with short kernels, and they hold the GIL, which other
+    lanes need. If the compiler cannot write the C++, the kernels are called from Python.
     """
     devices = {
         tensor.device.type

@@ -1,4 +1,7 @@
-"""A stage as one graph: its forward, the plan's loss and their backward, traced on fake tensors."""
+"""Trace a stage as one graph on fake tensors: its forward, the plan's loss, and their backward.
+
+`cut` divides the graph into programs.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ from funcpipe._src.stages.split_backward import numbers_that_wait
 
 
 class Root(NamedTuple):
-    """Where gradients come in: a leaf of the outputs.
+    """A leaf of the outputs, where a gradient comes in.
 
     Attributes:
         what: "y", "stash", "loss" or "side".
-        name: of the stash.
-        leaf: its number among the leaves of that tree.
+        name: the name of the stash.
+        leaf: the index among the leaves of that tree.
         stride: the layout that its gradient must have.
     """
 
@@ -48,14 +51,14 @@ class Root(NamedTuple):
 
 
 class OutputSpec(NamedTuple):
-    """How the tensors that a program of a forward gives make its outputs.
+    """How to build the outputs of a forward from the tensors of its program.
 
     Attributes:
         y, stash: structure and flags of the borders.
-        report: structure of ``(stats, loss, side)``; None: there is nothing to report.
-        leaves: all leaves, those that are no tensors as they are.
-        slots: the numbers of those that are.
-        plain: is it one tensor, and with it no report but perhaps a loss that is a mean.
+        report: structure of ``(stats, loss, side)``. None: there is nothing to report.
+        leaves: all leaves; leaves that are not tensors as they are.
+        slots: the indices of the tensors.
+        plain: whether the output is a single tensor, with no report except a loss that is a mean.
     """
 
     y: tuple[Spec, tuple[bool, ...]]
@@ -71,19 +74,18 @@ class Joint:
     """The graph of a stage with its backward.
 
     Attributes:
-        module: holds the graph and its constants.
-        params: placeholders of the tensors among the leaves of parameters and state, and of what is
-            in ``once``.
-        inputs: placeholders of the tensors among the leaves of input, skips, feeds and target.
+        module: contains the graph and its constants.
+        params: placeholders of the tensors of parameters and state, and of the values in ``once``.
+        inputs: placeholders of the tensors of input, skips, feeds and target.
         cotangents: placeholders, one for each root.
-        outs: what the forward gives, in the order of ``spec.slots``.
-        wanted: gradients of input leaves: one list for the input, one for each skip; None where
-            there is none.
+        outs: the results of the forward, in the order of ``spec.slots``.
+        wanted: gradients of input leaves: a list for the input, and a list for each skip. None: no
+            gradient.
         sums: gradients of the trainable leaves.
         spec, roots, draws: see `OutputSpec`, `Root`, `DrawOp`.
-        early: for the numbers of roots that have no gradient, those of the sums to which I of the
+        early: maps the indices of roots without a gradient to the indices of sums to which I of the
             eager stage adds.
-        once: what is computed of parameters and state alone, once a run (`hoist`).
+        once: values computed from parameters and state alone, once per run (`hoist`).
     """
 
     module: fx.GraphModule
@@ -106,20 +108,20 @@ def tensors(*trees: Sequence[Any]) -> list[Tensor]:
 
 
 def trace(bound: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
-    """Trace a bound stage with its backward, for arguments like these. ``values`` notes the code
+    """Trace a bound stage with its backward, for arguments like these. ``values`` records the code
     that runs.
 
     Raises:
-        TraceError: the stage cannot be a program; it says why.
+        TraceError: the stage cannot be a program. The message has the reason.
     """
     with tracing:
         try:
-            with no_autocast_cache():  # a second call would not show the casts of the first
+            with no_autocast_cache():  # with the cache, a second call would not contain the casts
                 return _trace(bound, args, values)
         except TraceError:
             raise
         except Exception as error:
-            raise _why(error) from error
+            raise _trace_error(error) from error
 
 
 def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
@@ -129,15 +131,15 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
     arguments = tensors(*(border.leaves for border in args.borders()))
     kind: Any = FakeTensorMode
     if not torch.cuda.is_available():
-        # Builds with CUDA on machines without: torch 2.11 then puts a guard into the process that
-        # dies with this thread, and the next trace in another thread ends the process.
+        # A torch with CUDA on a machine without: torch 2.11 then installs a guard that ends with
+        # this thread, and the next trace in another thread aborts the process.
         kind = type("Fakes", (FakeTensorMode,), {"avoid_device_init": False})
     mode = kind(static_shapes=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(tensor.detach()) for tensor in fixed]
     with mode:
-        # Where a microbatch begins in the batch's memory, and how large that is, is in no
-        # signature: no trace sees it.
+        # Fresh tensors, not views: the position of a microbatch in the batch's memory is not in the
+        # signature, so the trace must not depend on it.
         fakes += [
             torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -150,6 +152,8 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
             first = _TracedForward(real, args, fakes)
         draws.look()
         values.look()
+        # The second call must run the same operations. A difference shows Python state, which a
+        # program would freeze.
         again = _TracedForward(real, args, fakes, first.bound)
         draws.look()
     _refuse_changes(first, again, draws.named(values.executed) + values.changes())
@@ -167,15 +171,15 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
         functional: Any = functionalized(function, FunctionalTensorMode())
         return make_fx(functional, tracing_mode="fake")(*fakes, *cotangents)
 
-    # To watch the code that runs makes this twice as slow.
+    # Recording the code that runs makes a trace twice as slow, so it is done only if needed.
     watched = values.executed if first.has_own_backward(values.executed.names) else nullcontext()
     with mode, torch.set_grad_enabled(real.backwards), watched:
         try:
             module = graph(joint)
         except NumbersWanted:
-            # Code that asks for fake tensors before it looks at numbers (masks in transformers)
-            # does not know functional ones: it did not look in the calls above. It gets fake ones,
-            # and that graph is made functional.
+            # Some code (masks in transformers) reads numbers unless it gets fake tensors, and does
+            # not recognise functional tensors. So trace with fake tensors, and make that graph
+            # functional.
             module = graph(make_fx(joint, tracing_mode="fake")(*fakes, *cotangents))
     call = calls[0]
     for bound in (first.bound, call.bound):
@@ -205,7 +209,7 @@ def _trace(real: EagerBound, args: StageArgs, values: PythonValues) -> Joint:
 
 
 class _TracedForward:
-    """One forward of the stage on given tensors, with its graph."""
+    """One forward of the stage on given tensors, with its autograd graph."""
 
     def __init__(
         self,
@@ -254,7 +258,7 @@ class _TracedForward:
         self.roots, self.ends = self._ends()
 
     def _ends(self) -> tuple[list[Root], list[Tensor]]:
-        """The roots, and the tensor at each with its autograd graph."""
+        """Return the roots, and the tensor at each root with its autograd graph."""
         residual = self.residual
         places: list[tuple[str, str, int, Any]] = []
         if self.bound.loss is None:
@@ -272,16 +276,15 @@ class _TracedForward:
         return [Root(kind, name, leaf, tuple(end.stride())) for kind, name, leaf, end in live], ends
 
     def has_own_backward(self, names: Collection[str]) -> bool:
-        """Is there a backward of the user's, or a hook: the code that ran, which used these names,
-        says so."""
+        """Whether the code that ran, which used these names, has a custom backward or a hook."""
         nodes = nodes_of(self.ends)
         return any(name.startswith("register_") for name in names) or any(
             isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
         )
 
     def early(self, missing: frozenset[int]) -> set[int]:
-        """The numbers of the sums to which I of the eager stage adds, where the roots with these
-        numbers have no gradient."""
+        """The indices of the sums to which I of the eager stage adds, if these roots have no
+        gradient."""
         parameters, roots = (
             self.parameters,
             [end for number, end in enumerate(self.ends) if number not in missing],
@@ -294,8 +297,8 @@ class _TracedForward:
     def gradients(
         self, cotangents: Sequence[Tensor]
     ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Gradients of the leaves at the inputs, in their layout, and of the trainable
-        parameters."""
+        """Return the gradients of the input leaves, in the layout of the leaves, and of the
+        trainable parameters."""
         residual = self.residual
         borders = [(residual.x_count, residual.x), *residual.skips]
         leaves = [
@@ -324,7 +327,7 @@ class _TracedForward:
 
 
 def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """A gradient in the layout of its leaf, which autograd keeps to as well where it adds into
+    """A gradient in the layout of its leaf. Autograd keeps the same layout when it adds to
     ``.grad``."""
     if gradient is None or gradient.stride() == leaf.stride():
         return gradient
@@ -332,7 +335,7 @@ def _like(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
 
 
 def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
-    """How the tensors of a forward make its outputs, and these tensors."""
+    """Return how the tensors of a forward make its outputs, and these tensors."""
     stats, loss, side = out.report
     reported, report = flatten((stats, loss, side))
     silent = loss is None and side is None and not flatten(stats)[0]
@@ -358,22 +361,22 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
 
 
 def _refuse_changes(first: _TracedForward, again: _TracedForward, changes: Sequence[str]) -> None:
-    """Raise TraceError if a second call does not do what the first did: its Python state would be
-    frozen."""
+    """Raise TraceError if a second call differs from the first, because a program would freeze
+    its Python state."""
     if first.watch.steps == again.watch.steps and first.spec == again.spec and not changes:
         return
     pairs = zip(first.watch.steps, again.watch.steps, strict=False)
     differing = [*changes, *(f"{a} in one call, {b} in the next" for a, b in pairs if a != b)]
     detail = f": {differing[0]}" if differing else ""
     raise TraceError(
-        f"it does something else when it is called again{detail}. It keeps state in Python (a "
-        "counter, a cache, random numbers that are not torch's), which a program would freeze: "
-        "hand it in by feeds or state"
+        f"it does something else in its second call{detail}. It keeps state in Python (a "
+        "counter, a cache, random numbers that are not torch's), which a program would freeze; "
+        "pass the state in by feeds or state"
     )
 
 
 def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
-    """Mark each node that draws with the number of its draw. Raises TraceError."""
+    """Mark each node that draws with the index of its draw. Raises TraceError."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     nodes = [
         node for node in calls if draws(node.target, node.args, node.kwargs, node.meta.get("val"))
@@ -381,7 +384,7 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
     if len(nodes) > len(drawn):
         raise TraceError(
             "it draws random numbers in its backward (torch.utils.checkpoint around a dropout?), "
-            "which a program would draw anew; use fp.schedules.remat instead of checkpoint"
+            "where a program would draw other numbers; use fp.schedules.remat instead of checkpoint"
         )
     if len(nodes) < len(drawn):
         raise TraceError(f"it draws random numbers ({drawn[0].what}) that the trace does not show")
@@ -390,11 +393,11 @@ def _name_draws(graph: fx.Graph, drawn: Sequence[DrawOp]) -> None:
 
 
 NOT_GIVEN = (
-    "it computes with a tensor that it was not given (closed over, or an attribute of a module "
-    "that is no buffer): hand it in by params, state or feeds"
+    "it computes with a tensor that is not an argument (closed over, or an attribute of a module "
+    "that is not a buffer); pass the tensor in by params, state or feeds"
 )
-_TAKEN_OUT = "it takes the numbers of a tensor out of torch (numpy, an extension)"
-_BRANCH = "what it does depends on numbers in tensors (a branch, .item(), a shape)"
+_TAKEN_OUT = "it reads the numbers of a tensor outside of torch (numpy, an extension)"
+_BRANCH = "its computation depends on numbers in tensors (a branch, .item(), a shape)"
 _REASONS = {
     "allow_non_fake_inputs": NOT_GIVEN,
     ".numpy()": _TAKEN_OUT,
@@ -407,8 +410,8 @@ _REASONS = {
 }
 
 
-def _why(error: Exception) -> TraceError:
-    """The error that says what about a stage cannot be traced."""
+def _trace_error(error: Exception) -> TraceError:
+    """The error with the reason why a stage cannot be traced."""
     text = f"{type(error).__name__}: {error}"
     known = next((reason for mark, reason in _REASONS.items() if mark in text), None)
     fault = TraceError(f"{known or 'it cannot be traced'} ({text.splitlines()[0]})")

@@ -1,5 +1,5 @@
-"""Numbers that a trace knows: tensors computed from constants alone, such as positions and
-masks."""
+"""Track tensors of a trace whose numbers are known: computed from constants alone, such as
+positions and masks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from funcpipe._src.core.torch_names import OpOverload, pytree, schema, without_modes
 
 _MOST = 1 << 18
-"""The most numbers that a tensor may have whose numbers are kept."""
+"""The largest number of elements of a tensor whose numbers are kept."""
 
 _NUMBERS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
 }
-"""Operations that take numbers out of a tensor."""
+"""Operations that read numbers from a tensor."""
 
 UNKNOWN: Any = object()
 
@@ -27,16 +27,16 @@ UNKNOWN: Any = object()
 class Known:
     """The numbers of those tensors of a trace that depend on no input.
 
-    A stage may branch on them: whether positions run on, whether a mask masks anything. It decides
-    as in eager.
+    A stage may branch on them: whether positions are consecutive, whether a mask masks anything.
+    The branch is the same as in the eager stage.
     """
 
     def __init__(self) -> None:
-        # By id; holds the tensor of the trace, so that ids stay its own.
+        # By id. The entry keeps the tensor of the trace alive, so that its id stays unique.
         self._real: dict[int, tuple[Tensor, Tensor]] = {}
 
     def number(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of an operation that takes numbers out; UNKNOWN for other tensors and other
+        """The result of an operation that reads numbers. UNKNOWN for other tensors and
         operations."""
         if func not in _NUMBERS:
             return UNKNOWN
@@ -47,7 +47,7 @@ class Known:
             return func(*arguments[0], **arguments[1])
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Compute an operation that has run on the numbers that are known, too."""
+        """Repeat an operation that has run on the known numbers, if all its tensors are known."""
         if not isinstance(func, OpOverload):
             return
         arguments = (
@@ -57,6 +57,7 @@ class Known:
         if (
             arguments is None
             or any(tensor.numel() > _MOST for tensor in results)
+            # The numbers of a new empty tensor are arbitrary, so they are not known.
             or "empty" in str(func)
         ):
             if schema(func).is_mutable:
@@ -71,7 +72,7 @@ class Known:
         try:
             with without_modes(), torch.no_grad():
                 real = func(*arguments[0], **arguments[1])
-        except Exception:  # its error shows elsewhere
+        except Exception:  # the operation itself raises the error in the trace
             return
         pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True)
         self._real.update(
@@ -79,8 +80,7 @@ class Known:
         )
 
     def _of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """The arguments with numbers for tensors; None where one has none, or lies on a device that
-        computes late."""
+        """The arguments with real numbers. None: some tensor is unknown."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if any(isinstance(leaf, Tensor) and id(leaf) not in self._real for leaf in leaves):
             return None
@@ -92,8 +92,8 @@ class Known:
         return pytree.tree_unflatten(values, spec)
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Forget the numbers of these tensors, which were written into, and of all that share
-        memory with them."""
+        """Forget the numbers of tensors that were written into, and of all tensors that share
+        their memory."""
         reals = [self._real[id(tensor)][1] for tensor in written if id(tensor) in self._real]
         storages = {real.untyped_storage().data_ptr() for real in reals}
         self._real = {

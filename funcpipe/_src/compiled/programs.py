@@ -1,4 +1,7 @@
-"""The programs of a stage for one signature: F, B, I, W, written when they are first needed."""
+"""The programs of a stage for one signature: F, B, I and W, each written at its first use.
+
+`cut` decides what each program computes, `source` writes the code.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,36 @@ _CROSS_ENTROPIES = (
     torch.ops.aten.nll_loss_forward.default,
     torch.ops.aten.nll_loss2d_forward.default,
 )
-"""Called with scores, target, weight, reduction (1 for a mean) and ignore_index."""
+"""Their arguments: scores, target, weight, reduction (1 for a mean), ignore_index."""
 
 
 class Programs:
-    """The programs of one stage for one signature; printed, their text.
+    """The programs of one stage for one signature; ``print`` shows their Python code.
 
-    ``P`` holds the tensors of parameters and state, and then what C computes of these, once a run;
-    ``X`` those of input, skips, feeds and target, ``R`` the keys of random draws, ``K`` what F
-    keeps, ``G`` the gradients that come in, ``L`` what I leaves for W, ``S`` the sums into which
-    the gradients of the parameters are added.
+    The programs use these lists of tensors:
+
+    - ``P``: parameters and state, then the values that C computes from them once per run;
+    - ``X``: input, skips, feeds and target;
+    - ``R``: the keys of random draws;
+    - ``K``: the values that F keeps for the backward;
+    - ``G``: the incoming gradients;
+    - ``L``: the values that I leaves for W;
+    - ``S``: the sums to which the gradients of the parameters are added.
+
+    >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x @ w))
+    >>> programs = fp.make_programs(layer, torch.ones(3, 3), torch.ones(2, 3))
+    >>> programs.residual_bytes
+    24
 
     Attributes:
         joint: the traced graph.
-        once: ``C(P) -> values``, of parameters and state alone; None: there are none.
+        once: ``C(P) -> values``, computed from parameters and state alone, once per run. None:
+            there are none.
         forward: ``F(P, X) -> outputs, K``.
-        alone: ``A(P, X) -> outputs``, where no backward follows.
-        residual_bytes: of K: what lies in memory between F and its backward.
-        once_bytes: of what C computes: it lies in memory from the first F to the end of the run, or
-            until parameters that are gathered give their memory back.
+        alone: ``A(P, X) -> outputs``, a forward without a backward.
+        residual_bytes: bytes of K, which stay in memory between F and its backward.
+        once_bytes: bytes of the results of C. They stay in memory from the first F to the end of
+            the run, or until gathered parameters are freed.
     """
 
     def __init__(self, joint: Joint, *, fuse: bool, backend: Backend | None = None) -> None:
@@ -46,9 +60,8 @@ class Programs:
         self._backwards: dict[frozenset[int], CutBackward[Code]] = {}
         self.residual_bytes = sum(memory_of(self._cut.kept).values())
         once = self._cut.once
-        self.once = (
-            None if once is None else Code(once, joint.module)
-        )  # it runs once: no backend builds it
+        # C runs once per run, so a backend would not pay for its build.
+        self.once = None if once is None else Code(once, joint.module)
         present = memory_of(joint.params[: len(joint.params) - len(joint.once)])
         self.once_bytes = sum(
             size for memory, size in memory_of(joint.once).items() if memory not in present
@@ -56,13 +69,19 @@ class Programs:
 
     @cached_property
     def means(self) -> list[tuple[bool, int]]:
-        """The means of cross entropies in the graph: are their classes weighed, and which class is
-        left out."""
+        """The means of cross entropies in the graph.
+
+        Each is a pair: whether the classes have weights, and the ignored class.
+        """
         nodes = [node for node in self.joint.module.graph.nodes if node.target in _CROSS_ENTROPIES]
         return [(node.args[2] is not None, node.args[4]) for node in nodes if node.args[3] == 1]
 
     def complete(self, bare: list[Tensor]) -> list[Tensor]:
-        """What P holds: the tensors of parameters and state, and what is computed of them."""
+        """Return P: the tensors of parameters and state, and the results of C.
+
+        Args:
+            bare: the tensors of parameters and state.
+        """
         return bare if self.once is None else [*bare, *self.once.call(bare)]
 
     def _code(self, part: Part) -> Code:
@@ -71,36 +90,40 @@ class Programs:
 
     @cached_property
     def forward(self) -> Code:
-        """F where a backward follows."""
+        """F, the forward before a backward."""
         return self._code(self._cut.forward)
 
     @cached_property
     def alone(self) -> Code:
-        """F where none does."""
+        """A, the forward without a backward."""
         return self._code(self._cut.alone)
 
     @property
     def backward(self) -> Code:
-        """B."""
+        """B, the whole backward."""
         return self.half().whole
 
     @property
     def backward_input(self) -> Code:
-        """I."""
+        """I, the gradients of the inputs."""
         return self.half().inputs
 
     @property
     def backward_weight(self) -> Code:
-        """W."""
+        """W, the gradients that I leaves."""
         return self.half().weights
 
     @property
     def weight_residual_bytes(self) -> int:
-        """Bytes of L: what lies in memory between I and W."""
+        """Bytes of L, which stay in memory between I and W."""
         return sum(memory_of(self.half().left).values())
 
     def half(self, missing: frozenset[int] = frozenset()) -> CutBackward[Code]:
-        """The backward where the roots with these numbers have no gradient."""
+        """Return the backward programs for the case that some outputs have no gradient.
+
+        Args:
+            missing: the indices of the outputs without a gradient.
+        """
         backward = self._backwards.get(missing)
         if backward is None:
             with tracing:
@@ -110,8 +133,12 @@ class Programs:
         return backward
 
     def build(self, *, split: bool, remat: bool) -> None:
-        """Have a backend build what a step needs: F, A as well for ``remat``, and I and W for
-        ``split``, else B."""
+        """Let the backend build the programs that a step needs.
+
+        Args:
+            split: True: I and W. False: B.
+            remat: True: also A.
+        """
         half = self.half()
         forwards = (self.forward, self.alone) if remat else (self.forward,)
         for program in (*forwards, *((half.inputs, half.weights) if split else (half.whole,))):

@@ -1,7 +1,7 @@
-"""The Python values that a stage and a loss read besides their arguments: a program has them as
-they were at its trace.
+"""Find the Python values that a stage and a loss read besides their arguments, for the signature.
 
-Tensors are not among them: a trace refuses those that it was not given.
+A program contains these values as they were in its trace. Tensors are not included, because a trace
+raises TraceError for tensors that are not arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from funcpipe._src.core.torch_names import children_of
 from funcpipe._src.data.stage import Stage
 
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "optree"} - {"__main__"}
-"""Packages whose code reads no values of the user's, but through attributes of objects that the
+"""Packages whose code reads none of the user's values, except attributes of objects that the
 user's code names."""
 
 _LAYERS = "torch.nn.modules."
@@ -34,13 +34,13 @@ _LAYERS = "torch.nn.modules."
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _STDLIB = (enum.Enum, PurePath, datetime.date, datetime.timedelta, range, slice)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), *_TORCH, *_STDLIB)
-"""Values that their text tells from others."""
+"""Types whose values are distinguished by their text."""
 
 _MANY = 1000
-"""Of a container with more entries only the number is looked at."""
+"""For a container with more entries, only the number of entries is compared."""
 
 _LARGE = 2**20
-"""Bytes of an array whose numbers are looked at."""
+"""The largest size in bytes of an array whose numbers are compared."""
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has."""
@@ -49,17 +49,17 @@ _ABSENT: Any = object()
 
 
 class Executed:
-    """While on, notes the Python code that this thread runs, of the user's and of layers of
-    torch's.
+    """A context that records the Python code of the user, and of torch's layers, that this thread
+    runs.
 
-    Code of installed packages counts only where the stage or the loss is from them (``roots``):
-    others count and log for themselves, in callbacks of the garbage collector, say.
+    Code of installed packages counts only if the stage or the loss is from them (``roots``). Other
+    packages count and log for themselves, for example in callbacks of the garbage collector.
 
     Attributes:
-        codes: of the user's functions.
-        namespaces: their globals, by id, with the names that they use.
-        names: every name and string in any code that was noted.
-        draws: does Python's own module for random numbers run.
+        codes: the code of the user's functions.
+        namespaces: the globals of the functions, by id, with the names that the functions use.
+        names: every name and string in any recorded code.
+        draws: whether Python's own module ``random`` runs.
     """
 
     def __init__(self, roots: Collection[str]) -> None:
@@ -78,6 +78,7 @@ class Executed:
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._outer)
 
+    # Returns None, so Python traces calls only, not the lines of each function.
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event != "call" or code in self._seen:
@@ -110,7 +111,7 @@ class Executed:
 
 def _is_foreign(module: str, code: CodeType | None = None) -> bool:
     root = module.partition(".")[0]
-    if root == "funcpipe":  # a stage may be a function of its own
+    if root == "funcpipe":  # wrappers of this package, not the user's code
         return True
     return root in _FOREIGN or (code is not None and code.co_filename.startswith("<frozen"))
 
@@ -120,7 +121,7 @@ def _is_installed(code: CodeType) -> bool:
 
 
 def _roots_of(stage: Stage, loss: Any) -> set[str]:
-    """The packages that a stage's functions and layers, and a loss, are from."""
+    """The packages of a stage's functions and layers, and of a loss."""
     found: list[Any] = [loss, type(loss), getattr(loss, "func", None)]
     for part in stage.simple():
         skeleton = getattr(part.fn, "skeleton", None)
@@ -134,14 +135,12 @@ def _roots_of(stage: Stage, loss: Any) -> set[str]:
 
 
 class PythonValues:
-    """The values that are reached from a stage's functions and a loss by the code that was seen to
-    run.
+    """The values that the recorded code can reach from a stage's functions and a loss.
 
-    `key` costs next to nothing where nothing has changed: each value is looked up where it was
-    found, and compared.
+    `key` is cheap if nothing has changed: each value is read at its place and compared.
 
     Attributes:
-        found: what was found, by its path.
+        found: the values, by path.
     """
 
     def __init__(self, stage: Stage, loss: Any) -> None:
@@ -151,12 +150,12 @@ class PythonValues:
         self.generators: dict[str, str] = {}
 
     def look(self) -> None:
-        """Look for all values, and where each can be looked up."""
+        """Find all values, and the place where each can be read."""
         self.found, self.generators = {}, {}
         self._rows: list[tuple[Callable[[str, Any], Any], str, Any]] = []
         self._views: list[tuple[Any, Sequence[Any]]] = []
         self._arrays: list[tuple[Any, bytes]] = []
-        self._alive: dict[int, Any] = {}  # ids stay their own
+        self._alive: dict[int, Any] = {}  # keeps values alive, so that their ids stay unique
         for part in self.stage.simple():
             skeleton = getattr(part.fn, "skeleton", None)  # a module's runs are on copies of it
             self._any(
@@ -188,8 +187,8 @@ class PythonValues:
         return all(array.tobytes() == numbers for array, numbers in self._arrays)
 
     def changes(self) -> list[str]:
-        """What a call has changed since the last look, in words; containers that it fills are no
-        longer looked at."""
+        """Describe what a call has changed since the last `look`. Containers that the call fills
+        are ignored from now on."""
         found, generators = self.found, self.generators
         self.look()
         changed = {
@@ -210,7 +209,7 @@ class PythonValues:
         return sorted(lines) + [f"the generator {path} drew numbers" for path in drawing]
 
     def same_code(self, other: PythonValues) -> bool:
-        """Do both look at the same places."""
+        """Whether both read the same places."""
         a, b = self.executed, other.executed
         return a.codes == b.codes and a.names == b.names and self.ignored == other.ignored
 
@@ -218,7 +217,7 @@ class PythonValues:
     # -------------------------------------------------------------------------------
 
     def _any(self, path: str, value: Any) -> None:
-        """Note a value, and look into one that has others."""
+        """Record a value, and look for values inside it."""
         if path in self.ignored:
             return
         if isinstance(value, _VALUES) or _is_numpy(value, "generic"):
@@ -270,7 +269,7 @@ class PythonValues:
     def _note(self, path: str, token: Hashable) -> None:
         if path in self.ignored:
             return
-        while path in self.found:  # of the same name in another function
+        while path in self.found:  # another function has a value of the same name
             path += "'"
         self.found[path] = token
 
@@ -326,8 +325,8 @@ class PythonValues:
             self._any(f"{name} of {fn.__name__}", value)
 
     def _object(self, path: str, value: Any) -> None:
-        """The attributes of an object, or a class, that the code names; those of its classes,
-        too."""
+        """Look at the attributes of an object or a class that the code names, and at those of
+        its classes."""
         names = self.executed.names
         classes = (
             []
@@ -346,7 +345,7 @@ class PythonValues:
         if isinstance(value, nn.Module):
             self._entries(path, children_of(value))
             wanted -= _OF_MODULES
-            if path.startswith("the module"):  # its mode is a run's
+            if path.startswith("the module"):  # a run sets the mode, and the signature contains it
                 wanted.discard("training")
         self._table(path, own.get, sorted(wanted))
         for kind in classes:
@@ -360,7 +359,7 @@ class PythonValues:
 
 
 class ValuesKey:
-    """The key of some values, which knows its hash."""
+    """A hashable key of some values, with a cached hash."""
 
     def __init__(self, found: Mapping[str, Hashable]) -> None:
         self.values = tuple(found.items())
@@ -374,7 +373,7 @@ class ValuesKey:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Are these one object, or equal values."""
+    """Whether two values are one object, or equal plain values."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -395,7 +394,7 @@ def _name_of(value: Any) -> str:
 
 
 def _content(cell: Any, name: str, default: Any) -> Any:
-    """The value of a closure's cell, which may have none."""
+    """The value of a closure's cell, or the default for an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -403,7 +402,7 @@ def _content(cell: Any, name: str, default: Any) -> Any:
 
 
 def _never_changes(value: Any) -> bool:
-    """Is it of another package: a module or a class."""
+    """Whether a value is a module or a class of another package."""
     if isinstance(value, ModuleType):
         return _is_foreign(value.__name__)
     return isinstance(value, type) and _is_foreign(value.__module__)
@@ -418,11 +417,10 @@ def _is_numpy(value: Any, *kinds: str) -> bool:
 
 
 class GlobalDraws:
-    """Tells whether the stage draws with the generators of Python and numpy, which the whole
-    process shares.
+    """Find out whether the stage draws with the global generators of Python and numpy.
 
-    Another thread may draw at the same time. So only generators that the code names count, and of
-    these only such as every call moves.
+    Another thread may draw at the same time. So a generator counts only if the code names it and
+    every call advances it.
     """
 
     def __init__(self) -> None:
@@ -430,13 +428,13 @@ class GlobalDraws:
         self._states = _global_states()
 
     def look(self) -> None:
-        """Look which have moved, after each call."""
+        """Compare the generators after a call."""
         states = _global_states()
         self.moved &= {name for name, state in states.items() if self._states.get(name) != state}
         self._states = states
 
     def named(self, executed: Executed) -> list[str]:
-        """Those that moved and are named in the code, in words."""
+        """Describe the generators that advanced and that the code names."""
         values = [
             space.get(name) for space, names in executed.namespaces.values() for name in names
         ]

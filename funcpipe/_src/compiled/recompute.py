@@ -1,10 +1,10 @@
-"""What F keeps for its backward: as few bytes as a cut through the forward can have, the rest is
-computed again.
+"""Keep as few bytes as possible between F and its backward, and compute the other values again.
 
-Keeping a value costs its bytes; computing it again is free where it is cheap (pointwise operations,
-norms, softmax, views) and needs what it is computed of. The least that must be kept is a minimum
-cut of that network between what cannot be computed again and what the backward reads (the idea of
-torch's own partitioner: min-cut rematerialization, functorch).
+To keep a value costs its bytes. To compute it again is free if the operation is cheap (pointwise
+operations, norms, softmax, views), but needs the inputs of the operation. The smallest set of kept
+values is a minimum cut. Its source side has the values that cannot be computed again, its sink side
+the values that the backward reads. This is the idea of torch's own partitioner (min-cut
+rematerialization, functorch).
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ _CHEAP: set[Any] = {
     _aten.scalar_tensor.default,
     _aten.constant_pad_nd.default,
 }
-"""Operations besides pointwise ones and views that read and write memory, and do little else."""
+"""Operations besides pointwise operations and views that only read and write memory, with little
+arithmetic."""
 
 
 def recompute(joint: Joint) -> None:
-    """Rewrite the graph: what the backward reads and F need not keep is computed again, just before
-    it is read."""
+    """Rewrite the graph: values that the backward reads and F need not keep are computed again,
+    just before their use."""
     forward = above(joint.outs)
     needed = (
         above([*(node for row in joint.wanted for node in row), *joint.sums])
         - forward
         - {*joint.cotangents}
     )
-    again = _again(forward - {*joint.params}, needed)
+    again = _recomputed(forward - {*joint.params}, needed)
     copies: dict[fx.Node, fx.Node] = {}
     graph = joint.module.graph
 
     def copied(node: fx.Node, before: fx.Node) -> fx.Node:
-        """The node's copy, made at its first use, after the copies of what it reads."""
+        """Return the node's copy, made at its first use, after the copies of its inputs."""
         waiting = [node]
         while waiting:
             last = waiting[-1]
@@ -79,12 +80,12 @@ def recompute(joint: Joint) -> None:
                 node.replace_input_with(source, copied(source, node))
 
 
-def _again(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
-    """What is computed again: all between the least cut and what the backward reads.
+def _recomputed(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
+    """The values to compute again: all between the minimum cut and the backward.
 
     Args:
-        values: of F, besides parameters.
-        needed: what the backward computes.
+        values: the values of F, without parameters.
+        needed: the values that the backward computes.
     """
     import networkx  # pyright: ignore[reportMissingTypeStubs, reportMissingModuleSource]  # torch needs it, too
 
@@ -92,11 +93,15 @@ def _again(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
     network.add_nodes_from(("start", "end"))
     for node in values:
         if node.op == "get_attr":
-            continue  # a constant is always there
+            continue  # constants are always available
         if not _repeats(node):
+            # Not repeatable: the value must be kept, or a value computed from it.
             network.add_edge("start", (node, 0))
         whole = is_view(node) or not isinstance(node.meta["val"], Tensor)
-        # A view is kept as what it is of, and what gives several values as its pieces.
+        # A value is an edge whose capacity is its size: to cut the edge is to keep the value. An
+        # edge without a capacity is never cut.
+        # A view shares the memory of its base, and a tuple consists of its items. So the cut never
+        # goes through these nodes.
         network.add_edge(
             (node, 0),
             (node, 1),
@@ -112,7 +117,7 @@ def _again(values: set[fx.Node], needed: set[fx.Node]) -> set[fx.Node]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Is the value computed again at little cost, with the same bits."""
+    """Whether a value can be computed again at little cost, bit-identical."""
     if node.op != "call_function" or "draw" in node.meta:
         return False
     if node.target is operator.getitem:
@@ -124,17 +129,17 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors of a value: one, or all that an operation gives."""
+    """The fake tensors of a value: one, or all results of an operation."""
     val = node.meta["val"]
     return tensors(val if isinstance(val, (tuple, list)) else (val,))  # pyright: ignore[reportUnknownArgumentType]
 
 
 def bytes_of(node: fx.Node) -> int:
-    """The bytes of a value: what it costs to keep it."""
+    """The bytes of a value: the cost of keeping it."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node))
 
 
 def memory_of(nodes: Iterable[fx.Node]) -> dict[int, int]:
-    """The storages that values lie in, and their bytes."""
+    """The storages of some values, and their bytes."""
     storages = [tensor.untyped_storage() for node in nodes for tensor in tensors_of(node)]
     return {storage_number(storage): storage.nbytes() for storage in storages}

@@ -1,4 +1,4 @@
-"""What a program keeps for the one that follows it: F for its backward, I for W."""
+"""The values that a program keeps for a later program: F for its backward, I for W."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from funcpipe._src.devices.host_link import HostStream
 
 
 class ProgramResidual:
-    """Tensors in a list, which the program that follows empties.
+    """Tensors in a list, which the later program empties.
 
     Attributes:
         values: the tensors.
-        programs: that made them.
-        microbatch: its index.
-        loss, side: of the forward: their weights scale the gradients.
+        programs: the programs that made them.
+        microbatch: the index of the microbatch.
+        loss, side: the losses of the forward; their weights scale the gradients.
         missing: the roots that had no gradient in I.
     """
 
@@ -42,15 +42,15 @@ class ProgramResidual:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that are on the device; memory that several share counts once."""
+        """Bytes of the tensors on the device. Shared memory counts once."""
         here = [tensor for number, tensor in enumerate(self.values) if number not in self._away]
         return sum({address(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
     def move(self, to: HostStream, *, fixed: frozenset[int] = frozenset()) -> Any:
-        """Move the tensors to the host, or back, but for memory at the fixed addresses.
+        """Move the tensors to the host or back, except memory at the fixed addresses.
 
         Returns:
-            The event after which they are there; None: they are there already.
+            The event after which the tensors are there. None: they are there already.
         """
         if not to.out:
             copies, event = to.copy([self.values[number] for number in self._away], self._event)
@@ -67,6 +67,7 @@ class ProgramResidual:
             and to.takes(tensor)
             and address(tensor) not in fixed
         }
+        # Move flat memory. Shape and strides are applied again when the tensor comes back.
         copies, self._event = to.copy(
             [tensor.as_strided((tensor.numel(),), (1,)) for tensor in moving.values()]
         )

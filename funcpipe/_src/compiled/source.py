@@ -1,4 +1,8 @@
-"""Programs as Python: one straight-line function each, that drops every value at its last use."""
+"""Write programs as Python: one straight-line function each, which drops each value after its last
+use.
+
+`backend` builds operations by a compiler instead.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from funcpipe._src.core.tracing import tracing
 from funcpipe._src.stages.rng import twin_of
 
 EMPTIED = frozenset("KGL")
-"""The arguments whose values a program takes out of their list, so that each is dropped at its last
-use."""
+"""The arguments that a program takes out of their list, so that each value is freed after its
+last use."""
 
 
 class Line(NamedTuple):
-    """A line of a program, the values that it reads, and the one that it gives, if it gives one."""
+    """A line of a program, the values that it reads, and the value that it computes, if any."""
 
     text: str
     reads: list[fx.Node]
@@ -33,23 +37,22 @@ class Line(NamedTuple):
 
 
 class Code:
-    """A function with its text.
+    """A function with its source text.
 
-    Its first call looks at the layout of every value. Where an operation lays its result out in
-    another way than torch says that it would (a few do), a copy in the layout that the rest was
-    traced for is put into the text.
+    The first call checks the layout of each value. A few operations return another layout than
+    torch declares. The text then gets a copy into the layout that the rest was traced with.
 
     Args:
-        part: what it computes.
-        module: holds the constants.
-        backend: what builds the operations, but for sums, which are added to outside of it; None,
-            or where the part draws, for no backend knows keys: each operation is a line.
+        part: what the function computes.
+        module: contains the constants.
+        backend: builds all operations except the additions to sums. None: each operation is a line.
+            A part that draws ignores the backend, because backends do not support keys.
 
     Attributes:
         call: the function.
-        text: as Python.
-        operations: how many it runs, views included.
-        gives: of a forward: the key of its output (`border_key_or_none`), once it has run.
+        text: its Python source.
+        operations: the number of operations, with views.
+        gives: for a forward, the key of its output (`border_key_or_none`) after the first call.
     """
 
     gives: Hashable = None
@@ -73,7 +76,7 @@ class Code:
         self.call: Callable[..., Any] = self._first
 
     def build(self) -> None:
-        """Have a backend build it now, and not at its first call."""
+        """Let the backend build its function now instead of at the first call."""
         if self.kernel is not None:
             self.kernel.build()
 
@@ -85,6 +88,8 @@ class Code:
         )
         return self.text + built
 
+    # Some kernels return another layout than their fake tensors (`mse_loss_backward` of a
+    # transposed input), and a traced view of such a result would fail.
     def _first(self, *values: Any) -> Any:
         odd: dict[fx.Node, None] = {}
         with tracing:
@@ -103,16 +108,18 @@ class Code:
         )
 
     def _function(self, lines: Sequence[str], **names: Any) -> Callable[..., Any]:
-        """The function with these lines."""
+        """Compile the function with these lines."""
         scope = {**self._scope, **names}
         exec(compile(self._source(lines), f"<{self.part.name} of a compiled stage>", "exec"), scope)
-        return scope.pop(
-            self.part.name
-        )  # else function and scope would hold each other, and what a backend built
+        # Popped: otherwise function and scope would form a reference cycle, which would keep the
+        # backend's kernels alive until the next garbage collection.
+        return scope.pop(self.part.name)
 
     def _lines(self, *, look: bool = False, odd: Collection[fx.Node] = ()) -> list[str]:
-        """The lines, each with a ``del`` of what it read last; with a look at each value, or copies
-        of odd ones."""
+        """The lines, each with a ``del`` of the values that it reads last.
+
+        With ``look``, each value is checked; ``odd`` values are copied.
+        """
         last: dict[fx.Node, int] = {}
         for number, line in enumerate(self._body):
             last.update(dict.fromkeys(line.reads, number))
@@ -150,7 +157,7 @@ class Code:
     # -------------------------------------------------------------------------------
 
     def _open(self) -> list[str]:
-        """Take the values out of the arguments."""
+        """The lines that take the values out of the arguments."""
         lines: list[str] = []
         needed = set(self.part.reads)
         for argument, values in self.part.takes.items():
@@ -172,8 +179,7 @@ class Code:
         return lines
 
     def _write(self) -> None:
-        """A line for each operation; gradients are added to their sums as soon as they are
-        there."""
+        """Write a line for each operation; gradients are added to their sums immediately."""
         sums = self.part.sums or ()
         direct = {sums[number]: number for number in self.part.fused}
         for node in self.part.reads:
@@ -188,7 +194,7 @@ class Code:
                 self._add(node)
 
     def _hand_over(self, backend: Backend) -> None:
-        """One line for all operations but products that are added to a sum."""
+        """Write one line for all operations, except products that are added to a sum."""
         sums = dict(enumerate(self.part.sums or ()))
         products = {number: sums.pop(number) for number in self.part.fused}
         factors = [list(product(node)[:2]) for node in nodes_in(list(products.values()))]
@@ -208,7 +214,7 @@ class Code:
             self._into(number, node)
 
     def _into(self, number: int, node: Any) -> None:
-        """Add a product into its sum in one operation."""
+        """Add a product to its sum in one operation."""
         left, right, turned = product(node)
         if turned and left in self._names and node.args[0] not in self._names:
             self._line(
@@ -236,7 +242,7 @@ class Code:
         if node.target is operator.getitem:
             return f"{self._word(node.args[0])}[{node.args[1]}]"
         if not isinstance(node.target, (OpOverload, HigherOrderOperator)):
-            raise TraceError(f"its graph has {node.target}, which is no operation of torch")
+            raise TraceError(f"its graph has {node.target}, which is not an operation of torch")
         self.operations += 1
         if "draw" in node.meta:
             return self._draw(node, self._arguments(node.args, node.kwargs))
@@ -251,7 +257,7 @@ class Code:
         ]
 
     def _draw(self, node: fx.Node, args: list[str]) -> str:
-        """The expression of an operation that draws; ``R`` holds the keys."""
+        """The expression of an operation that draws. ``R`` has the keys."""
         if self.part.name not in ("F", "A"):
             raise TraceError(f"{node.target} draws random numbers in its backward")
         val, number, func = node.meta["val"], node.meta["draw"], node.meta["drawn_by"]
@@ -259,8 +265,9 @@ class Code:
         if not schema(func).name.endswith("_"):
             func = node.target
         else:
-            # It filled a tensor, and the trace lets it make one. How a draw fills memory depends on
-            # its layout.
+            # The operation fills a tensor in place; the functional trace makes a new tensor
+            # instead. How a draw fills memory depends on the layout, so the original operation runs
+            # on a tensor of the original layout.
             first: Any = node.args[0]
             fresh = first.op == "call_function" and len(first.users) == 1 and not is_view(first)
             args[0] = args[0] if fresh else f"torch.clone({args[0]})"
@@ -277,7 +284,7 @@ class Code:
         return self._bind(node.name, real)
 
     def _word(self, value: Any) -> str:
-        """The text of an argument; an object without one is bound to a name."""
+        """The text of an argument. An object without a text is bound to a name."""
         match value:
             case fx.Node():
                 return self._names[value]
@@ -295,7 +302,7 @@ class Code:
                 return self._bind("constant", value)
 
     def _bind(self, name: str, value: Any) -> str:
-        """A name in the function's scope for an object; never the name of a node's value."""
+        """Bind an object to a name in the function's scope that no node's value has."""
         unique, number = f"k_{name}", 0
         while unique in self._scope and self._scope[unique] is not value:
             number += 1
@@ -305,7 +312,7 @@ class Code:
 
 
 def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
-    """The value in the layout that it was traced with; adds a node whose value has another to
+    """Return the value in the layout of its trace. Adds a node whose value has another layout to
     ``odd``."""
     traced = node.meta["val"]
     if lies_as(value, traced):

@@ -1,5 +1,5 @@
-"""Clean a traced graph: what only autograd needed goes, and what makes several gradients at once is
-taken apart."""
+"""Clean a traced graph: remove operations that only autograd needs, and divide operations that
+compute several gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING: set[Any] = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.lift_fresh_copy.default,
-    lazy_clone_operation,  # nothing writes in place any more
+    lazy_clone_operation,  # a functional graph has no writes in place, so no copy is needed
 }
 """Operations that return their argument unchanged."""
 
@@ -36,15 +36,17 @@ def tidy(module: fx.GraphModule) -> None:
         elif node.target is _aten.t.default and first.target is _aten.t.default:
             node.replace_all_uses_with(first.args[0])  # pyright: ignore[reportArgumentType]
         elif node.target is _aten.convolution_backward.default:
-            _part(graph, node)
+            _divide_convolution(graph, node)
         elif node.target is _aten.view.default:
             _flatten(graph, node, first)
     graph.eliminate_dead_code()
 
 
-def _part(graph: fx.Graph, node: fx.Node) -> None:
-    """Make two calls of a convolution's backward: the gradients of input and weights come from
-    separate kernels."""
+def _divide_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Divide a convolution's backward into two calls.
+
+    The gradients of input and weights come from separate kernels, and belong to I and W.
+    """
     *arguments, mask = node.args
     inputs, *weights = mask  # pyright: ignore
     if not (inputs and any(weights)):  # pyright: ignore[reportUnknownArgumentType]
@@ -61,8 +63,7 @@ def _part(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _flatten(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
-    """Replace a sum that keeps its dimensions, and a view without them, by a sum that does not keep
-    them."""
+    """Replace a sum that keeps its dimensions and a view without them by a sum that drops them."""
     if total.target is not _aten.sum.dim_IntList or len(total.users) > 1 or total.kwargs:
         return
     x, dims, *keeps = total.args

@@ -1,4 +1,4 @@
-"""Make the programs of a plan before its first step."""
+"""Trace the compiled stages of a plan before its first step."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def warmup(
     trainable: Trainable = None,
     progress: ProgressTo = False,
 ) -> int:
-    """Trace the compiled stages of a plan for a batch like this one, so that no step has to.
+    """Trace the compiled stages of a plan for a batch like this, so that no step has to trace.
 
-    The forwards of one microbatch of each shape run once, in this thread; backwards are traced and
-    written, and do not run. Nothing of the caller's is touched. Safe to call while other threads
-    run the plan.
+    The forwards of one microbatch of each shape run once, in this thread. Backwards are traced and
+    written, but do not run. Parameters, state and the batch do not change. You can call `warmup`
+    while other threads run the plan.
 
     >>> layer = fp.compile_stage(fp.Stage(lambda w, x: x * w))
     >>> plan = fp.make_plan([layer], fp.schedules.one_f_one_b(1, 2), loss=torch.nn.functional.mse_loss)
@@ -43,16 +43,15 @@ def warmup(
     (2, 0)
 
     Args:
-        plan, params, batch, state, feeds, trainable: as in ``run``.
-        progress: True shows on stderr which stage is next; or a function that is told a
-            `CallProgress`.
+        plan, params, batch, state, feeds, trainable: as in `run`.
+        progress: True shows on stderr the next stage. A function gets a `CallProgress` instead.
 
     Returns:
-        How many sets of programs were made.
+        The number of new traces, 0 if all programs exist.
 
     Raises:
-        TraceError: a stage cannot be compiled, and was not to fall back.
-        FuncpipeError: as in ``run``, for what can be seen before a backward.
+        TraceError: a stage cannot be compiled, and has no fallback.
+        FuncpipeError: as in `run`, for faults that show before a backward.
     """
     options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
     ready = prepare("warmup", plan, params, batch, options)
@@ -90,7 +89,7 @@ def warmup(
 
 
 def _one_of_each(ready: Prepared) -> list[int]:
-    """A microbatch of each shape; of one in slices the numbers of its pieces."""
+    """A microbatch of each shape; with slices, the numbers of its pieces."""
     batch = ready.batch
     rows = [
         batch.inputs,

@@ -1,4 +1,5 @@
-"""Measured layers as stages, and stages under a schedule: sums of bytes, nothing is run."""
+"""Join measured layers into stages, and stages under a schedule: sums of bytes, without running
+anything."""
 
 from __future__ import annotations
 
@@ -17,11 +18,15 @@ Contents: TypeAlias = Mapping[Any, int]
 
 
 def join(row: Sequence[Measured], popped: set[str]) -> Measured:
-    """Neighbouring layers as one stage.
+    """Join neighbouring layers into one stage.
 
-    A stage holds its borders (inputs, skips, outputs) from its forward to its backward, whether
-    autograd needs them or not. In between it holds what autograd keeps, once, however many layers
-    keep it. ``popped`` are the names of the skips that other stages pop.
+    A stage keeps its borders (inputs, skips, outputs) from its forward to its backward, whether
+    autograd needs them or not. Between the borders it keeps the tensors that autograd keeps, each
+    once.
+
+    Args:
+        row: the layers.
+        popped: the names of the skips that other stages pop.
     """
     if len(row) == 1:
         only = row[0]
@@ -40,12 +45,17 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
     forward = backward = 0
     for layer in row:
         present = merged((alive, layer.inputs, *layer.pops.values()))
+        # The peak in this layer's forward: tensors kept by earlier layers, the layer's inputs, and
+        # its own.
         forward = max(forward, inner + _besides(present, arrived) + layer.forward)
         inner += layer.inner
         alive |= merged((layer.kept, *layer.stash.values()))
         incoming = 0 if layer is row[-1] else layer.gradient
+        # Backwards run from the last layer to the first. So in this layer's backward, only the
+        # layers up to it still keep tensors.
         backward = max(backward, inner + _besides(alive, border) + incoming + layer.backward)
     kept = merged(layer.kept for layer in row)
+    # Relative to the memory when the backward of the stage starts.
     backward -= inner + _besides(kept, border)
     sizes = row[0].inputs, row[-1].outputs, stash, pops, row[-1].gradient, forward, max(backward, 0)
     return Measured(inner, kept, *sizes, _weights(row), any(layer.has_input for layer in row))
@@ -78,8 +88,7 @@ def _besides(sizes: Bytes, excluded: Bytes) -> int:
 
 
 def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
-    """The most bytes of values and sums of gradients that each device holds, going through the
-    program of a schedule.
+    """The peak bytes of values and gradient sums on each device, from the program of a schedule.
 
     The first gradients of a stage become its sums.
     """
@@ -100,7 +109,7 @@ def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule
         lane, value_of = lanes[number], program.value
         match instruction:
             case Receive(value, source, _):
-                if source == CALLER:  # what lanes send each other lies there since it was sent
+                if source == CALLER:  # `Send` below already counted values from other lanes
                     lane.add(value_of(value), rows)
             case Run(call, _, _, writes):
                 kind, stage = program.lanes[number].calls[call][:2]
@@ -126,7 +135,7 @@ def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule
 
 
 class _DeviceMemory:
-    """The values on one device, their bytes, and the most bytes so far."""
+    """The values on one device, their bytes, and the peak so far."""
 
     def __init__(self) -> None:
         self.held: dict[Value, Contents] = {}
@@ -152,7 +161,7 @@ class _DeviceMemory:
 
 
 def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
-    """The storages that a value holds, with their sizes."""
+    """The storages of a value, with their sizes."""
     row = rows[min(value.stage, len(rows) - 1)]
     match value.role:
         case Role.INPUT:
@@ -177,4 +186,4 @@ def _contents(value: Value, rows: Sequence[Measured]) -> Contents:
 
 
 def _nothing(params: Any, x: Any) -> Any:
-    raise AssertionError("it is only counted")
+    raise AssertionError("this stage only serves to count memory and must not run")

@@ -1,5 +1,5 @@
-"""A dispatch mode that knows how many bytes are alive: of what is made while it is on, until nobody
-holds it."""
+"""Count the bytes that are alive: a dispatch mode that follows each storage from its creation to
+its end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ALIAS: Any = torch.ops.aten.alias.default
 
 
 class Live(WatchingMode):
-    """Counts the storages that operations make, each once, from its making to its end.
+    """Counts the storages that operations create, each once, until they are freed.
 
     Attributes:
         now: bytes alive.
-        peak: the most that were, since `restart`.
+        peak: the largest number of bytes alive since `restart`.
     """
 
     def __init__(self) -> None:
@@ -30,17 +30,17 @@ class Live(WatchingMode):
         self._sizes: dict[int, int] = {}
 
     def restart(self) -> int:
-        """Begin a new peak. Returns what is alive."""
+        """Start a new peak. Returns the bytes alive."""
         self.peak = self.now
         return self.now
 
     def forget(self) -> None:
-        """Stop counting what is alive."""
+        """Stop counting the storages that are alive now."""
         self._sizes = dict.fromkeys(self._sizes, 0)
         self.now = 0
 
     def known(self, tensors: Iterable[Any]) -> None:
-        """Leave the storages of these tensors out of the count."""
+        """Exclude the storages of these tensors from the count."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and self._watch(tensor):
                 key = storage_number(tensor.untyped_storage())
@@ -48,8 +48,8 @@ class Live(WatchingMode):
                 self._sizes[key] = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what it made."""
-        # A copy that nobody has written to yet takes no memory.
+        """Run an operation, and count the storages of its results."""
+        # A copy-on-write clone takes no memory before the first write.
         out = _ALIAS(args[0]) if func is lazy_clone_operation else func(*args, **(kwargs or {}))
         for item in out if isinstance(out, (tuple, list)) else (out,):  # pyright: ignore[reportUnknownVariableType]
             for tensor in item if isinstance(item, (tuple, list)) else (item,):  # pyright: ignore[reportUnknownVariableType]
@@ -58,10 +58,9 @@ class Live(WatchingMode):
         return out
 
     def _watch(self, tensor: Tensor) -> bool:
-        """Note a storage; False where there is none."""
-        if (
-            tensor.layout is not torch.strided or tensor.device.type == "meta"
-        ):  # a fake one says where it would be
+        """Count a storage. Returns False for a tensor without storage."""
+        # Fake tensors report a real device, so only true meta tensors are excluded.
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return False
         storage = tensor.untyped_storage()
         key = storage_number(storage)
@@ -72,6 +71,7 @@ class Live(WatchingMode):
             del self._alive[key]
             self.now -= self._sizes.pop(key)
 
+        # The callback runs when the storage is freed, which ends its count.
         self._alive[key] = weakref.ref(storage, gone)
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]
@@ -79,5 +79,5 @@ class Live(WatchingMode):
         return True
 
     def holds(self, key: int) -> bool:
-        """Is a storage (its `storage_number`) alive."""
+        """Whether a storage, given by its `storage_number`, is alive."""
         return key in self._alive

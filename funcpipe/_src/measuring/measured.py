@@ -1,9 +1,9 @@
-"""One pass over a row of layers without data: what each keeps for its backward, and the most bytes
-alive in it.
+"""Run a chain of layers without data, to measure what each keeps for its backward and its peak
+memory.
 
-Layers run one after the other under FakeTensor, forward and at once backward. The values between
-them are known by numbers, not held: after a forward the pass drops them, and what is still alive
-the graph keeps.
+Layers run one after the other under FakeTensor, each forward followed by its backward. The pass
+keeps the values between layers as numbers, not as tensors. After a forward it drops them, so
+whatever is still alive is kept by the autograd graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from funcpipe._src.stages.context import no_autocast_cache
 from funcpipe._src.stages.split_backward import walk_to_inputs
 
 Bytes = dict[int, int]
-"""Sizes of the values between layers, by their numbers."""
+"""Sizes of the values between layers, by the values' numbers."""
 
 
 def merged(rows: Iterable[Bytes]) -> Bytes:
@@ -60,7 +60,7 @@ class WeightResidual(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Sum all bytes."""
+        """The sum of all bytes."""
         return self.inner + sum(self.kept.values()) + self.gradients
 
 
@@ -72,15 +72,16 @@ class Measured(NamedTuple):
     """The memory of one layer, in bytes.
 
     Attributes:
-        inner: kept for its backward, of what it makes and does not hand on.
-        kept: kept for its backward, of what it gets or hands on.
-        inputs, outputs, stash, pops: what it gets and hands on; stash and pops by name.
-        gradient: of the output.
-        forward: the most that is alive in its forward, of what it makes.
-        backward: the most that is alive in its backward besides what was before (what is kept, the
-            gradient of the output, sums of gradients).
+        inner: tensors kept for the backward that the layer makes and does not pass on.
+        kept: tensors kept for the backward that the layer gets or passes on.
+        inputs, outputs, stash, pops: the values that the layer gets and passes on; stash and pops
+            by name.
+        gradient: the gradient of the output.
+        forward: the peak of the tensors that the forward makes.
+        backward: the peak that the backward adds to the memory before it (kept tensors, the
+            gradient of the output, gradient sums).
         weights: memory that the layer keeps between I and W.
-        has_input: whether an input of the layer has a gradient; if not, W is the whole backward.
+        has_input: whether an input of the layer has a gradient. If not, W is the whole backward.
     """
 
     inner: int
@@ -96,14 +97,14 @@ class Measured(NamedTuple):
     has_input: bool
 
     def held(self) -> Bytes:
-        """The values that its residual holds, besides the inner ones: kept, or at its borders."""
+        """The values of the residual, without the inner ones: kept, or at the borders."""
         return merged(
             (self.kept, self.inputs, self.outputs, *self.stash.values(), *self.pops.values())
         )
 
 
 class _TensorSpec(NamedTuple):
-    """A tensor between layers, without the tensor."""
+    """A description of a tensor between layers, without the tensor."""
 
     value: int
     nbytes: int
@@ -115,7 +116,7 @@ class _TensorSpec(NamedTuple):
 
 
 class _PlacedTree(NamedTuple):
-    """A tree between layers: its tensors as places, its other leaves as they are."""
+    """A tree between layers: its tensors as descriptions, its other leaves as they are."""
 
     leaves: list[Any]
     spec: Spec
@@ -128,7 +129,8 @@ class _PlacedTree(NamedTuple):
 
 
 class _Source(torch.autograd.Function):
-    """Where gradients of inputs end, in a list; unlike a leaf it does not hold the input."""
+    """The end of the gradients of inputs: it appends them to a list. Unlike a leaf, it does not
+    keep the input alive."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, x: Tensor, arrived: list[Any]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -142,7 +144,7 @@ class _Source(torch.autograd.Function):
 
 
 class Pass:
-    """The pass over the layers, with the kernels of a device; there are backwards where they
+    """The pass over the layers, with the kernels of a device; with backwards if the layers
     train."""
 
     def __init__(self, *, train: bool, device: torch.device) -> None:
@@ -153,7 +155,7 @@ class Pass:
         self.skips: dict[str, _PlacedTree] = {}
         self.arrived: list[Any] = []
         self.handle = torch.empty(0)
-        """The leaf in whose place gradients of inputs arrive, of the last forward."""
+        """The leaf at which gradients of inputs arrive, of the last forward."""
 
     def run(
         self,
@@ -162,7 +164,7 @@ class Pass:
         feeds: Mapping[str, Tree],
         trainable: Sequence[Sequence[bool]],
     ) -> list[Measured]:
-        """Measure every layer. Raises what a layer raises, with the layer's name."""
+        """Measure every layer. An error of a layer is raised with the layer's name."""
         placed_feeds = {
             name: self._held(map_tensors(self._like, tree), {}) for name, tree in feeds.items()
         }
@@ -171,10 +173,11 @@ class Pass:
         for number, (layer, flags) in enumerate(zip(layers, trainable, strict=True)):
             placed = x
             try:
+                # The same modes as in a run, whatever the caller's modes are.
                 with (
                     torch.inference_mode(False),
                     no_autocast_cache(),
-                ):  # as in a run, whatever the caller's mode
+                ):
                     measured, x = self._layer(layer, x, placed_feeds, flags)
             except Exception as error:
                 with self.fake:
@@ -196,12 +199,13 @@ class Pass:
             for leaf, flag in zip(values, flags, strict=True)
         ]
         state = map_tensors(self._like, layer.state)
+        # These tensors are counted by `memory` itself, not as activations.
         self.live.known([*params, *(leaf.grad for leaf in leaves(params)), *leaves(state)])
         fn = stage.bind(unflatten(spec, params), state)
         pops = {name: self.skips[name] for name in stage.pop}
-        if (
-            self.live.now
-        ):  # what an earlier layer keeps for itself, or a cycle holds, is not this one's
+        # Memory that an earlier layer keeps in its objects, or that a reference cycle keeps, must
+        # not count for this layer.
+        if self.live.now:
             gc.collect()
             self.live.forget()
         self.live.restart()
@@ -259,8 +263,11 @@ class Pass:
         list[tuple[GradientEdge, _TensorSpec]],
         int,
     ]:
-        """Call the layer; returns the numbers of the values that it gets and hands on, and the
-        roots of its graph."""
+        """Call the layer.
+
+        Returns the storages of the values that it gets and passes on, its output, its stash, the
+        roots of its graph, and the peak of the forward.
+        """
         storages: dict[int, Tensor] = {}
         handle = self.handle = torch.empty(0, device=self.device, requires_grad=True)
         arguments = unflatten(x.spec, self._tensors(x, handle, storages))
@@ -274,6 +281,7 @@ class Pass:
         }
         self.live.restart()
         keys = {storage_number(base.untyped_storage()): value for value, base in storages.items()}
+        # From here only the layer and its graph keep the inputs alive, as in a run.
         storages.clear()
         out: Out = normalise(fn(arguments, **stage.extras(skips, fed, state, self.train)))
         forward = self.live.peak
@@ -291,7 +299,7 @@ class Pass:
         return by_value, y, stash, roots, forward
 
     def _backward(self, roots: list[tuple[GradientEdge, _TensorSpec]]) -> int:
-        """Run the backward; the most that was alive besides what is kept."""
+        """Run the backward. Returns the peak that it adds to the kept memory."""
         if not roots:
             return 0
         grads = [
@@ -308,8 +316,8 @@ class Pass:
     def _weights(
         self, params: Sequence[Any], received: Bytes, has_input: bool, forward: Callable[[], Any]
     ) -> WeightResidual:
-        """Measure the memory between I and W: run a forward and I as a run does, and count the live
-        tensors."""
+        """Measure the memory between I and W: run a forward and I as a run does, and count the
+        live tensors."""
         before = self.live.now
         storages, _, _, roots, _ = forward()
         edges = [edge for edge, _ in roots]
@@ -359,7 +367,8 @@ class Pass:
         return memo[id(leaf)]
 
     def _held(self, tree: Tree, keys: dict[int, int]) -> _PlacedTree:
-        """A tree as places; ``keys`` numbers the storages that are known, and gets the new ones."""
+        """Describe a tree without its tensors. ``keys`` has the numbers of known storages, and
+        gets the new ones."""
         values, spec = flatten(tree)
         return _PlacedTree(
             [self._place(leaf, keys) if isinstance(leaf, Tensor) else leaf for leaf in values], spec
@@ -378,7 +387,8 @@ class Pass:
     def _tensors(
         self, placed: _PlacedTree, handle: Tensor | None, storages: dict[int, Tensor]
     ) -> list[Any]:
-        """The leaves as tensors, in memory that does not count; places of one storage share one."""
+        """Make tensors for the leaves, in memory that does not count. Leaves of one storage
+        share one."""
         out: list[Any] = []
         for leaf in placed.leaves:
             if not isinstance(leaf, _TensorSpec):

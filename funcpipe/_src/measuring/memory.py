@@ -1,5 +1,8 @@
-"""Memory per layer, and per device under a schedule, from FakeTensor: no GPU, no allocation, any
-size."""
+"""Compute the memory of layers, and of devices under a schedule, with FakeTensor: without a GPU and
+without allocation.
+
+`profile` measures times.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,22 @@ from funcpipe._src.stages.trainable import Trainable, trainable_leaves
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer, or one stage, takes, in bytes.
+    """The memory of one layer, or of one stage, in bytes.
 
     Attributes:
-        name: of the layer; of a stage the first and the last of its layers.
-        parameters, buffers: of its own; what an earlier layer has too is counted there.
-        gradients: sums of the gradients of what is trained.
-        optimizer: state of the optimizer.
-        activations: of a layer what it adds to the residual of a stage, for one microbatch; of a
-            stage its whole residual: what autograd keeps, and what it gets and hands on.
-        input, output: what it gets and hands on, skips included.
-        forward: the most that is alive in its forward besides its input: what stays, and what does
-            not.
-        backward: the most that its backward makes while it runs, besides what was there and the
-            gradient of its output.
-        weight_residual: what is left of the residual between I and W.
+        name: the layer's name; for a stage, the names of its first and last layer.
+        parameters, buffers: the layer's own. Parameters that an earlier layer has too count there.
+        gradients: the gradient sums of the trained parameters.
+        optimizer: the state of the optimizer.
+        activations: for a layer: the bytes that it adds to the residual of a stage, for one
+            microbatch. For a stage: its whole residual. A residual is what autograd keeps, and the
+            inputs and outputs.
+        input, output: the inputs and outputs of one microbatch, with skips.
+        forward: the peak during the forward, without the input.
+        backward: the peak that the backward adds while it runs, without the memory before it and
+            the gradient of the output.
+        weight_residual: the part of the residual that remains between I and W.
+        measured: the measurements of the layer, used by `Memory.group`.
     """
 
     name: str
@@ -63,7 +67,7 @@ class LayerMemory:
     def of(
         cls, name: str, sizes: Sequence[int], activations: int, measured: Measured
     ) -> LayerMemory:
-        """The entry of a layer with these parameters, buffers, gradients and optimizer state."""
+        """Make the entry of a layer; ``sizes`` are parameters, buffers, gradients, optimizer."""
         return cls(
             name,
             *sizes,
@@ -78,18 +82,21 @@ class LayerMemory:
 
     @property
     def model(self) -> int:
-        """Parameters, buffers, gradients and optimizer state: what is there all the time."""
+        """The memory that does not depend on microbatches.
+
+        It consists of parameters, buffers, gradients and optimizer state.
+        """
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a row of layers or stages; prints as a table. Made by `memory`.
+    """The memory of a chain of layers or stages. `memory` makes it; ``print`` shows a table.
 
     Attributes:
-        layers: one entry for each.
-        optimizer: whose state was counted.
-        train: is anything kept for backwards.
+        layers: a `LayerMemory` for each layer or stage.
+        optimizer: the name of the optimizer whose state was counted.
+        train: whether anything is kept for backwards.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -107,17 +114,20 @@ class Memory:
 
     @property
     def total(self) -> LayerMemory:
-        """All of them as one stage."""
+        """All layers as one stage."""
         return self.group([len(self)]).layers[0]
 
     def group(self, sizes: Sequence[int]) -> Memory:
-        """Neighbouring layers as stages: what each stage holds, without running anything again.
+        """Join neighbouring layers into stages, without running them again.
 
         Args:
-            sizes: layers of each stage, as ``balance`` gives them.
+            sizes: the number of layers of each stage, as `balance` returns them.
+
+        Returns:
+            A `Memory` with one entry per stage.
 
         Raises:
-            PlanError: sizes that are not positive or do not add up to the layers.
+            PlanError: sizes that are not positive, or do not sum to the number of layers.
         """
         counts = checked_sizes(sizes, len(self), "layers")
         stages: list[LayerMemory] = []
@@ -127,19 +137,23 @@ class Memory:
         return Memory(tuple(stages), self.optimizer, self.train)
 
     def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
-        """The most bytes that each device holds when it runs a schedule, each layer being a stage.
+        """Return the peak memory of each device under a schedule, in bytes.
 
-        The program that would run is gone through, value by value: model, residuals, inputs kept
-        for remat, skips on their way, gradients between stages, sums of gradients from a stage's
-        first backward on, and what a forward or backward makes while it runs. Not in it: the batch,
-        targets and the loss, workspaces of kernels, and what the allocator keeps or splits.
+        Each entry is one stage. The computation follows the program value by value. It counts the
+        model, residuals, inputs kept for remat, skips, and gradients between stages. It also counts
+        gradient sums from a stage's first backward on, and the temporary memory of forwards and
+        backwards. It does not count the batch, targets, the loss, workspaces of kernels, and
+        allocator overhead.
 
         >>> made = fp.models.memory(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8), optimizer="sgd")
         >>> [made.peak(family(2, 4))[0] for family in (fp.schedules.fill_drain, fp.schedules.one_f_one_b)]
         [1760, 1504]
 
         Args:
-            schedule: with as many stages as there are entries here; see `group`.
+            schedule: a schedule or plan with as many stages as there are entries; see `group`.
+
+        Returns:
+            Bytes for each device.
 
         Raises:
             PlanError: the schedule has another number of stages, or slices.
@@ -147,14 +161,14 @@ class Memory:
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
         if order.num_slices > 1:
             raise PlanError(
-                f"what was measured is of whole microbatches, and the schedule {order.name!r} "
-                "cuts them into slices; fp.simulate(schedule, fp.Cost(residual=...)) counts the "
-                "residuals of slices"
+                f"this memory is of whole microbatches, but the schedule {order.name!r} cuts them "
+                "into slices; fp.simulate(schedule, fp.Cost(residual=...)) counts the residuals of "
+                "slices"
             )
         if order.num_stages != len(self):
             raise PlanError(
-                f"the schedule has {order.num_stages} stages, but here are {len(self)} layers; "
-                "say which make which stage: memory.group(sizes)"
+                f"the schedule has {order.num_stages} stages, but this memory has {len(self)} "
+                "layers; join layers into stages: memory.group(sizes)"
             )
         moving = peaks(
             [layer.measured for layer in self.layers],
@@ -192,7 +206,7 @@ class Memory:
         return ["", "parameters", "buffers", "gradients", self.optimizer, "activations", "output"]
 
     def _rows(self) -> list[list[str]]:
-        """A row for each layer, and below several one for all."""
+        """A row for each layer, and for several layers a row of totals."""
         rows = [*map(_row, self.layers)]
         return [*rows, ["all", *_row(self.total)[1:]]] if len(self) > 1 else rows
 
@@ -209,13 +223,13 @@ def memory(
     train: bool = True,
     device: Any = "cpu",
 ) -> Memory:
-    """What each layer takes: parameters, gradients, optimizer state, and activations kept for one
-    microbatch.
+    """Compute the memory of each layer, and the activations of one microbatch.
 
-    Every layer runs forward and backward under FakeTensor: shapes go through it, numbers do not,
-    nothing is allocated (the model may be on the meta device), and the module, its gradients, mode,
-    buffers and the random generators are untouched. Activations are the storages that stay alive
-    after the forward, each counted once; parameters are none.
+    The result has parameters, gradients, optimizer state and activations in bytes. Each layer runs
+    forward and backward under FakeTensor. Only shapes are computed and nothing is allocated, so the
+    model may be on the meta device. The module, its gradients, mode and buffers and the random
+    generators do not change. Activations are the storages that remain alive after the forward, each
+    counted once, without parameters.
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
@@ -229,26 +243,26 @@ def memory(
     Args:
         layers: an ``nn.Sequential`` (its children are the layers), a list of modules, a split, or
             stages.
-        example: the input of one microbatch; only its shapes count. What `Replicate` and `Axis`
-            mark is taken as it is.
-        params, state: with stages, one tree per stage.
-        feeds: by name, those that stages declare.
+        example: the input of one microbatch; only its shapes matter. Marks (`Replicate`, `Axis`)
+            are removed.
+        params, state: for stages: one tree per stage.
+        feeds: values by name, for stages that declare feeds.
         optimizer: a name (``"sgd"``, ``"momentum"``, ``"adamw"``, ``"adafactor"``, ...), a class or
-            an instance of ``torch.optim``, or the bytes of state for each byte of parameters (8-bit
-            Adam 0.5; bfloat16 parameters with float32 copies and Adam 6).
-        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none
+            an instance of ``torch.optim``, or the bytes of state per byte of parameters. 8-bit Adam
+            has 0.5; bfloat16 parameters with float32 copies and Adam have 6.
+        trainable: as in `run`. None: leaves with requires_grad, or all floating leaves if no leaf
             has it.
-        train: the mode; False: nothing is trained, and nothing is kept.
-        device: whose kernels: they differ in what they keep (dropout masks, attention). "cuda"
-            needs a torch that sees one.
+        train: the mode. False: no parameter is trained, and nothing is kept for backwards.
+        device: the device whose kernels count, because kernels keep different tensors (dropout
+            masks, attention). "cuda" needs a torch that sees a CUDA device.
 
     Returns:
-        `Memory`, with one entry per layer.
+        A `Memory` with one entry per layer.
 
     Raises:
-        PlanError: layers, numbers or the optimizer are not what they should be.
-        PlacementError: no such device.
-        StageError: a layer failed on what it got; it says which, and on what.
+        PlanError: wrong layers, numbers or optimizer.
+        PlacementError: the device does not exist.
+        StageError: a layer failed. The message names the layer and its input.
     """
     example, feeds = (
         unmarked(example),
@@ -264,7 +278,7 @@ def memory(
     kept: set[int] = set()
     out: list[LayerMemory] = []
     for layer, layer_flags, sizes in zip(row, flags, measured, strict=True):
-        seen = set() if layer.whole else seen  # each stage has its own; layers of one stage share
+        seen = set() if layer.whole else seen  # stages have separate copies; layers share tensors
         counted = _numbers(layer, layer_flags, numbers, seen)
         residual = (
             sizes.held()
@@ -280,8 +294,8 @@ def memory(
 def _numbers(
     layer: Layer, flags: Sequence[bool], state: StateSize, seen: set[int]
 ) -> tuple[int, int, int, int]:
-    """Bytes of parameters, buffers, gradients and optimizer state, of parameters that were not seen
-    before."""
+    """Bytes of parameters, buffers, gradients and optimizer state, for parameters that were not
+    counted before."""
     parameters = gradients = optimizer = 0
     for leaf, trains in zip(flatten(layer.params)[0], flags, strict=True):
         if isinstance(leaf, Tensor) and id(leaf) not in seen:

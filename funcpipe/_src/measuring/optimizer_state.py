@@ -1,4 +1,4 @@
-"""How many bytes of state each optimizer keeps for a parameter: the table of `memory`."""
+"""The bytes of state that each optimizer keeps for a parameter: the table of `memory`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.words import similar
 
 StateSize: TypeAlias = Callable[[tuple[int, ...]], float]
-"""How many numbers of state there are for a parameter of a shape."""
+"""Maps the shape of a parameter to the number of state elements."""
 
 
 def _copies(count: float) -> StateSize:
@@ -49,7 +49,7 @@ _TABLE: dict[str, StateSize] = {
     "muon": _copies(1),
     "adafactor": _factored,
 }
-"""By the name of the optimizer, lower case. Scalars (step counts) are left out."""
+"""By the name of the optimizer in lower case. Scalars (step counts) are not counted."""
 
 _EXTRA: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",),
@@ -57,21 +57,21 @@ _EXTRA: dict[str, tuple[str, ...]] = {
     "adam": ("amsgrad",),
     "adamw": ("amsgrad",),
 }
-"""Options that take one more number for each number of the parameter."""
+"""Options that add one state element for each element of the parameter."""
 
 
 def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
-    """The name of an optimizer, and how much state it keeps.
+    """Return the name of an optimizer, and the size of its state.
 
-    >>> [optimizer_state(one)[1]((8, 4)) for one in ("sgd", "adamw", "adafactor", torch.optim.RMSprop, 1.5)]
+    >>> [optimizer_state(name)[1]((8, 4)) for name in ("sgd", "adamw", "adafactor", torch.optim.RMSprop, 1.5)]
     [0, 64, 12.0, 32, 48.0]
 
     Args:
         optimizer: a name of the table, a number of bytes for each byte of parameters, a class of
-            ``torch.optim`` (with its default options) or an optimizer (with its own).
+            ``torch.optim`` (with its default options), or an optimizer (with its own options).
 
     Raises:
-        PlanError: it is not in the table.
+        PlanError: the optimizer is not in the table.
     """
     if (
         isinstance(optimizer, (int, float))
@@ -89,8 +89,8 @@ def optimizer_state(optimizer: Any) -> tuple[str, StateSize]:
     if name not in _TABLE:
         mend = similar(name, _TABLE, "did you mean {!r}? ")
         raise PlanError(
-            f"nobody told how much state the optimizer {optimizer!r} keeps; {mend}The table has "
-            f"{', '.join(_TABLE)}; else give the bytes of state for each byte of parameters: "
+            f"the size of the state of the optimizer {optimizer!r} is unknown; {mend}The table has "
+            f"{', '.join(_TABLE)}; otherwise give the bytes of state per byte of parameters: "
             "optimizer=2"
         )
     extra = sum(bool(options.get(option)) for option in _EXTRA.get(name, ()))

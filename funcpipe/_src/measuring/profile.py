@@ -1,5 +1,7 @@
-"""Measured times of each layer as a `Cost`: what a schedule is simulated with, and a model balanced
-by."""
+"""Measure the times of layers as a `Cost`, for simulations and for `balance`.
+
+`profile_plan` measures a whole plan instead.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ from funcpipe._src.stages.residual import EagerResidual
 from funcpipe._src.stages.rng import Keys
 from funcpipe._src.stages.trainable import Trainable, trainable_leaves
 
-_EVERY = 0.1
-"""Seconds between two looks at how far other threads have come."""
+_PROGRESS_SECONDS = 0.1
+"""Seconds between two updates of the progress of other threads."""
 
 
 def profile(
@@ -62,53 +64,55 @@ def profile(
     measure_memory: bool = True,
     progress: ProgressTo = False,
 ) -> Cost:
-    """What F, B, I and W of each layer take: medians, in seconds; and residuals in bytes.
+    """Measure F, B, I and W of each layer, in seconds, and its residuals, in bytes.
 
-    Layers run one after the other as a run would run them, each on what the one before gave. They
-    are copies: the module, its gradients, mode and buffers, the example and the random generators
-    are untouched, and layers that write into their input do so in memory of their own.
+    The layers run one after the other as in a run, each on the output of the previous layer. The
+    times are medians. The measurement uses copies: the module, its gradients, mode and buffers, the
+    example and the random generators do not change.
 
-    B is the whole backward, I and W are its halves as the stage runs them; together they may take
-    longer. If nothing in an eager stage waits for W, I is B. For compiled stages, residuals are the
-    memory that their programs keep; for eager stages, `memory` measures them.
+    B is the whole backward; I and W are its halves. I and W together may take longer than B. If
+    nothing in an eager stage waits for W, the time of I is the time of B. For compiled stages,
+    residuals are the memory that their programs keep. For eager stages, `memory` computes the
+    residuals.
 
     >>> cost = fp.models.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(4, 8))
     >>> len(cost.forward), cost.backward_weight[1], cost.residual
     (3, 0.0, (128, 128, 0))
 
     Args:
-        layers: an ``nn.Sequential`` (its children are the layers, as for ``balance`` and
+        layers: an ``nn.Sequential`` (its children are the layers, as for `balance` and
             ``split(balance=)``), a list of modules, a split, or stages.
-        example: the input, as large as one microbatch; of what `Replicate` and `Axis` mark in it,
-            and in ``feeds``, the values count.
-        params, state: with stages, one tree per stage.
-        feeds: by name, those that stages declare.
-        trainable: as in ``run``: None: leaves with requires_grad, or every floating leaf if none
+        example: the input of one microbatch. Marks (`Replicate`, `Axis`) in ``example`` and
+            ``feeds`` are removed.
+        params, state: for stages: one tree per stage.
+        feeds: values by name, for stages that declare feeds.
+        trainable: as in `run`. None: leaves with requires_grad, or all floating leaves if no leaf
             has it.
-        train: the mode; False: forwards alone, the other times are 0.
-        device: where to measure. Parameters elsewhere are brought there layer by layer, so the
-            model need not fit.
-        repeats: sweeps over all layers whose medians are taken.
-        warmup: sweeps before them.
-        threads_per_lane: intra-op threads, as many as a lane of the run will have; None: torch's
-            number.
-        lanes: CPU lanes that compute at the same time, as many as the run will have, each in a
-            thread with its share of the cores and at another layer. Lanes share caches and memory
-            bandwidth: next to each other they take longer than one alone.
-        seed: keys what layers draw.
-        comm: of one hop between devices, in seconds; it is not measured.
-        measure_memory: also ask `memory` for the residuals: of a layer what it adds to a stage, of
-            a stage all that it holds. False: those of ``Cost()``.
-        progress: True shows on stderr how many layers of all sweeps are done; or a function that is
-            told a `CallProgress`, between two measurements where there is one lane.
+        train: the mode. False: only forwards run, and the other times are 0.
+        device: where to measure. Parameters on another device are copied layer by layer, so the
+            model need not fit on the device.
+        repeats: the number of measured sweeps over all layers.
+        warmup: the number of sweeps before the measured sweeps.
+        threads_per_lane: intra-op threads; give the number that a lane of the run will have. None:
+            torch's number.
+        lanes: the number of CPU lanes that compute at the same time; give the number of the run.
+            Each lane is a thread with its share of the cores, at another layer. Lanes share caches
+            and memory bandwidth, so several lanes take longer than one.
+        seed: the seed of the random draws of layers.
+        comm: the seconds of one hop between devices. The value goes into the cost; it is not
+            measured.
+        measure_memory: True: also compute residuals. For a layer, the residual is what it adds to a
+            stage; for a stage, it is the whole residual. False: the residuals of ``Cost()``.
+        progress: True shows on stderr how many layers of all sweeps are done. A function gets a
+            `CallProgress` instead; with one lane, between two measurements.
 
     Returns:
-        A cost with one number per layer.
+        A `Cost` with one number per layer.
 
     Raises:
-        PlanError: layers, numbers or counts are not what they should be.
-        PlacementError: no such device.
-        StageError: a layer failed on what it got; it says which, and on what.
+        PlanError: wrong layers, numbers or counts.
+        PlacementError: the device does not exist.
+        StageError: a layer failed. The message names the layer and its input.
     """
     refuse_transforms("profile")
     example, feeds = (
@@ -148,11 +152,11 @@ def profile(
         else:
             with intra_op_threads(threads), ThreadPoolExecutor(lanes) as pool, sweep.ended():
                 jobs = [pool.submit(copy_context().run, sweep_often, lane) for lane in range(lanes)]
-                while told.on and wait(jobs, timeout=_EVERY).not_done:
+                while told.on and wait(jobs, timeout=_PROGRESS_SECONDS).not_done:
                     told.to(sweep.done)
                 sweeps = [times for job in jobs for times in job.result()]
             told.to(sweep.done)
-        times = [_middle(column) for column in zip(*sweeps, strict=True)]
+        times = [_medians(column) for column in zip(*sweeps, strict=True)]
         residuals: dict[str, Any] = {}
         if measure_memory:
             told.phase("memory")
@@ -176,12 +180,13 @@ def profile(
 
 
 class _Times(NamedTuple):
-    """What was measured of one layer.
+    """The measurements of one layer.
 
     Attributes:
         forward, whole, inputs, weights: seconds of F, B, I and W.
-        program: bytes between F and its backward; None: what autograd keeps.
-        left: bytes that programs keep between I and W; None: nothing waits for W.
+        program: bytes that a compiled stage keeps between F and its backward. None: autograd keeps
+            the residual.
+        left: bytes that programs keep between I and W. None: nothing waits for W.
     """
 
     forward: float
@@ -192,15 +197,15 @@ class _Times(NamedTuple):
     left: int | None = None
 
     def kept(self, activations: int, weight_residual: int) -> tuple[int, int]:
-        """Bytes between F and its backward, and between I and W, where autograd would keep so
-        many."""
+        """Bytes between F and its backward, and between I and W. The arguments are the bytes
+        under autograd."""
         if self.program is not None:
             return self.program, self.left or 0
         return activations, 0 if self.left is None else weight_residual
 
 
-def _middle(times: Sequence[_Times]) -> _Times:
-    """Medians."""
+def _medians(times: Sequence[_Times]) -> _Times:
+    """The medians of several measurements of one layer."""
     forward, whole, inputs, weights = (
         median(column) for column in zip(*(sweep[:4] for sweep in times), strict=True)
     )
@@ -208,14 +213,14 @@ def _middle(times: Sequence[_Times]) -> _Times:
 
 
 class _Clock:
-    """Seconds of a call on a device, until the device is done."""
+    """Times calls on a device, and waits until the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.wait = partial(torch.get_device_module(device).synchronize, device)
 
     def time(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """How long a call takes, and what it gives."""
+        """Return the seconds of a call, and its result."""
         self.wait()
         began = perf_counter()
         result = call()
@@ -237,17 +242,16 @@ class _Sweep:
     ) -> None:
         self.layers, self.flags, self.clock, self.train = layers, flags, clock, train
         self.keys = Keys(seed, [layer.stage for layer in layers])
-        self.turns = {
-            id(layer.stage): threading.Lock() for layer in layers
-        }  # no stage runs on two threads at once
+        # Stages are not thread-safe: no stage may run on two threads at once.
+        self.turns = {id(layer.stage): threading.Lock() for layer in layers}
         self.told = Teller()
         self.done = 0
-        """How many layers were measured, in all threads."""
+        """The number of layers that all threads have measured."""
         self._count, self._stopped = count(1), False
 
     @contextmanager
     def ended(self) -> Generator[None]:
-        """Where this block is left by an error, the threads stop at their next layer."""
+        """If an error leaves this block, the threads stop at their next layer."""
         try:
             yield
         except BaseException:
@@ -255,9 +259,9 @@ class _Sweep:
             raise
 
     def run(self, example: Tree, feeds: Mapping[str, Tree]) -> list[_Times]:
-        """The times of every layer."""
-        x = given(self._there(example))
-        fed = {name: given(self._there(tree)) for name, tree in feeds.items()}
+        """Return the times of all layers."""
+        x = given(self._on_device(example))
+        fed = {name: given(self._on_device(tree)) for name, tree in feeds.items()}
         skips: dict[str, Border] = {}
         times: list[_Times] = []
         for number, layer in enumerate(self.layers):
@@ -274,7 +278,7 @@ class _Sweep:
             self.done = next(self._count)
             self.told.to(self.done)
             if self._stopped:
-                break  # nobody wants the times any more
+                break  # another thread failed, so the times are of no use
         return times
 
     def _layer(
@@ -289,8 +293,7 @@ class _Sweep:
     def _halves(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, int | None, int] | None:
-        """I, W, and the bytes that wait for them as in `_Times`; None where I is the whole
-        backward."""
+        """Return I, W and their bytes as in `_Times`. None: I is the whole backward."""
         bound = self._bound(number, args, flags)
         out = bound.forward(args, keep=True)
         stash = {name: [_ones(border)] for name, border in out.stash.items()}
@@ -298,15 +301,17 @@ class _Sweep:
         inputs, (_, weight_residual) = self.clock.time(
             lambda: bound.backward(out.residual, _ones(out.y), stash, split=True)
         )
-        left = None if weight_residual is None else weight_residual.nbytes  # W lets go of it
+        left = (
+            None if weight_residual is None else weight_residual.nbytes
+        )  # before W, which frees it
         weights, _ = self.clock.time(lambda: bound.backward_weight(weight_residual))
         bound.release()
         return None if left is None else (inputs, weights, program, left)
 
     def _bound(self, number: int, args: StageArgs, flags: Sequence[bool]) -> Bound:
-        """The stage of a layer, bound, after what it does once a run."""
+        """Bind the stage of a layer, and do its work that happens once per run."""
         layer = self.layers[number]
-        params, state = self._there(layer.params), self._there(layer.state)
+        params, state = self._on_device(layer.params), self._on_device(layer.state)
         program: Program = layer.stage.program or EagerBound
         bound = program(
             layer.stage,
@@ -320,15 +325,15 @@ class _Sweep:
             loss=None,
             shares=None,
         )
-        bound.params.grads()  # fills the sums with zeros
-        if layer.stage.program is not None:  # what depends on parameters alone
+        bound.params.grads()  # fill the gradient sums with zeros here, outside of the measured time
+        if layer.stage.program is not None:  # values computed from parameters alone, once per run
             bound.forward(args, keep=self.train)
         return bound
 
     def _calls(
         self, number: int, args: StageArgs, flags: Sequence[bool]
     ) -> tuple[float, float, Border, dict[str, Border]]:
-        """The times of F and B of a layer, and the output and stash of F."""
+        """Return the times of F and B of a layer, and the output and stash of F."""
         bound = self._bound(number, args, flags)
         forward, out = self.clock.time(lambda: bound.forward(args, keep=self.train))
         whole = 0.0
@@ -339,7 +344,7 @@ class _Sweep:
         bound.release()
         return forward, whole, out.y, out.stash
 
-    def _there(self, tree: Tree) -> Tree:
+    def _on_device(self, tree: Tree) -> Tree:
         return map_tensors(lambda tensor: tensor.detach().to(self.clock.device), tree)
 
 
@@ -366,11 +371,13 @@ def _check_lanes(lanes: int, row: Sequence[Layer], device: torch.device) -> None
     stages = len({id(layer.stage) for layer in row})
     if lanes > stages:
         raise PlanError(
-            f"lanes is {lanes}, but there are {stages} layers, and no two lanes can be at one: "
-            f"give lanes={stages} or fewer, or cut finer"
+            f"lanes is {lanes}, but there are {stages} layers, and two lanes cannot run the same "
+            f"layer; give lanes={stages} or fewer, or more layers"
         )
     if lanes > 1 and device.type != "cpu":
-        raise PlanError(f"lanes={lanes} counts lanes that share the CPU; on {device} leave it out")
+        raise PlanError(
+            f"lanes={lanes} is for lanes that share the CPU; leave lanes= out on {device}"
+        )
 
 
 def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree]) -> None:
@@ -389,6 +396,6 @@ def _check_numbers(row: Sequence[Layer], example: Tree, feeds: Mapping[str, Tree
     empty = [place for place, leaf in places if isinstance(leaf, Tensor) and leaf.is_meta]
     if empty:
         raise PlanError(
-            f"{empty[0]} is on the meta device, and a time takes numbers to compute with; "
-            "fp.models.memory(...) needs none"
+            f"{empty[0]} is on the meta device, which has no numbers to measure times with; "
+            "fp.models.memory(...) works on the meta device"
         )

@@ -1,4 +1,7 @@
-"""The times of a plan as it runs, as a `Cost` for other schedules of the same stages."""
+"""Measure the times of a running plan as a `Cost`, for other schedules of the same stages.
+
+`profile` measures single layers instead.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from funcpipe._src.stages.trainable import Trainable
 
 @runtime_checkable
 class Joining(Protocol):
-    """An executor of which each process has a part: `ranks`."""
+    """An executor that spans several processes, like `ranks`."""
 
     def timeline(self, result: Result) -> Timeline:
-        """The timeline of a recorded run with the lanes of all processes."""
+        """Return the timeline of a recorded run with the lanes of all processes."""
         ...
 
 
@@ -45,13 +48,12 @@ def profile_plan(
     warmup: int = 2,
     progress: ProgressTo = False,
 ) -> Cost:
-    """What the actions of a plan take while it runs, and what the host and the hops between devices
-    take around them.
+    """Measure the actions of a running plan, the host's work, and hops between devices.
 
-    What `profile` cannot see of a layer by itself is in these times: lanes that share caches and
-    memory bandwidth, memory that is new in each run, and the host's own work. With them `simulate`
-    tells how long other schedules of the same stages, or other numbers of microbatches, take on the
-    same devices. Memory is not measured: take ``residual`` from `profile`, by
+    The times include effects that `profile` cannot measure for a single layer: lanes that share
+    caches and memory bandwidth, memory that is new in each run, and the host's own work. With the
+    cost, `simulate` predicts other schedules of the same stages, and other numbers of microbatches,
+    on the same devices. Memory is not measured. Take ``residual`` from `profile`, with
     `dataclasses.replace`.
 
     >>> double = fp.stage(lambda w, x: x * w)
@@ -62,24 +64,24 @@ def profile_plan(
     True
 
     Args:
-        plan: of any schedule; 1F1B of a few microbatches is a good one. Where stages are compiled
-            one that splits backwards (`zero_bubble`), for I and W.
-        params, batch, state, feeds, seed, trainable, threads_per_lane: as for `run`.
-        executor: as for `run`; None: threads that are kept between the runs, where `run` would take
-            threads. With `ranks` all of them make this call, and get the same cost.
-        repeats: runs whose medians are taken.
-        warmup: runs before them.
-        progress: True shows on stderr how many runs are done; or a function that is told a
-            `CallProgress`.
+        plan: a plan of any schedule; 1F1B with a few microbatches is a good choice. For compiled
+            stages, use a schedule that splits backwards (`zero_bubble`), to measure I and W.
+        params, batch, state, feeds, seed, trainable, threads_per_lane: as in `run`.
+        executor: as in `run`. None: where `run` would start threads, the threads are kept between
+            the runs. With `ranks`, all processes make this call and get the same cost.
+        repeats: the number of measured runs.
+        warmup: the number of runs before the measured runs.
+        progress: True shows on stderr how many runs are done. A function gets a `CallProgress`
+            instead.
 
     Returns:
-        A cost in seconds, with one number per stage: means over the microbatches of a run, medians
-        over runs; ``comm`` is a hop. Of eager stages that run B, I is all of it and W nothing, as
-        in a run; of compiled ones half of it each.
+        A `Cost` in seconds with one number per stage: means over the microbatches of a run, medians
+            over runs. ``comm`` is the time of a hop. For stages that run B: in eager stages I has
+            the whole time and W none, as in a run. In compiled stages I and W have half of it each.
 
     Raises:
-        PlanError: repeats or warmup are not what they should be, or what `run` raises.
-        BatchError, PlacementError, StageError: as `run`.
+        PlanError: wrong ``repeats`` or ``warmup``, or as in `run`.
+        BatchError, PlacementError, StageError: as in `run`.
     """
     keeps = executor is None and suiting(checked_plan("profile_plan", plan)).threaded
     refuse_counts(("repeats", repeats, 1), ("warmup", warmup, 0))

@@ -1,5 +1,5 @@
-"""What `profile` and `memory` are given, as a row of layers: each a stage with its parameters and
-state."""
+"""Convert the argument of `profile` and `memory` to a chain of layers, each a stage with
+parameters and state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from funcpipe._src.stages.explain import described
 
 
 class Layer(NamedTuple):
-    """One entry of what is measured.
+    """One layer or stage to measure.
 
     Attributes:
-        stage: what is called.
-        params, state: its tensors; they are only read.
-        name: what tables and errors call it.
-        whole: True: a stage that runs as it is; False: a layer, of which stages are yet to be made.
+        stage: the stage to call.
+        params, state: its tensors, which are only read.
+        name: its name in tables and errors.
+        whole: True: a stage that runs as it is. False: a layer, of which stages will be made.
     """
 
     stage: Stage
@@ -89,15 +89,17 @@ def layers_of(
 def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...]:
     faults = [
         (
-            f"entry {i} is a {type(entry).__name__}, not a stage; make it one with fp.stage(fn) "
+            f"entry {i} is a {type(entry).__name__}, not a stage; make a stage with fp.stage(fn) "
             "or fp.from_module(module)"
         )
         for i, entry in enumerate(entries)
         if not isinstance(entry, Stage)
     ]
-    faults += [] if entries else ["there are none"]
+    faults += [] if entries else ["the list is empty"]
     faults += (
-        ["stages come with params=, one tree per stage, () for none"] if params is None else []
+        ["params= is missing; give one tree per stage, () for a stage without parameters"]
+        if params is None
+        else []
     )
     faults += [
         f"{option} has {len(trees)} trees for {len(entries)} stages"
@@ -121,29 +123,33 @@ def _stages(entries: Sequence[Any], params: Any, state: Any) -> tuple[Layer, ...
 
 def _refuse_numbers(params: Any, state: Any) -> None:
     if params is not None or state is not None:
-        raise PlanError("modules have their own parameters; params= and state= go with stages")
+        raise PlanError(
+            "params= and state= are for stages, because modules have their own parameters"
+        )
 
 
 def refuse_counts(*counts: tuple[str, Any, int]) -> None:
-    """Raise PlanError for the first of (name, value, least) that is no int, or less."""
+    """Raise PlanError for the first (name, value, least) that is not an int, or is less than
+    ``least``."""
     for name, value, least in counts:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise PlanError(f"{name} is an int from {least}; got {value!r}")
 
 
 def known_device(device: Any) -> torch.device:
-    """A device whose kernels can be asked. Raises PlacementError."""
+    """Return the device. Raises PlacementError if torch does not have it."""
     resolved = torch.device(device)
     if resolved.type == "meta" or not torch.get_device_module(resolved).is_available():
         raise PlacementError(
-            f"device={device!r}: torch sees no such device here, so its kernels cannot be asked; "
-            "leave device= out for those of the CPU"
+            f"device={device!r}: torch does not see this device, so its kernels cannot be "
+            "measured; "
+            "leave device= out to use the CPU"
         )
     return resolved
 
 
 def blame(error: Exception, number: int, layer: Layer, phase: str, x: Tree) -> NoReturn:
-    """Raise what a layer raised, with its name and what it got."""
+    """Raise the error of a layer, with its name and a description of its input."""
     failure = located(error, Where(number, layer.name, None, phase, ""))
     failure.add_note(f"it got x: {described(x)}")
     raise failure

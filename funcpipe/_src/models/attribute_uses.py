@@ -14,7 +14,7 @@ from torch import nn
 from funcpipe._src.core.remembered import Remembered
 
 _FILLS = frozenset({"append", "appendleft", "add", "clear", "extend", "update"})
-"""Methods that write into a container and give nothing of it."""
+"""Methods that write into a container and return nothing from it."""
 
 _CHANGES = frozenset(
     {"insert", "move_to_end", "pop", "popitem", "popleft", "remove", "setdefault", *_FILLS}
@@ -22,8 +22,8 @@ _CHANGES = frozenset(
 """Methods that write into a container."""
 
 _NEAR = 12
-"""How many steps of bytecode lie at most between a container and a write into it: what computes the
-key."""
+"""The largest number of bytecode steps between a container and a write into it; the steps
+compute the key."""
 
 _LOOKUPS = frozenset({"getattr", "hasattr"})
 
@@ -66,6 +66,8 @@ def _uses(kind: type) -> AttributeUses:
                 following = steps[number + 1 : number + 1 + _NEAR]
                 if _is_written_into(following):
                     written.add(step.argval)
+                # A read after a write in the same function sees the new value, so nothing is kept
+                # from the last call.
                 if step.argval not in before and not _is_filled(following):
                     read.add(step.argval)
         written |= before

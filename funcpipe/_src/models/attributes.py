@@ -37,7 +37,8 @@ _PLAIN = (
     frozenset,
     range,
 )
-"""What is compared by equality; everything else is the same if it is the same object."""
+"""Types that are compared by equality. All other values are the same only if they are the same
+object."""
 
 _OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
@@ -50,16 +51,17 @@ _OPAQUE = (
         *weakref.ProxyTypes,
     ),
 )
-"""What has no contents of its own that a copy could miss: a copy of a function is the function."""
+"""Types without contents that a copy could miss: for example, a copy of a function is the
+function itself."""
 
 _MISSING, _WRITTEN = object(), object()
 _APART = frozenset({"training", FLAT_WEIGHTS, "_compiled_call_impl", *TABLES})
-"""Attributes of modules that are no settings: numbers, and modes, which a run sets itself."""
+"""Attributes of modules that are not settings: tensors, and modes, which a run sets itself."""
 
 
 _FILLED_IN = frozenset({"problem_type"})
-"""What transformers writes into a configuration in the first call with labels, which a user may
-make at any time."""
+"""Settings that transformers writes into a configuration in the first call with labels. A user
+may make that call at any time."""
 
 
 class Change(NamedTuple):
@@ -122,15 +124,15 @@ class _Noted(NamedTuple):
 
 
 class ModuleAttributes:
-    """The attributes of a model at the time of construction, at any depth.
+    """A record of a model's attributes at the time of construction, at any depth.
 
-    `changes` compares plain values by equality, objects by identity and by their attributes,
-    tensors by their count of writes. Numbers in parameters and buffers, and training flags, are
-    left out. References to modules are weak.
+    `changes` compares plain values by equality, objects by identity and by their attributes, and
+    tensors by their count of writes. Numbers in parameters and buffers, and training flags, are not
+    compared. References to modules are weak.
 
     Args:
         model: a module, with all modules inside.
-        all_names: True: also attributes that forwards write.
+        all_names: True: also record attributes that forwards write.
     """
 
     def __init__(self, model: nn.Module, *, all_names: bool = False) -> None:
@@ -142,9 +144,8 @@ class ModuleAttributes:
             tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]
         ] = []
         self.seen: set[int] = set()
-        self.kept: list[
-            Any
-        ] = []  # keeps values alive, so that no other object gets an id in `seen`
+        # Keeps values alive: otherwise a new object could get an id that is in `seen`.
+        self.kept: list[Any] = []
         for path, module in model.named_modules():
             self._module(path, module)
         self.seen, self.kept = set(), []
@@ -153,9 +154,8 @@ class ModuleAttributes:
         return self
 
     def __reduce__(self) -> Any:
-        return ModuleAttributes, (
-            nn.Module(),
-        )  # a copy in another process has no original to compare with
+        # A copy in another process has no original to compare with.
+        return ModuleAttributes, (nn.Module(),)
 
     # -- noting
     # -------------------------------------------------------------------------------
@@ -173,6 +173,8 @@ class ModuleAttributes:
         self.children.append((path, reference, tuple(children), references))
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
+            # A forward changes the attributes that it writes in each call, so they are not
+            # settings.
             if name not in _APART and (self.all_names or name not in uses.written):
                 self._walk(value, f"{path}.{name}" if path else name, name, uses)
 
@@ -180,6 +182,7 @@ class ModuleAttributes:
         """Record the contents of a value, and of values inside."""
         if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
             return
+        # Equality compares a flat tuple, so its contents need no record.
         if isinstance(value, (tuple, frozenset)) and all(
             each is None or isinstance(each, _OPAQUE) for each in value
         ):  # pyright: ignore[reportUnknownVariableType]
@@ -194,9 +197,8 @@ class ModuleAttributes:
             self.tensors.append((place, name, uses, value, _writes(value)))
         elif isinstance(value, (dict, list, set, deque)) and not value:  # pyright: ignore[reportUnknownArgumentType]
             self.empty.append((place, name, uses, value))
-        elif not type(value).__module__.startswith(
-            ("torch.", "funcpipe.")
-        ):  # torch's and our own objects
+        # Objects of torch and of this package change their attributes themselves.
+        elif not type(value).__module__.startswith(("torch.", "funcpipe.")):
             self._table(place, name, uses, partial(_contents, value))
 
     def _table(
@@ -206,6 +208,7 @@ class ModuleAttributes:
         if not now:
             return
         keys = tuple(key for key in now if name or key not in TABLES)
+        # Weak references: the record of a model must not keep the model's tensors alive.
         values = tuple(_weakly(now[key]) for key in keys)
         self.tables.append(_Noted(place, name, uses, contents, len(now), keys, values))
         if name:
@@ -227,10 +230,11 @@ class ModuleAttributes:
     def refuse_changes(self) -> None:
         """Raise PlanError if the model has changed."""
         raise_all(
-            f"attributes of this {self.who} were changed after stages were made of it, and stages "
-            "compute with copies, which do not see that; make the stages again, and the plan "
+            f"attributes of this {self.who} were changed after stages were made of it, but stages "
+            "compute with copies, which do not have the changes; make the stages again, and the "
+            "plan "
             "(fp.split(model, ...), fp.from_module(model); split.load_state_dict(...) and "
-            "params= keep the numbers), or set them back:",
+            "params= keep the numbers), or undo the changes:",
             [str(change) for change in self._changes()],
         )
 
@@ -240,6 +244,8 @@ class ModuleAttributes:
             if module is None:
                 continue
             now = children_of(module)
+            # Fast path, because each run compares all attributes: the children are the same
+            # objects.
             if len(now) == len(children) and all(map(is_, map(_Child.now, children), now.values())):
                 continue
             before = dict(zip(names, children, strict=True))
@@ -325,11 +331,13 @@ def _same(old: Any, new: Any) -> bool:
     if old is new:
         return True
     if isinstance(old, weakref.ref):
+        # A replaced parameter has other numbers, and numbers are not settings.
         return old() is new or isinstance(new, nn.Parameter)
     if type(old) is not type(new) or not isinstance(old, _PLAIN):
         return False
     if isinstance(old, tuple):
         return len(old) == len(new) and all(map(_same, map(_weakly, old), new))
+    # NaN differs from itself, but an unchanged NaN is not a change.
     return bool(old == new) or (old != old and new != new)  # NaN
 
 

@@ -1,4 +1,7 @@
-"""Contiguous parts of a chain of layers whose slowest part is as fast as it can be, exactly."""
+"""Cut a chain of layers into contiguous parts so that the slowest part is as fast as possible.
+
+The result is exact. `plan_for` also chooses the schedule.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,19 @@ Numbers = Sequence[int]
 
 
 class Balance(tuple[int, ...]):
-    """Layers of each part: a tuple of ints that knows how good it is.
+    """The number of layers of each part: a tuple of ints with its times and memory.
+
+    >>> parts = fp.models.balance([1, 1, 1, 1, 3, 3], 5)
+    >>> tuple(parts), parts.times
+    ((2, 1, 1, 1, 1), (2.0, 1.0, 1.0, 3.0, 3.0))
 
     Attributes:
-        bottleneck: time of the slowest part.
-        bound: a lower bound of the bottleneck: all work over all speeds, and the largest layer on
-            the fastest device.
-        times: time of each part, its borders included.
-        memory: of each part.
-        remat: does the part run its forward again in the backward.
+        bottleneck: the time of the slowest part, in the unit of the costs.
+        bound: a lower bound of the bottleneck: the larger of all work over all speeds, and the
+            largest layer on the fastest device.
+        times: the time of each part, with its borders.
+        memory: the memory of each part, in the unit of ``memory`` and ``fixed``.
+        remat: for each part, whether it runs its forward again in the backward.
     """
 
     bottleneck: float
@@ -77,8 +84,10 @@ class Balance(tuple[int, ...]):
 
 
 class _PartCost(NamedTuple):
-    """One way to run a part on one device, in prefix sums; ``largest``: one layer's most work and
-    most memory."""
+    """The cost of one way to run a part on one device, as prefix sums over the layers.
+
+    ``largest`` has the most work and the most memory of a single layer.
+    """
 
     remat: bool
     work: Numbers
@@ -86,24 +95,26 @@ class _PartCost(NamedTuple):
     largest: tuple[int, int]
 
 
-class _Division(NamedTuple):
-    """The problem of `balance` in whole numbers: ``unit`` is the time of one, ``byte`` the memory
-    of one."""
+class _BalanceProblem(NamedTuple):
+    """The problem of `balance` in integers.
 
-    ways: Sequence[Sequence[_PartCost]]
+    One unit of work is ``unit`` of time, one unit of memory is ``byte`` of memory.
+    """
+
+    options: Sequence[Sequence[_PartCost]]
     speeds: Sequence[Fraction]
     limits: Sequence[int | None]
     comm: Numbers
     unit: Fraction
     byte: Fraction
 
-    def time(self, part: int, way: _PartCost, ends: tuple[int, int]) -> Fraction:
+    def time(self, part: int, option: _PartCost, ends: tuple[int, int]) -> Fraction:
         start, end = ends
-        work = way.work[end] - way.work[start] + self.comm[start] + self.comm[end]
+        work = option.work[end] - option.work[start] + self.comm[start] + self.comm[end]
         return work * self.unit / self.speeds[part]
 
     def room(self, part: int, bottleneck: Fraction | None) -> int | None:
-        """The work of a part that takes this time; None: any."""
+        """The work that a part can do within a bottleneck. None: any."""
         return None if bottleneck is None else floor(bottleneck * self.speeds[part] / self.unit)
 
 
@@ -119,52 +130,59 @@ def balance(
     speeds: float | Sequence[float] = 1.0,
     remat: bool | Literal["auto"] = False,
 ) -> Balance:
-    """Cut layers into contiguous, non-empty parts with the least bottleneck.
+    """Cut layers into contiguous, non-empty parts with the smallest bottleneck.
 
-    Exact: sums are rational numbers, and the search ends where no double lies between a bottleneck
-    that can be had and one that cannot. Of equal ones it takes the partition whose first parts have
-    the most layers.
+    The result is exact, because sums are rational numbers. The search ends when no double lies
+    between a possible and an impossible bottleneck. If several cuts are equal, `balance` returns
+    the cut whose first parts have the most layers.
 
     >>> print(fp.models.balance([1, 1, 1, 1, 3, 3], 5))
     [2, 1, 1, 1, 1]: bottleneck 3, lower bound 3
 
     Args:
-        costs: time of each layer, or a `Cost` with one number per layer: forward and backward
-            count.
-        num_parts: how many parts; part s runs on device s.
-        comm: of the border after each layer but the last, one number or one for each; both its
-            parts pay it.
-        memory: each layer's residual of one microbatch; left out with a `Cost`, its ``residual`` is
-            taken.
-        fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
-        limit: memory of a device, one number or one for each.
-        in_flight: microbatches whose residuals a part holds at a time; for 1F1B ``min(M, S - s)``.
-        speeds: of the devices; a part's time is its work and borders over this.
-        remat: run forward again in the backward, so that one microbatch's residuals are held.
-            "auto": each part only where it needs to, to fit the limit. Needs a `Cost`. The inputs
-            that are kept are not counted.
+        costs: the time of each layer, or a `Cost` with one number per layer. For a `Cost`, the time
+            is forward plus backward.
+        num_parts: the number of parts. Part s runs on device s.
+        comm: the time of the border after each layer except the last: one number, or one per
+            border. Both parts at a border pay it.
+        memory: the residual of each layer for one microbatch: one number, or one per layer. By
+            default, a `Cost` supplies its ``residual``.
+        fixed: the memory of each layer that does not depend on microbatches: parameters, gradients,
+            optimizer state.
+        limit: the memory of a device: one number, or one per device. None: no limit.
+        in_flight: the number of microbatches whose residuals a part keeps at a time. For 1F1B it is
+            ``min(M, S - s)``.
+        speeds: the speed of each device. The time of a part is its work and borders divided by the
+            speed.
+        remat: True: each part runs its forward again in the backward, so it keeps the residuals of
+            one microbatch. "auto": only parts that would otherwise exceed the limit. Needs a
+            `Cost`. The kept inputs are not counted.
+
+    Returns:
+        A `Balance`, for ``fp.split(model, balance=)``.
 
     Raises:
-        PlanError: numbers that are none, wrong lengths; no partition fits the limit.
+        PlanError: an argument is not a valid number or has a wrong length, or no cut fits the
+            limit. The message then has the smallest limit that fits.
     """
     problem = _problem(costs, num_parts, comm, memory, fixed, limit, in_flight, speeds, remat)
     ends = _search(problem)
     if ends is None:
-        raise PlanError(_too_small(problem, remat))
+        raise PlanError(_limit_message(problem, remat))
     chosen = [_fastest(problem, part, ends[part : part + 2]) for part in range(num_parts)]
     parts = Balance(b - a for a, b in pairwise(ends))
     parts.times = tuple(float(time) for time, _ in chosen)
     parts.bottleneck, parts.bound = max(parts.times), float(_bound(problem))
     parts.memory = tuple(
-        float((way.memory[ends[part + 1]] - way.memory[ends[part]]) * problem.byte)
-        for part, (_, way) in enumerate(chosen)
+        float((option.memory[ends[part + 1]] - option.memory[ends[part]]) * problem.byte)
+        for part, (_, option) in enumerate(chosen)
     )
-    parts.remat = tuple(way.remat for _, way in chosen)
+    parts.remat = tuple(option.remat for _, option in chosen)
     return parts
 
 
 def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
-    """`balance` of costs that may all be 0: then every layer counts the same.
+    """Do `balance` for costs that may all be 0; then all layers count the same.
 
     >>> evenly([1, 2, 3, 4, 5, 6], 2), evenly([0, 0, 0], 2)
     ([4, 2], [2, 1])
@@ -173,11 +191,13 @@ def evenly(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def checked_sizes(sizes: Any, total: int, noun: str, num_stages: int | None = None) -> list[int]:
-    """The number of layers of each stage, by whatever name: each has at least one, and together
-    they are all.
+    """Return the number of layers of each stage as ints, after a check.
 
-    ``noun`` is what is divided, for messages. Raises PlanError, also where there are not
-    ``num_stages`` of them.
+    Each stage needs at least one layer, and the sizes must sum to ``total``. ``noun`` names the
+    divided things in messages.
+
+    Raises:
+        PlanError: the sizes do not fit, or there are not ``num_stages`` of them.
     """
     try:
         counts = [index(size) for size in sizes]
@@ -210,7 +230,7 @@ def _problem(
     in_flight: Any,
     speeds: Any,
     remat: Any,
-) -> _Division:
+) -> _BalanceProblem:
     faults: list[str] = []
     remat_work: Any = 0.0
     if isinstance(costs, Cost):
@@ -221,8 +241,8 @@ def _problem(
             layers = 0
         if not layers:
             raise PlanError(
-                "a Cost to balance has one number per layer, the same count in each field, as "
-                "fp.models.profile gives"
+                "balance needs a Cost with one number per layer, the same count in each field; "
+                "fp.models.profile measures one"
             )
         work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
         remat_work = [costs.of(Kind.R, i) for i in range(layers)]
@@ -237,7 +257,7 @@ def _problem(
         layers = len(work)
         if remat is not False:
             faults.append(
-                "remat needs a Cost: plain numbers do not tell what a forward takes; pass "
+                "remat needs a Cost: plain numbers do not contain the time of a forward; pass "
                 "remat=False"
             )
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= layers:
@@ -269,9 +289,9 @@ def _problem(
         faults.append(f"remat is False, True or 'auto'; got {remat!r}")
     raise_all("nothing to balance:", faults)
 
-    unit, (time, redo, borders) = _whole(time, redo, borders)
+    unit, (time, redo, borders) = _to_integers(time, redo, borders)
     distinct = dict.fromkeys(flights)
-    byte, (constants, residuals, *rows) = _whole(
+    byte, (constants, residuals, *rows) = _to_integers(
         constants, residuals, *([size * times for size in residuals] for times in distinct)
     )
     rows_of = dict(zip(distinct, rows, strict=True))
@@ -279,51 +299,59 @@ def _problem(
     def sums(values: Any) -> list[int]:
         return list(accumulate(values, initial=0))
 
-    def way(light: bool, times: Fraction) -> _PartCost:
+    def option(light: bool, times: Fraction) -> _PartCost:
+        # With remat, a part keeps the residuals of one microbatch, however many are in flight.
         kept = residuals if light and times > 1 else rows_of[times]
         sizes = [a + b for a, b in zip(constants, kept, strict=True)]
         loads = [a + b for a, b in zip(time, redo, strict=True)] if light else time
         return _PartCost(light, sums(loads), sums(sizes), (max(loads), max(sizes)))
 
     kinds = (False, True) if remat == "auto" else (bool(remat),)
-    ways = {times: [way(light, times) for light in kinds] for times in rows_of}
+    options = {times: [option(light, times) for light in kinds] for times in rows_of}
     whole_limits = [None if most is None else floor(most / byte) for most in limits]
-    return _Division(
-        [ways[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte
+    return _BalanceProblem(
+        [options[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte
     )
 
 
-def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
-    """Rational numbers as whole multiples of one unit."""
+def _to_integers(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
+    """Turn rational numbers into integer multiples of one common unit."""
+    # Integers keep sums exact. With floats, two equal bottlenecks could compare as different.
     scale = lcm(*(number.denominator for row in rows for number in row))
     return Fraction(1, scale), [[int(number * scale) for number in row] for row in rows]
 
 
-def _bound(problem: _Division) -> Fraction:
-    work = problem.ways[0][0].work
+def _bound(problem: _BalanceProblem) -> Fraction:
+    work = problem.options[0][0].work
     largest = max(b - a for a, b in pairwise(work))
     return max(
         work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds)
     )
 
 
-def _fastest(problem: _Division, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
+def _fastest(problem: _BalanceProblem, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
     limit = problem.limits[part]
-    ways = [
-        way
-        for way in problem.ways[part]
-        if limit is None or way.memory[ends[1]] - way.memory[ends[0]] <= limit
+    options = [
+        option
+        for option in problem.options[part]
+        if limit is None or option.memory[ends[1]] - option.memory[ends[0]] <= limit
     ]
-    return min(((problem.time(part, way, ends), way) for way in ways), key=lambda timed: timed[0])
+    return min(
+        ((problem.time(part, option, ends), option) for option in options),
+        key=lambda timed: timed[0],
+    )
 
 
-def _search(problem: _Division) -> list[int] | None:
-    """Borders of the least bottleneck, by bisection: no borders reach ``low``, ``ends`` reach
-    ``high``."""
+def _search(problem: _BalanceProblem) -> list[int] | None:
+    """Find the borders with the smallest bottleneck, by bisection.
+
+    Invariant: no borders reach ``low``, and ``ends`` reach ``high``.
+    """
     ends = _fill(problem, None)
     if ends is None:
         return None
     bound = _bound(problem)
+    # Just below the lower bound, because the bound itself may be reachable.
     low = nextafter(float(bound), -inf)
     while True:
         high = float(
@@ -332,6 +360,8 @@ def _search(problem: _Division) -> list[int] | None:
         better = None
         while better is None:
             middle = low + (high - low) / 2
+            # No double lies between them, so ``high`` is the smallest bottleneck. Fill once more
+            # with it, so that the first parts get the most layers.
             if not low < middle < high:
                 return _fill(problem, Fraction(high)) or ends
             better = _fill(problem, Fraction(middle))
@@ -339,22 +369,23 @@ def _search(problem: _Division) -> list[int] | None:
         ends = better
 
 
-def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
-    """Borders of parts that each take at most ``bottleneck``, first parts as long as can be; None:
-    there are none."""
+def _fill(problem: _BalanceProblem, bottleneck: Fraction | None) -> list[int] | None:
+    """Find borders of parts that each take at most ``bottleneck``; early parts as long as
+    possible. None: impossible."""
     count, last = len(problem.speeds), len(problem.comm) - 1
-    # Without borders, and if each layer fits alone, a part that ends later is never worse. Without
-    # the table of `_covered`, 10,000 layers in 64 parts take a second.
-    free = not any(problem.comm) and _all_alone(problem, bottleneck)
+    # Without border costs, and if each layer fits alone, a part that ends later is never worse. So
+    # the greedy choice is right. Otherwise a longer part can end at an expensive border, and the
+    # tables of `_covered` are needed.
+    free = not any(problem.comm) and _each_layer_fits(problem, bottleneck)
     covered = None if free else _covered(problem, bottleneck)
     if covered is not None and not covered[0][0]:
         return None
     ends = [0]
     for part in range(count):
-        start, furthest = ends[-1], last - (count - 1 - part)  # a layer is left for each later part
+        start, furthest = ends[-1], last - (count - 1 - part)  # each later part needs a layer
         end = max(
-            _furthest(problem, part, way, (start, furthest), bottleneck)
-            for way in problem.ways[part]
+            _furthest(problem, part, option, (start, furthest), bottleneck)
+            for option in problem.options[part]
         )
         if covered is not None:
             while not (covered[part + 1][end] and _fits(problem, part, (start, end), bottleneck)):
@@ -364,17 +395,17 @@ def _fill(problem: _Division, bottleneck: Fraction | None) -> list[int] | None:
 
 
 def _furthest(
-    problem: _Division,
+    problem: _BalanceProblem,
     part: int,
-    way: _PartCost,
+    option: _PartCost,
     span: tuple[int, int],
     bottleneck: Fraction | None,
 ) -> int:
-    """Where a part that starts at the span's start must end, its last border not counted."""
+    """The last layer at which a part can end, if its last border costs nothing."""
     start, end = span
     for sums, room in (
-        (way.work, problem.room(part, bottleneck)),
-        (way.memory, problem.limits[part]),
+        (option.work, problem.room(part, bottleneck)),
+        (option.memory, problem.limits[part]),
     ):
         if room is not None:
             end = min(end, bisect_right(sums, sums[start] + room, lo=start, hi=span[1] + 1) - 1)
@@ -382,77 +413,89 @@ def _furthest(
 
 
 def _fits(
-    problem: _Division, part: int, span: tuple[int, int], bottleneck: Fraction | None
+    problem: _BalanceProblem, part: int, span: tuple[int, int], bottleneck: Fraction | None
 ) -> bool:
     start, end = span
     room, limit = problem.room(part, bottleneck), problem.limits[part]
     return end > start and any(
         (
             room is None
-            or way.work[end] - way.work[start] + problem.comm[start] + problem.comm[end] <= room
+            or option.work[end] - option.work[start] + problem.comm[start] + problem.comm[end]
+            <= room
         )
-        and (limit is None or way.memory[end] - way.memory[start] <= limit)
-        for way in problem.ways[part]
+        and (limit is None or option.memory[end] - option.memory[start] <= limit)
+        for option in problem.options[part]
     )
 
 
-def _covered(problem: _Division, bottleneck: Fraction | None) -> list[list[bool]]:
-    """``[part][start]``: whether this part and those after it can hold all layers from ``start``
+def _covered(problem: _BalanceProblem, bottleneck: Fraction | None) -> list[list[bool]]:
+    """``[part][start]``: whether this part and the later parts can take all layers from ``start``
     on.
 
-    From the last part back. For each start, the ends that memory allows are a window that only
-    moves down, and the cheapest of them is at the front of a queue.
+    The tables are built from the last part back. For each start, the ends that memory allows are a
+    window that only moves down. The cheapest end of the window is at the front of a queue.
     """
     last = len(problem.comm) - 1
     tables = [[end == last for end in range(last + 1)]]
     for part in reversed(range(len(problem.speeds))):
         room, limit = problem.room(part, bottleneck), problem.limits[part]
         covers = [False] * (last + 1)
-        for way in problem.ways[part]:
+        for option in problem.options[part]:
             window: deque[int] = deque()
-            load = [work + border for work, border in zip(way.work, problem.comm, strict=True)]
+            load = [work + border for work, border in zip(option.work, problem.comm, strict=True)]
             for start in reversed(range(last)):
                 if tables[-1][start + 1]:
+                    # An end that is further away and not cheaper is never chosen again. So loads in
+                    # the queue increase from front to back.
                     while window and load[window[-1]] >= load[start + 1]:
                         window.pop()
                     window.append(start + 1)
                 while (
                     window
                     and limit is not None
-                    and way.memory[window[0]] - way.memory[start] > limit
+                    and option.memory[window[0]] - option.memory[start] > limit
                 ):
                     window.popleft()
                 if window and (
-                    room is None or load[window[0]] - way.work[start] + problem.comm[start] <= room
+                    room is None
+                    or load[window[0]] - option.work[start] + problem.comm[start] <= room
                 ):
                     covers[start] = True
         tables.append(covers)
     return tables[::-1]
 
 
-def _all_alone(problem: _Division, bottleneck: Fraction | None) -> bool:
+def _each_layer_fits(problem: _BalanceProblem, bottleneck: Fraction | None) -> bool:
     """Whether each layer alone fits on each device."""
     rooms = [problem.room(part, bottleneck) for part in range(len(problem.speeds))]
     return all(
         any(
-            (room is None or way.largest[0] <= room) and (limit is None or way.largest[1] <= limit)
-            for way in ways
+            (room is None or option.largest[0] <= room)
+            and (limit is None or option.largest[1] <= limit)
+            for option in options
         )
-        for ways, room, limit in zip(problem.ways, rooms, problem.limits, strict=True)
+        for options, room, limit in zip(problem.options, rooms, problem.limits, strict=True)
     )
 
 
-def _too_small(problem: _Division, remat: Any) -> str:
-    """The message where nothing fits; the least limit comes of the same search, memory for time,
-    limits for speeds."""
+def _limit_message(problem: _BalanceProblem, remat: Any) -> str:
+    """The message for a limit that nothing fits.
+
+    The same search finds the smallest limit: it balances memory instead of time, with limits as
+    speeds.
+    """
+    # With limits as speeds, the bottleneck is the factor by which the limits are too small.
     limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
-    ways = [
-        [way._replace(work=way.memory, largest=way.largest[::-1]) for way in ways[-1:]]
-        for ways in problem.ways
+    options = [
+        [
+            option._replace(work=option.memory, largest=option.largest[::-1])
+            for option in options[-1:]
+        ]
+        for options in problem.options
     ]
     free = [0] * len(problem.comm)
     least = problem._replace(
-        ways=ways, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte
+        options=options, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte
     )
     ends = _search(least)
     assert ends is not None

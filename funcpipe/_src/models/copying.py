@@ -31,20 +31,22 @@ def copied_around(module: M, tensors: dict[int, Tensor]) -> M:
     Raises:
         PlanError: an attribute calls the original in a way that cannot be copied.
     """
+    # deepcopy uses the entries of memo in place of copies, so tensors are replaced, not copied.
     memo: dict[int, Any] = dict(tensors)
     new = deepcopy(module, memo)
     originals = {id(each): each for each in module.modules() if id(each) in memo}
     for number, original in originals.items():
         table = vars(memo[number])
         for name, value in vars(original).items():
+            # Only functions in the copy that still reach an original need a new binding.
             if not callable(value) or not _reaches(table.get(name), originals, set()):
                 continue
             bound = _Rebind(originals, memo).of(value)
             if _reaches(bound, originals, set()):
                 raise PlanError(
-                    f"its attribute {name!r} (a {type(value).__name__}) calls the module that it "
-                    "was put on, and a copy of the module cannot have one of its own; write it "
-                    "as a method of a subclass"
+                    f"its attribute {name!r} (a {type(value).__name__}) calls the module itself, "
+                    "and the attribute of a copy would still call the original; write it as a "
+                    "method of a subclass"
                 )
             if isinstance(bound, MethodType) and bound.__func__ is getattr(
                 type(bound.__self__), name, None
@@ -86,6 +88,7 @@ class _Rebind:
             return self.made[id(value)]
         cells = tuple(CellType() for _ in value.__closure__ or ())
         new = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        # Registered before its cells are filled: a cell may contain the function itself.
         self.made[id(value)] = new
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
             if _is_full(old):

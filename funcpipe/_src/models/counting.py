@@ -1,4 +1,4 @@
-"""Counts the labels that a transformers model's own loss is the mean of, before any forward."""
+"""Count the labels that a transformers model's own loss averages over, before any forward."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from funcpipe._src.models.module import syntax_of
 from funcpipe._src.models.traced.signature import as_call
 
 IGNORED = -100
-"""The label that losses leave out, by torch's convention."""
+"""The label that losses ignore, by torch's convention."""
 
 Counter = Callable[[Mapping[str, Any]], Any]
-"""Inputs by name -> how many labels count; None: as much as there are rows."""
+"""Maps inputs by name to the number of labels that count. None: microbatches count by rows."""
 
 
 class Labels:
@@ -36,10 +36,11 @@ class Labels:
         self.counter = counter(model)
 
     def __call__(self, inputs: Tree) -> Any:
-        """The number of labels that count; None: as much as there are rows.
+        """Return the number of labels that count. None: microbatches count by rows.
 
         Raises:
-            BatchError: the loss has no such number, or there is one but it is not known.
+            BatchError: the inputs contain ignored labels, but the divisor of the model's loss is
+                unknown; or they contain ``num_items_in_batch``.
         """
         args, kwargs = as_call(inputs)
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -53,10 +54,11 @@ class Labels:
         for name, value in arguments.items():
             if ("label" in name or "target" in name) and _ignores(value):
                 raise BatchError(
-                    f"the inputs have {name!r} of {IGNORED}, which losses leave out, and it is "
-                    f"not known what the loss of {self.name} is divided by; say it in "
-                    "make_plan(loss=), by a loss with a method weigh(self, inputs, target) -> "
-                    "number (docs/howto/padding.md)"
+                    f"the inputs contain {name!r} with {IGNORED}, which losses ignore, but "
+                    "funcpipe "
+                    f"does not know the divisor of the loss of {self.name}; give make_plan(loss=) "
+                    "a loss with a method weigh(self, inputs, target) -> number "
+                    "(docs/howto/padding.md)"
                 )
         return None
 
@@ -67,17 +69,17 @@ def _ignores(value: Any) -> bool:
 
 
 def counter(model: Any) -> Counter | None:
-    """The function that counts the labels of a model's own loss; None: it is not known.
+    """Find the function that counts the labels of a model's own loss. None: the divisor is unknown.
 
-    The loss of a transformers model is ``model.loss_function`` of its labels, or a cross entropy of
-    them in its forward. Its forward is read for which of them, so that a model that does anything
-    else with its labels is not known.
+    The loss of a transformers model is ``model.loss_function`` of the labels, or a cross entropy in
+    its forward. The source of the forward tells which. If the forward does anything else with the
+    labels, the divisor is unknown.
     """
     base: Any = getattr(model, "get_base_model", None)
     if callable(base) and not getattr(
         getattr(model, "active_peft_config", None), "is_prompt_learning", True
     ):
-        model = base()  # a model of peft hands its labels to its base
+        model = base()  # a peft model passes its labels to its base model
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -105,7 +107,7 @@ def _tokens(inputs: Mapping[str, Any]) -> Any:
 
 
 def _next_tokens(inputs: Mapping[str, Any]) -> Any:
-    """The number of labels but the first of each row, which no token predicts."""
+    """Count the labels without the first of each row, because no token predicts it."""
     shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(shifted, Tensor):
         return (shifted != IGNORED).sum()
@@ -113,7 +115,7 @@ def _next_tokens(inputs: Mapping[str, Any]) -> Any:
 
 
 def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
-    """The number of labels that are one class for each row; None for other labels of a row."""
+    """Count labels that are one class per row. None for other labels."""
     labels, problem = inputs.get("labels"), config.problem_type
     if problem is None and config.num_labels > 1:
         problem = "single_label_classification"
@@ -122,8 +124,8 @@ def _classes(config: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _loss_of_labels(forward: Callable[..., Any]) -> str:
-    """How a forward computes its loss from ``labels`` as they are: "function", "cross entropy"; "":
-    otherwise."""
+    """How a forward computes its loss from unchanged ``labels``: "function", "cross entropy", or
+    "" otherwise."""
     nodes = syntax_of(forward)
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "labels"]
     written = [name for name in names if isinstance(name.ctx, ast.Store)]

@@ -1,5 +1,5 @@
-"""Marked examples: their leaves without `Replicate` and `Axis`, and the axis along which each leaf
-has its rows."""
+"""Read the marks of an example: remove `Replicate` and `Axis`, and find the row axis of each
+leaf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcpipe._src.models.traced.signature import as_call, as_input
 
 
 def bare(leaf: Any) -> Any:
-    """A leaf without the mark that says how to cut it."""
+    """A leaf without the mark for cutting it."""
     return leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
 
 
@@ -24,8 +24,8 @@ def unmarked(example: Tree) -> Tree:
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Microbatches):
             raise PlanError(
-                "an example is one input, as large as a microbatch, and fp.Microbatches holds "
-                "several; give one of them: example=microbatches[0]"
+                "an example is the input of one microbatch, but fp.Microbatches contains several; "
+                "give one of them: example=microbatches[0]"
             )
         return bare(leaf)
 
@@ -33,14 +33,15 @@ def unmarked(example: Tree) -> Tree:
 
 
 def row_axes(example: Tree) -> list[int | None]:
-    """For each leaf of a forward's (args, kwargs) the axis of its rows; None where it has none.
+    """Return the axis of rows for each leaf of a forward's (args, kwargs). None: the leaf has no
+    rows.
 
-    The first tensor that is not replicated tells how many rows there are. Tensors without a mark
-    have rows along axis 0 if that is as long.
+    The first tensor that is not replicated determines the number of rows. Tensors without a mark
+    have rows along axis 0 if that axis has this length.
 
     Raises:
-        BatchError: an `Axis` that its tensor does not have, or along which it has another number of
-            rows.
+        BatchError: a tensor does not have the axis of its `Axis` mark, or has another number of
+            rows along it.
     """
     marked = map_leaves(
         lambda leaf: map_leaves(Replicate, leaf.value) if isinstance(leaf, Replicate) else leaf,
@@ -64,8 +65,8 @@ def row_axes(example: Tree) -> list[int | None]:
                 axes[-1] = axis % value.dim()
             elif isinstance(leaf, Axis):
                 faults.append(
-                    f"{place} has {size} rows along axis {axis}, and what comes before it has "
-                    f"{rows}"
+                    f"{place} has {size} rows along axis {axis}, but the tensors before it have "
+                    f"{rows} rows"
                 )
     raise_all("the marks of this example do not fit it:", faults, BatchError)
     return axes

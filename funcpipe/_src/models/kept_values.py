@@ -18,10 +18,10 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
     """Raise PlanError for values that a run left on its copy and that the module would use in its
     next call.
 
-    A run begins with the attributes that the module had. Masks and tables come out the same in each
-    run, so nothing is lost. Values of parameters or inputs differ between runs, and the module
-    itself would go on with the old value. Whole numbers pass, and so do attributes that the forward
-    only writes.
+    A run begins with the attributes that the module had. Masks and tables are the same in each run,
+    so nothing is lost. Values computed from parameters or inputs differ between runs, and the
+    module itself would continue with the old value. Integers pass, and so do attributes that the
+    forward only writes.
 
     Args:
         left: the numbers that the earlier run left, by place. Updated with the numbers of this run.
@@ -33,17 +33,19 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
             left.
     """
     for change in changes:
+        # The forward writes this attribute before it reads it, so no old value reaches a later
+        # call.
         if change.name not in change.uses.kept:
             continue
         for place, new in _numbers(change.place, change.new):
             if _differ(change.old, new) or _differ(left.get(place), new):
                 raise PlanError(
-                    f"the forward of {who} keeps {place!r} in an attribute from call to call, and "
-                    "a run begins again with what the module had when the stage was made, so it "
-                    "computes otherwise than the module. Compute the value before the stage is "
-                    "made and register it as a buffer, or compute it in each call; a value that "
-                    "batches change is a statistic: a function stage returns it in "
-                    "Out(stats=...) and folds it in commit=..."
+                    f"the forward of {who} keeps {place!r} in an attribute from call to call, but "
+                    "each run begins with the value at the time when the stage was made, so the "
+                    "stage would not compute what the module computes. Compute the value before "
+                    "the stage is made and register it as a buffer, or compute it in each call. If "
+                    "batches change the value, it is a statistic: write a function stage that "
+                    "returns it in Out(stats=...) and folds it in commit=..."
                 )
             left[place] = new
 
@@ -64,8 +66,8 @@ def _numbers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Return whether two values are different numbers of one kind. Tensors of other sizes count as
-    other tables."""
+    """Return whether two values are different numbers of one kind. Tensors of another shape
+    count as other tables, not as changes."""
     if isinstance(old, float) and isinstance(new, float):
         return old != new
     if not (isinstance(old, Tensor) and isinstance(new, Tensor)):

@@ -1,4 +1,4 @@
-"""A model's own loss, taken out of its output."""
+"""Take a model's own loss out of the model's output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from funcpipe._src.models.counting import Labels
 
 
 class ModelLoss:
-    """``(output, target) -> loss`` for a model that computes its loss itself; the target is not
-    looked at.
+    """``(output, target) -> loss`` for a model that computes its own loss; the target is ignored.
 
     Attributes:
-        path: the keys or attributes that lead to the loss; None: the output itself, its ``.loss``
-            or its ``["loss"]``.
-        labels: what a microbatch counts, by the model's inputs; None: its rows.
+        path: the keys or attributes that lead to the loss. None: the output itself, ``.loss`` or
+            ``["loss"]``.
+        labels: counts the labels of a microbatch from the model's inputs. None: microbatches count
+            by rows.
     """
 
     def __init__(
@@ -28,20 +28,19 @@ class ModelLoss:
         self.path, self.labels = path, labels
 
     def __call__(self, y: Any, target: Any = None) -> Any:
-        """The loss in an output. Raises PlanError where there is none."""
+        """Return the loss in an output. Raises PlanError if there is none."""
         loss = self.find(y)
         if loss is None:
             where, labels = f" at {'.'.join(map(str, self.path or ()))}", ""
             if self.path is None:
                 where, labels = (
                     "",
-                    "put labels among the inputs, ({..., 'labels': labels}, None), if that is "
-                    "where it is from; ",
+                    "if the model computes the loss from labels, put them among the inputs: "
+                    "({..., 'labels': labels}, None); otherwise ",
                 )
             raise PlanError(
                 f"the model's output has no loss{where}; its scalars are {scalars(y) or 'none'}; "
-                f"{labels}give split(..., loss=path or function), or a loss of your own to "
-                "make_plan(loss=)"
+                f"{labels}give split(..., loss=path or function), or make_plan(loss=) your own loss"
             )
         return loss
 
@@ -51,12 +50,12 @@ class ModelLoss:
         return self.labels is not None and getattr(self.labels, "counter", None) is not None
 
     def weigh(self, inputs: Any, target: Any) -> Any:
-        """How much a microbatch counts: the labels that the model's loss is the mean of; None: its
-        rows."""
+        """The weight of a microbatch: the number of labels that the model's loss averages over.
+        None: its rows."""
         return None if self.labels is None else self.labels(inputs)
 
     def find(self, y: Any) -> Any:
-        """The loss in an output; None where there is none."""
+        """Return the loss in an output, or None."""
         if self.path is not None:
             for key in self.path:
                 y = _step(y, key)
@@ -68,8 +67,8 @@ class ModelLoss:
 
 
 def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
-    """The loss of a plan that ``split(loss=)`` asks for. Raises PlanError where it is neither path
-    nor function."""
+    """Turn the argument of ``split(loss=)`` into the loss of a plan. Raises PlanError for
+    another type."""
     if isinstance(loss, (str, int)):
         loss = tuple(loss.split(".")) if isinstance(loss, str) else (loss,)
     if loss is None or isinstance(loss, tuple):
@@ -83,7 +82,7 @@ def as_loss(loss: Any, model: nn.Module) -> Callable[[Any, Any], Any]:
 
 
 def scalars(y: Any) -> list[str]:
-    """The places of the floating scalars of an output."""
+    """List the places of the floating scalars in an output."""
     return [
         name
         for name, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True)

@@ -1,5 +1,8 @@
-"""One nn.Module as one stage: a parameter-free copy of it, and its parameters and buffers as flat
-dicts."""
+"""Turn one nn.Module into one stage.
+
+The stage has a copy of the module without numbers. Parameters and buffers are separate flat dicts.
+`sequential` and `layers` cut a module into several stages.
+"""
 
 from __future__ import annotations
 
@@ -51,39 +54,41 @@ def from_module(
     deferred: bool = True,
     carry: str = "",
 ) -> tuple[Stage, Params, State]:
-    """A module as a stage, with its parameters and state.
+    """Turn a module into a stage, with its parameters and its state.
 
-    The stage owns a copy of the module without its numbers; the module itself is never touched. If
-    you change attributes, layers or hooks of the module afterwards, `run` raises PlanError, because
-    the copy does not see the change. Batch norm layers become deferred ones (`batch_norm`). The
-    stage stashes and pops the skips that its `skippable` layers, at any depth, exchange with other
-    stages. A layer of the copy trains where the plan trains, if the layer was in training mode when
-    the stage was made. So a frozen batch norm stays frozen, and after ``module.eval()`` the whole
-    stage stays in evaluation mode.
+    The stage owns a copy of the module's structure, and the module does not change. If you change
+    attributes, layers or hooks of the module afterwards, `run` raises PlanError, because the copy
+    does not have the change.
+
+    - Batch norm layers become deferred batch norm (`batch_norm`).
+    - The stage stashes and pops the skips that its `skippable` layers, at any depth, exchange with
+      other stages.
+    - A layer trains if the plan trains and the layer was in training mode when the stage was made.
+      So a frozen batch norm stays frozen, and after ``module.eval()`` the stage stays in evaluation
+      mode.
 
     >>> block, params, state = fp.from_module(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> sorted(params), sorted(state)[0]
     (['0.bias', '0.weight', '1.bias', '1.weight'], '1.num_batches_tracked')
 
     Args:
-        module: any module. Its input is the stage's input; exactly a ``tuple`` is spread over its
-            arguments.
-        name: what errors call the stage.
-        feeds: names of values of the batch that its forward takes as keywords.
-        deferred: batch norm layers update their running statistics once per batch (True), or once
-            per microbatch, as the module itself would if it were called on one microbatch after the
-            other.
-        carry: for slices of sequences, the keyword of its forward that takes what the slice before
-            returned as the second of two values (the first one gets None): ``"hx"`` of
-            ``nn.GRU(batch_first=True)``.
+        module: any module. The module's input is the stage's input. If the input is exactly a
+            ``tuple``, its items are the arguments of forward.
+        name: the name of the stage in errors.
+        feeds: names of values of the batch that the forward takes as keywords.
+        deferred: True: batch norm layers update their running statistics once per batch. False:
+            once per microbatch, as if the module were called on one microbatch after the other.
+        carry: for slices of sequences: the keyword of the forward that takes the second of the two
+            values that the previous slice returned. The first slice gets None. For
+            ``nn.GRU(batch_first=True)`` the keyword is ``"hx"``. "", the default: no carry.
 
     Returns:
-        The stage; the module's own parameters by the module's own names; copies of its buffers by
-        name, or ``()``.
+        The stage; the module's own parameters by the module's own names; copies of the module's
+            buffers by name, or ``()`` without buffers.
 
     Raises:
-        PlanError: not a module, not initialised, one that cannot be copied, one whose layers stash
-            and pop what does not match, or whose forward has no such keyword.
+        PlanError: the argument is not a module, has uninitialised parameters or cannot be copied;
+            stashes and pops do not match; or the forward does not have the keyword ``carry``.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(
@@ -111,7 +116,7 @@ def stage_of(
     carry: str = "",
     origin: ModuleAttributes | None = None,
 ) -> tuple[Stage, Params, State]:
-    """`from_module` with known skips; without ``spread`` a tuple is one argument."""
+    """Do the work of `from_module` with known skips. ``spread=False``: a tuple is one argument."""
     skeleton = Skeleton(module, origin)
     fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread, carry=carry)
     return fn.part(
@@ -127,8 +132,8 @@ def stage_of(
 
 
 def unfit(module: nn.Module) -> list[str]:
-    """What keeps a module from being a stage: layers that share it with other processes, or whose
-    tensors are C++'s."""
+    """List the reasons why a module cannot be a stage: layers that share parameters with other
+    processes, and TorchScript."""
     library = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
     kinds = (
@@ -139,11 +144,9 @@ def unfit(module: nn.Module) -> list[str]:
     if shared:
         return [
             f"{repr(shared[0]) if shared[0] else 'it'} shares its parameters with other processes "
-            "(fully_shard, "
-            "DistributedDataParallel), around its own forward; a plan does it in its own order: "
-            "give the module as it "
-            'was before, fp.ranks(plan, mesh, dp="dp") and fp.place(plan, params, ranks, '
-            "shard=True)"
+            "in its own forward (fully_shard, DistributedDataParallel), but a plan must share them "
+            'in its own order; give the module without the wrapper, fp.ranks(plan, mesh, dp="dp") '
+            "and fp.place(plan, params, ranks, shard=True)"
         ]
     outermost: dict[str, nn.Module] = {}
     for path, layer in module.named_modules():
@@ -151,15 +154,16 @@ def unfit(module: nn.Module) -> list[str]:
         if isinstance(layer, torch.jit.ScriptModule) and not inside:
             outermost[path] = layer
     return [
-        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), whose "
-        "parameters and copies are not Python's; give the module that it was scripted or traced "
-        "from"
+        f"{repr(path) if path else 'it'} is TorchScript (a {type(layer).__name__}), "
+        "which cannot be copied as a Python module; give the module before torch.jit.script or "
+        "torch.jit.trace"
         for path, layer in outermost.items()
     ]
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Raises PlanError where parameters or buffers have no shape yet, or are TorchScript's."""
+    """Raise PlanError if parameters or buffers have no shape yet, or the module cannot be a
+    stage (`unfit`)."""
     raise_all(f"this {type(module).__name__} cannot be a stage:", unfit(module))
     lazy = [name for name, tensor in all_tensors(module).items() if nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -169,16 +173,17 @@ def refuse_lazy(module: nn.Module) -> None:
 
 
 def devices_fault(model: nn.Module) -> list[str]:
-    """The fault of a model on several devices."""
+    """Return the fault of a model with tensors on several devices, as a list of at most one
+    message."""
     named = {str(tensor.device): name for name, tensor in reversed(named_tensors(model).items())}
     if len(named) < 2:
         return []
     listed = ", ".join(f"{name} on {device}" for device, name in sorted(named.items()))
     empty, placed = (
-        "give numbers to all of it first, or to none",
-        "cut it on one, then fp.place(plan, params)",
+        "either all of its tensors must have numbers, or none",
+        "move it to one device to cut it, then call fp.place(plan, params)",
     )
-    return [f"it lies on several devices ({listed}); {empty if 'meta' in named else placed}"]
+    return [f"it is on several devices ({listed}); {empty if 'meta' in named else placed}"]
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -192,7 +197,7 @@ def clones(module: nn.Module) -> dict[str, Tensor]:
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under every name that they have."""
+    """Parameters and buffers under all their names; a shared tensor has several."""
     named = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -201,7 +206,7 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
-    """The nodes of a function's source, outermost first; none where it has no source."""
+    """List the syntax nodes of a function's source, outermost first; empty without source."""
     try:
         return list(
             ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))))
@@ -211,24 +216,25 @@ def syntax_of(forward: Callable[..., Any]) -> list[ast.AST]:
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Every name of a tensor -> the first name of the same tensor."""
+    """Map each name of a tensor to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
 class Skeleton:
-    """A copy of a module without its numbers, with deferred norms; it is never run, so stages share
-    it.
+    """A copy of a module without its numbers and with deferred norms.
+
+    A skeleton never runs, so several stages can share it. `ModuleCopy` runs.
 
     Attributes:
         module: the copy.
-        canonical: every name of a parameter or buffer -> the first name of the same tensor.
-        shapes: of the tensors, by these first names.
-        buffers: the first names of buffers.
-        norms: for the path of each layer whose statistics are deferred, its buffers.
+        canonical: maps each name of a parameter or buffer to the first name of the same tensor.
+        shapes: the shapes of the tensors, by these first names.
+        buffers: all names of buffers.
+        norms: for the path of each layer with deferred statistics, its buffers.
         frozen: the paths of layers that stay in evaluation mode.
-        evaluation: do all layers.
-        origin: the attributes of the copied model; None: runs do not compare them.
+        evaluation: whether all layers stay in evaluation mode.
+        origin: the recorded attributes of the original model. None: runs do not compare them.
     """
 
     def __init__(self, module: nn.Module, origin: ModuleAttributes | None) -> None:
@@ -251,10 +257,10 @@ class PartFn(Bindable):
     train=)``.
 
     Attributes:
-        who: whose tensors these are, for messages.
-        param_shapes, buffer_shapes: of the part's tensors, by the model's names.
-        evaluation: does it stay in evaluation mode.
-        origin: the recorded attributes of the model; None: runs do not compare them.
+        who: the name of the part's model, for messages.
+        param_shapes, buffer_shapes: the shapes of the part's tensors, by the model's names.
+        evaluation: whether the part stays in evaluation mode.
+        origin: the recorded attributes of the model. None: runs do not compare them.
     """
 
     who: str
@@ -270,7 +276,7 @@ class PartFn(Bindable):
     def part(
         self, tensors: Mapping[str, Tensor], name: str, **declared: Any
     ) -> tuple[Stage, Params, State]:
-        """The stage of this function, with its share of a model's tensors; buffers are copied."""
+        """Make a stage of this function and select its tensors of the model; buffers are copied."""
         params = {key: tensors[key] for key in self.param_shapes}
         state = {key: tensors[key].detach().clone() for key in self.buffer_shapes}
         stage = Stage(
@@ -279,8 +285,8 @@ class PartFn(Bindable):
         return stage, params, state or ()
 
     def check(self, params: Any, state: Any) -> None:
-        """Refuse parameters and buffers that are not exactly those of the part. Raises
-        PlanError."""
+        """Raise PlanError if parameters and buffers are not exactly the part's, by name, kind
+        and shape."""
         faults: list[str] = []
         for kind, tree, expected in (
             ("params", params, self.param_shapes),
@@ -304,19 +310,19 @@ class PartFn(Bindable):
                     faults.append(f"{name!r} is a {type(tensor).__name__}, not a tensor")
                 elif tuple(tensor.shape) != shape:
                     faults.append(
-                        f"{name!r} has shape {tuple(tensor.shape)}, the module wants {shape}"
+                        f"{name!r} has shape {tuple(tensor.shape)}, but the module needs {shape}"
                     )
         raise_all(f"these are not the tensors of {self.who}:", faults)
 
 
 class ModuleFn(PartFn):
-    """A module as a function of its parameters.
+    """A module, or a part of one, as a function of its parameters.
 
     Attributes:
-        held: the names (all of them, of tied ones too) of the tensors that the stage has.
-        norms: for the path of each layer whose statistics are deferred, its buffers.
+        held: the names of the stage's tensors, with all names of tied tensors.
+        norms: for the path of each layer with deferred statistics, its buffers.
         carry: as in `from_module`.
-        looked: the modes (training or not) in which a forward was looked at for writes into
+        looked: the modes (training or not) in which a forward was already checked for writes into
             buffers.
         left: numbers that the last run left in attributes of its copy, by their places.
     """
@@ -347,16 +353,18 @@ class ModuleFn(PartFn):
         return {**self.__dict__, "_idle": [], "left": {}}
 
     def copy(self) -> ModuleCopy:
-        """A copy to run."""
+        """Make a copy that can run."""
         return ModuleCopy(self)
 
     def __call__(self, params: Params, x: Tree, **extras: Any) -> Any:
-        """Call on a copy of its own: safe under torch.func and from any thread."""
+        """Call a fresh copy: safe under torch.func and from any thread."""
         return self.copy().install(params, extras.get("state", ()))(x, **extras)
 
     def bind(self, params: Params, state: State) -> ModuleCopy:
-        """A copy with these tensors as its parameters, kept for the next run when released."""
+        """Take an idle copy, or make one, and give it these tensors; `give_back` makes it idle
+        again."""
         try:
+            # pop and append of a list are atomic under the GIL, so several lanes need no lock.
             idle = self._idle.pop()
         except IndexError:
             idle = self.copy()
@@ -376,14 +384,15 @@ class ModuleFn(PartFn):
 
 
 class ModuleCopy:
-    """A private copy of the module with tensors in the places of its parameters."""
+    """A private copy of the module that runs with the tensors of one bound stage."""
 
     guards_state = True
-    """A run need not look for writes into the state: calls refuse them."""
+    """Calls check for writes into the state themselves, so the run does not."""
 
     def __init__(self, owner: ModuleFn) -> None:
         self.owner = owner
-        with without_modes():  # a stage may be traced on fake tensors; its skeleton has none
+        # A stage may be traced under a fake tensor mode, and the skeleton's tensors are not fake.
+        with without_modes():
             self.module = copied_around(owner.skeleton, {})
         self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = ModuleAttributes(self.module, all_names=True)
@@ -391,12 +400,10 @@ class ModuleCopy:
         norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
         self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
-        self.slots: list[
-            tuple[dict[str, Any], str, str]
-        ] = []  # where tensors go, and by which name
-        self.absent: list[
-            tuple[dict[str, Any], str, Tensor, str]
-        ] = []  # places of tensors of other stages
+        # (table, attribute, canonical name) of each tensor of this stage.
+        self.slots: list[tuple[dict[str, Any], str, str]] = []
+        # Places of tensors that belong to other stages.
+        self.absent: list[tuple[dict[str, Any], str, Tensor, str]] = []
         for path, layer in self.module.named_modules(remove_duplicate=False):
             for table in (parameters_of(layer), buffers_of(layer)):
                 for local, tensor in table.items():
@@ -408,9 +415,9 @@ class ModuleCopy:
         self.buffers: list[tuple[tuple[dict[str, Any], str, str], Tensor]] = []
         layers = list(self.module.modules())
         tables = [table for layer in layers for table in (parameters_of(layer), buffers_of(layer))]
-        self.tables = [
-            (table, [*table]) for table in tables
-        ]  # a removed parametrization moves tensors
+        # If a forward removes a parametrization, tensors change tables. `release` compares the
+        # names and drops such a copy.
+        self.tables = [(table, [*table]) for table in tables]
 
     def install(self, params: Params, state: State) -> Self:
         """Put tensors in the places of parameters and buffers."""
@@ -418,7 +425,7 @@ class ModuleCopy:
         tensors = {**params, **(state or {})}
         for table, local, key in self.slots:
             table[local] = tensors[key]
-        for layer in self.recurrent:  # they keep a second list of their weights
+        for layer in self.recurrent:  # RNN layers also keep a list of their weights
             list_weights(layer)
         self.buffers = [
             (slot, tensors[slot[2]]) for slot in self.slots if slot[2] in self.owner.buffer_shapes
@@ -433,16 +440,16 @@ class ModuleCopy:
         train = asked and not self.owner.evaluation
         if train is not self.train:
             self._set_train(train)
-        collects = asked and bool(
-            self.norms
-        )  # a norm in evaluation mode may insist on statistics of the batch
+        # ``asked``, not ``train``: also in a stage in evaluation mode, the user's norm may
+        # normalise by the batch, and its statistics then count.
+        collects = asked and bool(self.norms)
         for layer in self.norms:
             layer.deferral.collected = [] if collects else None
         before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
         if not self.buffers or (self.numbers and train in self.owner.looked):
             y, stash = self._run(x, extras)
         else:
-            y, stash = self._look(x, extras)
+            y, stash = self._run_checked(x, extras)
         self._refuse_writes(before)
         if not collects and not stash:
             return y
@@ -453,7 +460,7 @@ class ModuleCopy:
         return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """The output, and what the layers stashed for other stages."""
+        """Return the output, and the values that the layers stashed for other stages."""
         # Exactly a tuple is spread; a named tuple is one argument.
         arguments = x if self.owner.spread and type(x) is tuple else (x,)
         carry = {self.owner.carry: extras.get("carry")} if self.owner.carry else {}
@@ -469,9 +476,13 @@ class ModuleCopy:
         stashed = {**skips.stash, **skips.offers}
         return y, {name: store[key] for name, key in stashed.items() if key in store}
 
-    def _look(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """`_run`, the first time in a mode: it may not write buffers, not even where no version
-        counts it."""
+    def _run_checked(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
+        """Do `_run` for the first time in a mode, and compare the numbers of buffers before and
+        after.
+
+        A write through ``.data`` or numpy does not change a tensor's version, so versions alone do
+        not show it.
+        """
         buffers = {key: buffer for (_, _, key), buffer in self.buffers}
         result, comparable = looked_at(
             lambda: self._run(x, extras), buffers, type(self.module).__name__
@@ -495,7 +506,7 @@ class ModuleCopy:
         refuse_writes(type(self.module).__name__, written)
 
     def release(self) -> None:
-        """Forget the tensors and be ready for another run."""
+        """Drop the tensors and return the copy to the idle copies."""
         for table, local, _ in self.slots:
             table[local] = None
         for layer in self.recurrent:
@@ -509,7 +520,6 @@ class ModuleCopy:
 
 
 def _placeholder(tensor: Tensor) -> Tensor:
-    """A tensor on meta of the same shape and type, that stands for one in a copy without
-    numbers."""
+    """A meta tensor of the same shape and type, for a copy without numbers."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

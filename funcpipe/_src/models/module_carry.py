@@ -1,4 +1,4 @@
-"""The carry of a module: a keyword of its forward takes it, and it comes back as the second of two
+"""Pass the carry of a module: in by a keyword of its forward, out as the second of two returned
 values."""
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from funcpipe._src.data.stage import Out
 
 
 def check_carry(module: nn.Module, carry: str, feeds: Sequence[str]) -> None:
-    """Refuse a keyword that cannot take what the slice before handed on; "" for none. Raises
-    PlanError."""
+    """Raise PlanError if the forward cannot take this keyword as its carry; "" for none."""
     if not carry:
         return
     who, known = type(module).__name__, inspect.signature(module.forward).parameters
@@ -26,23 +25,26 @@ def check_carry(module: nn.Module, carry: str, feeds: Sequence[str]) -> None:
         )
     if carry in feeds or carry == next(iter(known)):
         raise PlanError(
-            f"carry={carry!r} is {'a feed' if carry in feeds else 'the input'}, too; name another "
+            f"carry={carry!r} is also {'a feed' if carry in feeds else 'the input'}; name another "
             "keyword"
         )
     if any(isinstance(layer, nn.RNNBase) and layer.bidirectional for layer in module.modules()):
         raise PlanError(
-            f"{who} is bidirectional: what comes later reaches back, so slices cannot run"
+            f"{who} is bidirectional: later slices change earlier outputs, so slices cannot run "
+            "one "
+            "after the other"
         )
 
 
 def carry_apart(returned: Any, carry: str, who: str) -> Any:
-    """What a forward returned, its carry apart. Raises PlanError where it is not two values."""
+    """Separate the carry from a forward's output. Raises PlanError if the forward did not return
+    two values."""
     if not carry:
         return returned
     if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != 2:
         raise PlanError(
-            f"carry={carry!r}: the forward of {who} returns its output and what it hands to the "
-            f"next slice, two values; it returned a {type(cast('object', returned)).__name__}"
+            f"carry={carry!r}: the forward of {who} must return two values, its output and the "
+            f"carry for the next slice; it returned a {type(cast('object', returned)).__name__}"
         )
     y, handed = cast("tuple[Any, Any]", returned)
     return Out(y, carry=handed)

@@ -1,5 +1,8 @@
-"""Partition and schedule together: how to cut layers into stages, where to put them, in which order
-to run them."""
+"""Choose partition and schedule together: how to cut layers, where to place stages, and in which
+order to run them.
+
+`balance` chooses a partition only, `search` a schedule only.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,18 @@ from funcpipe._src.search.search import search
 
 _FINALISTS = 3
 _SHARE = 0.5
-"""The share of the seconds for the short searches of all candidates; the rest is for the
-finalists."""
+"""The share of the seconds for the short searches of all candidates. The finalists get the rest."""
 
 
 class Tried(NamedTuple):
-    """One of the ways that were looked at.
+    """One combination that `plan_for` tried.
 
     Attributes:
-        num_microbatches: into how many the batch is cut.
-        sizes: layers of each stage.
+        num_microbatches: the number of microbatches.
+        sizes: the number of layers of each stage.
         placement: "line", "loop" or "v".
-        value: the objective; infinite where nothing fits.
-        reason: the schedule's name, or why nothing fits.
+        value: the objective; infinite if the combination does not fit.
+        reason: the name of the schedule, or the reason why the combination does not fit.
     """
 
     num_microbatches: int
@@ -50,17 +52,21 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """How to run a model.
+    """The stages, the placement and the schedule that `plan_for` chose.
+
+    >>> choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
+    >>> len(choice.schedule.orders), choice.remat
+    (2, False)
 
     Attributes:
-        sizes: layers of each stage: ``fp.split(model, balance=choice.sizes)``.
-        schedule: an ordinary one, with R and O where memory asks for them: ``fp.make_plan(stages,
-            choice.schedule)``.
-        num_microbatches: into how many the batch is cut.
+        sizes: the number of layers of each stage, for ``fp.split(model, balance=choice.sizes)``.
+        schedule: the schedule, for ``fp.make_plan(stages, choice.schedule)``. It contains R and O
+            if memory requires them.
+        num_microbatches: the number of microbatches.
         placement: "line", "loop" or "v".
-        cost: of the stages.
-        found: what the search says of the schedule.
-        tried: all that was looked at, best first.
+        cost: the cost of the stages.
+        found: the report of the search about the schedule.
+        tried: all combinations that were tried, best first.
     """
 
     sizes: tuple[int, ...]
@@ -73,12 +79,12 @@ class Choice:
 
     @property
     def timeline(self) -> Timeline:
-        """The schedule's simulation."""
+        """The simulation of the schedule."""
         return self.found.timeline
 
     @property
     def remat(self) -> bool:
-        """Is anything computed again."""
+        """Whether the schedule recomputes any residual."""
         return any(action.kind is Kind.R for order in self.schedule.orders for action in order)
 
     def _head(self) -> str:
@@ -119,36 +125,42 @@ def plan_for(
 ) -> Choice:
     """Choose stages, placement, number of microbatches, remat and schedule for a chain of layers.
 
-    Every number of microbatches and of stages a device, and every placement that these allow, is
-    cut by `balance`; single layers are moved over the cuts while that makes the published schedules
-    shorter; the best few are searched.
+    `balance` cuts the layers for each number of microbatches, number of stages per device, and
+    possible placement. Then single layers move across cuts as long as the published schedules
+    become shorter. A search refines the schedules of the best three combinations.
 
     >>> choice = fp.models.plan_for(fp.Cost([1.0] * 8), num_devices=2, num_microbatches=4, evaluations=200)
     >>> choice.sizes, choice.placement, choice.timeline.makespan
     ((2, 2, 2, 2), 'v', 50.0)
 
     Args:
-        cost: of each layer for one microbatch, as `profile` measures it; or a function that gives
-            it for a number of microbatches: more of them are smaller. Needed where there are
-            several numbers to choose from.
-        num_devices: how many devices, D.
-        num_microbatches: into how many the batch is cut, or several numbers to choose from.
-        memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
-        fixed: each layer's memory whatever runs: parameters, gradients, optimizer.
-        stages_per_device: how many stages a device may have.
-        remat: may residuals be computed again.
-        offload: may residuals be moved to the host.
-        objective: as in `search`.
-        evaluations: schedules that are timed at most for each of the best few.
-        seconds: cut the choice short after so long.
-        seed: of the search.
-        progress: True shows on stderr what is tried and the best so far; or a function that is told
-            a `CallProgress`.
+        cost: the cost of each layer for one microbatch, as `profile` measures it. Or a function
+            from a number of microbatches to such a cost, because more microbatches are smaller.
+            Several numbers of microbatches need the function.
+        num_devices: the number of devices, D.
+        num_microbatches: the number of microbatches, or several numbers to choose from.
+        memory_limit: the memory of each device, in the unit of `Cost.residual`: one number, or one
+            per device. None: no limit.
+        fixed: the memory of each layer that does not depend on microbatches: parameters, gradients,
+            optimizer state.
+        stages_per_device: the numbers of stages that a device may have.
+        remat: whether residuals may be recomputed.
+        offload: whether residuals may move to host memory.
+        objective: the quantity to minimize, as in `search`.
+        evaluations: for each of the best three combinations, the number of schedules that the
+            search times at most.
+        seconds: the time limit of the choice.
+        seed: the seed of the search.
+        progress: True shows on stderr the current combination and the best value so far. A function
+            gets a `CallProgress` instead.
+
+    Returns:
+        A `Choice`.
 
     Raises:
-        PlanError: what was given does not fit, or nothing fits into the memory: every way with its
-            reason.
-        ScheduleError: numbers that are none.
+        PlanError: the arguments do not fit together, or no combination fits the memory. The message
+            lists each combination with its reason.
+        ScheduleError: an argument is not a valid number.
     """
     options: dict[str, Any] = {
         "objective": objective,
@@ -170,7 +182,7 @@ def plan_for(
 def _choice(
     cases: Sequence[_Case], shares: Sequence[int], evaluations: int, seconds: float, told: Teller
 ) -> Choice:
-    """The best way to run the layers. Raises PlanError."""
+    """Find the best way to run the layers. Raises PlanError if none fits."""
     deadline = perf_counter() + seconds * _SHARE
     candidates: list[_Candidate] = []
     values: list[float] = [inf]
@@ -180,9 +192,11 @@ def _choice(
     for case in cases:
         told.phase(f"{case.num_microbatches} microbatches", len(candidates))
         for share in shares:
+            # The time limit applies only after some combination fits. Otherwise a slow start would
+            # raise "no way fits".
             if perf_counter() > deadline and any(candidate.found for candidate in candidates):
                 break
-            for candidate in _looks(case, share, deadline):
+            for candidate in _best_candidates(case, share, deadline):
                 candidates.append(candidate)
                 values.append(candidate.tried.value)
                 told.to(len(candidates))
@@ -219,7 +233,9 @@ def _choice(
                 progress=told.on and (lambda _: told.again()),
                 **cases[0].options,
             )
-        except ScheduleError:  # cut short before it came to what the first search found
+        # The time limit can end the longer search before it finds any schedule that fits. The first
+        # search found one.
+        except ScheduleError:
             longer = first
         finalists += [(result.value, candidate, result) for result in (first, longer)]
         values.append(longer.value)
@@ -239,8 +255,10 @@ def _choice(
 
 
 class _Candidate(NamedTuple):
-    """A partition on a placement, with the result of a short search; ``over``: how much memory it
-    lacks."""
+    """A partition on a placement, with the result of a short search.
+
+    ``over`` is the memory that it lacks.
+    """
 
     tried: Tried
     cost: Cost
@@ -249,20 +267,20 @@ class _Candidate(NamedTuple):
     found: Found | None = None
 
     def without(self, reason: str) -> _Candidate:
-        """The same candidate, for which nothing fits."""
+        """The same candidate, marked as one that does not fit."""
         return self._replace(tried=self.tried._replace(reason=reason))
 
 
 def _rank(candidate: _Candidate) -> tuple[float, float]:
-    """The key that candidates compare by, smaller is better: the objective, then the memory that is
-    lacking."""
+    """The sort key of candidates, smaller is better: the objective, then the lacking memory."""
     return candidate.tried.value, candidate.over
 
 
 def _counts(
     cost: Any, num_devices: Any, num_microbatches: Any, stages_per_device: Any
 ) -> tuple[dict[int, Cost], tuple[int, ...]]:
-    """The layers' cost by number of microbatches, and the numbers of stages a device."""
+    """Check the arguments. Returns the layers' cost for each number of microbatches, and the
+    numbers of stages per device."""
     faults: list[str] = []
 
     def numbers(name: str, value: Any) -> tuple[int, ...]:
@@ -275,7 +293,7 @@ def _counts(
         except TypeError:
             counts = ()
         if not counts or min(counts) < 1:
-            faults.append(f"{name} is a positive whole number, or several; got {value!r}")
+            faults.append(f"{name} must be a positive integer, or several; got {value!r}")
         return counts
 
     numbers("num_devices", num_devices)
@@ -283,25 +301,26 @@ def _counts(
     shares = numbers("stages_per_device", stages_per_device)
     if isinstance(cost, Cost) and len(microbatches) > 1:
         faults.append(
-            "with several numbers of microbatches cost is a function of them: lambda m: "
+            "for several numbers of microbatches, cost must be a function: lambda m: "
             "fp.models.profile(layers, example[: rows // m])"
         )
     elif not isinstance(cost, Cost) and (not callable(cost) or hasattr(cost, "named_parameters")):
         faults.append(
-            "cost is a Cost of the layers (fp.models.profile measures one), or a function that "
-            f"gives it; got a {type(cost).__name__}"
+            "cost must be a Cost of the layers (fp.models.profile measures one), or a function "
+            f"that returns one; got a {type(cost).__name__}"
         )
-    raise_all("no such choice:", faults)
+    raise_all("plan_for cannot use these arguments:", faults)
     costs = [cost if isinstance(cost, Cost) else cost(count) for count in microbatches]
     if not all(isinstance(layers, Cost) for layers in costs):
         raise PlanError(
-            f"cost is a function that gives a Cost for a number of microbatches; it gave {costs}"
+            "the function cost must return a Cost for each number of microbatches; it returned "
+            f"{costs}"
         )
     return dict(zip(microbatches, cast("list[Cost]", costs), strict=True)), shares
 
 
 class _Case(NamedTuple):
-    """Layers to be cut, for one number of microbatches."""
+    """The layers to cut, for one number of microbatches."""
 
     layers: Cost
     num_microbatches: int
@@ -311,27 +330,26 @@ class _Case(NamedTuple):
     told: Teller
 
     def shapes(self, share: int) -> Sequence[str]:
-        """The placements of ``share`` stages a device."""
+        """The possible placements of ``share`` stages per device."""
         devices = len(self.limits)
         return shapes_for(share * devices, devices) if share * devices <= len(self.weights) else ()
 
     def look(self, sizes: tuple[int, ...], shape: str) -> _Candidate:
-        """The candidate that a short search finds for a partition on a placement."""
+        """Do a short search for a partition on a placement."""
         self.told.again()
         cost, room = self.layers.group(sizes), list(self.limits)
         device_of = placed(shape, len(sizes), len(room))
         for stage, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+            # Residuals may use only the memory that parameters leave.
             room[device_of[stage]] -= sum(self.weights[begin:end])
         candidate = _Candidate(
             Tried(self.num_microbatches, sizes, shape, inf, ""),
             cost,
             tuple(room),
-            _over(cost, device_of, room),
+            _lacking_memory(cost, device_of, room),
         )
         if min(room) <= 0:
-            return candidate.without(
-                f"device {room.index(min(room))} has no room beside parameters"
-            )
+            return candidate.without(f"the parameters alone fill device {room.index(min(room))}")
         try:
             result = search(
                 cost,
@@ -348,25 +366,25 @@ class _Case(NamedTuple):
         return candidate._replace(tried=tried, found=result)
 
 
-def _looks(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
-    """The best candidate of each placement of ``share * devices`` stages, improved by moves of
-    single layers."""
+def _best_candidates(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
+    """Yield the best candidate of each placement, improved by moves of single layers."""
     shapes = case.shapes(share)
     starts = (
         sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
     )
     for shape in shapes:
+        # Cached, because the moves of single layers reach the same partition several times.
         look = cache(partial(case.look, shape=shape))
         best = min(map(look, starts), key=_rank)
-        while (next_best := _better(best, look, deadline)) is not None:
+        while (next_best := _better_neighbour(best, look, deadline)) is not None:
             best = next_best
         yield best
 
 
-def _better(
+def _better_neighbour(
     best: _Candidate, look: Callable[[tuple[int, ...]], _Candidate], deadline: float
 ) -> _Candidate | None:
-    """The first neighbour that is better; None where there is none or the time is over."""
+    """The first better neighbour. None: there is none, or the time is over."""
     for sizes in _neighbours(best.tried.sizes):
         if perf_counter() < deadline and _rank(look(sizes)) < _rank(best):
             return look(sizes)
@@ -376,15 +394,16 @@ def _better(
 def _num_layers(layers: Cost) -> int:
     if layers.num_stages is None:
         raise PlanError(
-            "cost has a number for each layer, as fp.models.profile gives it; with one for all, "
-            "nobody knows how many layers there are: Cost(forward=[1.0] * 12)"
+            "plan_for needs a cost with one number per layer, as fp.models.profile measures it; "
+            "one "
+            "number for all layers does not give their count: Cost(forward=[1.0] * 12)"
         )
     return layers.num_stages
 
 
 def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
-    """Partitions to begin with: equal in time, and where memory is short with what each stage holds
-    counted."""
+    """Partitions to start from: equal in time, and under a memory limit also equal in memory or
+    within the limit."""
     layers, count, limits, weights, *_ = case
     times = [
         layers.of(Kind.F, layer)
@@ -400,7 +419,7 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
     )
     if stages > len(limits):
         return
-    total = sum(weights) + count * sum(memory)  # stands for no limit, as a finite number
+    total = sum(weights) + count * sum(memory)  # replaces an infinite limit by a finite number
     finite = [min(limit, total) for limit in limits]
     for window in (
         lambda stage: stages - stage,
@@ -417,14 +436,14 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
 
 
 def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The partitions with one layer moved to the next stage or the one before."""
+    """The partitions in which one layer has moved to a neighbouring stage."""
     for stage, (size, next_size) in enumerate(pairwise(sizes)):
         for move in (1, -1):
             if size + move > 0 and next_size - move > 0:
                 yield (*sizes[:stage], size + move, next_size - move, *sizes[stage + 2 :])
 
 
-def _over(cost: Cost, device_of: tuple[int, ...], limits: Sequence[float]) -> float:
+def _lacking_memory(cost: Cost, device_of: tuple[int, ...], limits: Sequence[float]) -> float:
     """The memory that all devices together lack for one microbatch at a time."""
     needed = [0.0] * len(limits)
     for stage, residual in enumerate(per_stage(cost.residual, len(device_of))):

@@ -1,4 +1,4 @@
-"""Where to cut: what a policy sees of a model, and the shipped ones."""
+"""Choose where to cut: `Units` describe a model to a policy, and three policies divide them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from funcpipe._src.models.balance import evenly
 
 @dataclass(frozen=True)
 class Units:
-    """A model as a row of units that a cut may part.
+    """A model as a sequence of units; a cut can lie between two units.
 
     Attributes:
-        names: of the modules that they are.
-        parameters: bytes of each one's parameters; one that several use counts for the first.
-        borders: bytes of a row of the values alive after each unit; zeros where no trace told them.
-        measure: the time of each unit in seconds, measured when it is called.
+        names: the path of each unit's module in the model.
+        parameters: bytes of parameters of each unit. A parameter that several units use counts for
+            the first of them.
+        borders: bytes of the values that are alive after each unit, for one row. Zeros without a
+            trace.
+        measure: a function that measures the seconds of each unit's forward when you call it.
     """
 
     names: tuple[str, ...]
@@ -40,36 +42,67 @@ class Units:
 
 
 Policy: TypeAlias = Callable[[Units, "int | None"], Sequence[int]]
-"""``(units, num_stages) -> units of each stage``."""
+"""The type of a policy: ``(units, num_stages) -> number of units of each stage``."""
 
 
 def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
-    """As equal parameter bytes as contiguous stages can have: the default. See `split`.
+    """Divide the units so that the largest stage has as few bytes of parameters as possible.
+
+    This is the default policy of `split`.
 
     >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
     >>> fp.models.by_parameters(units, 2)
     [1, 2]
+
+    Args:
+        units: the units of the model.
+        num_stages: the number of stages.
+
+    Returns:
+        The number of units of each stage.
+
+    Raises:
+        PlanError: ``num_stages`` is None.
     """
     return evenly(units.parameters, _count(num_stages, "by_parameters"))
 
 
 def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
-    """As equal measured times as contiguous stages can have; needs ``example=``. See `split`.
+    """Divide the units so that the slowest stage has as short a forward as possible.
+
+    The policy measures the units, so `split` needs ``example=``.
 
     >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
     >>> fp.models.by_time(units, 2)
     [2, 1]
+
+    Args:
+        units: the units of the model.
+        num_stages: the number of stages.
+
+    Returns:
+        The number of units of each stage.
+
+    Raises:
+        PlanError: ``num_stages`` is None, or there is no example to measure with.
     """
     return evenly(units.measure(), _count(num_stages, "by_time"))
 
 
 def by_memory(limit: float) -> Policy:
-    """Stages of at most ``limit`` bytes of parameters each; ``num_stages=None``: as few as that
-    takes.
+    """Make a policy whose stages have at most ``limit`` bytes of parameters each.
 
     >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
     >>> fp.models.by_memory(8)(units, None)
     [1, 2]
+
+    Args:
+        limit: bytes of parameters of a stage, at most.
+
+    Returns:
+        A policy. With ``num_stages=None`` it makes as few stages as possible. With a number it
+            divides the parameters as evenly as `by_parameters`. The policy raises PlanError if the
+            units do not fit.
     """
 
     def policy(units: Units, num_stages: int | None) -> Sequence[int]:

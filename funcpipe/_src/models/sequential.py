@@ -1,4 +1,7 @@
-"""An nn.Sequential as stages: runs of its layers, with the model's own names wherever it is cut."""
+"""Cut an ``nn.Sequential`` between its layers.
+
+Each stage keeps the model's own names, so checkpoints do not depend on the cuts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from funcpipe._src.models.skippable import Skips, skips_of
 
 
 class PipeSequential(nn.Sequential):
-    """An ``nn.Sequential`` whose layers may have several inputs and outputs.
+    """An ``nn.Sequential`` whose layers can have several inputs and outputs.
 
-    Exactly a ``tuple`` that a layer returns is spread over the arguments of the next one; lists,
-    named tuples and dicts are one argument, and in a plain ``nn.Sequential`` a tuple is one too.
-    (The class of this name in torch.distributed.pipeline.sync did so.)
+    If a layer returns exactly a ``tuple``, its items become the arguments of the next layer. Lists,
+    named tuples and dicts are one argument. In a plain ``nn.Sequential`` a tuple is one argument
+    too. torch.distributed.pipeline.sync had a class of the same name and behaviour.
 
     >>> class Both(nn.Module):
     ...     def forward(self, a, b):
@@ -35,7 +38,14 @@ class PipeSequential(nn.Sequential):
     """
 
     def forward(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Call the layers one after the other."""
+        """Call the layers in order.
+
+        Args:
+            inputs: the arguments of the first layer.
+
+        Returns:
+            The output of the last layer. Without layers: the single input, or the tuple of inputs.
+        """
         x: Any = inputs
         for layer in self:
             x = layer(*_arguments(x, True))
@@ -47,13 +57,13 @@ def _arguments(x: Tree, spread: bool) -> tuple[Any, ...]:
 
 
 class Unit(NamedTuple):
-    """A layer of a Sequential: what a stage has one or more of.
+    """One layer of a Sequential; a stage consists of one or more units.
 
     Attributes:
-        path: its name in the model, ``"1.0"``.
+        path: the layer's path in the model, ``"1.0"``.
         module: the layer itself.
-        spread: is a tuple spread over its arguments; the Sequential around the border before it
-            says so.
+        spread: whether a tuple before this layer becomes its arguments. The Sequential that
+            contains the border before the layer decides.
     """
 
     path: str
@@ -62,7 +72,7 @@ class Unit(NamedTuple):
 
 
 def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Module]]:
-    """The layers that stages of a Sequential are made of, with their paths.
+    """List the layers of a Sequential that stages can consist of, with their paths.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Tanh()))
     >>> [path for path, _ in units_of(model)], [path for path, _ in units_of(model, flat=True)]
@@ -70,10 +80,11 @@ def units_of(module: nn.Module, *, flat: bool = False) -> list[tuple[str, nn.Mod
 
     Args:
         module: an ``nn.Sequential`` or `PipeSequential`.
-        flat: count the layers of Sequentials inside too, not these as one layer each.
+        flat: True: count the layers of nested Sequentials. False: count a nested Sequential as one
+            layer.
 
     Raises:
-        PlanError: it is no Sequential, or its call does more than to call its layers.
+        PlanError: the module is not a Sequential, or its call does more than call its layers.
     """
     return [(path, layer) for path, layer, _ in _units(module, flat)]
 
@@ -88,24 +99,24 @@ def cut_sequential(
 ) -> tuple[tuple[Stage, Params, State], ...]:
     """Cut a Sequential into stages of neighbouring layers.
 
-    Parameters and state keep the model's own names, and layers their own random numbers, whatever
-    the sizes: a stage is the model with the other layers left out. A tuple between layers is spread
-    if the Sequential does so (`PipeSequential`), also where a border lies between them, and never
-    in a plain one; so the input of the first stage is what ``model(x)`` gets, or a tuple for
-    ``model(*x)`` of a PipeSequential. Of the skips only those that other stages pop cross a border.
-    A tensor that stands in several stages is the same object in each.
+    Parameters and state keep the model's own names, and layers keep their own random numbers,
+    whatever the sizes. A tuple between two layers is spread if the Sequential is a
+    `PipeSequential`, also at a border between stages. So the input of the first stage is the
+    argument of ``model(x)``, or a tuple for ``model(*x)`` of a PipeSequential. Only skips that
+    other stages pop cross a border. If several stages contain a tensor, they contain the same
+    object.
 
     >>> parts = cut_sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), [1, 2])
     >>> [(stage.name, sorted(params)) for stage, params, _ in parts]
     [('0', ['0.bias', '0.weight']), ('1-2', ['2.bias', '2.weight'])]
 
     Args:
-        module: an ``nn.Sequential`` or `PipeSequential`, a whole model.
-        sizes: the number of layers of each stage, all positive; they add up to the number of
+        module: a whole model, an ``nn.Sequential`` or `PipeSequential`.
+        sizes: the number of layers of each stage. All are positive, and they sum to the number of
             `units_of` the module.
-        flat: count the layers of Sequentials inside too.
+        flat: True: count the layers of nested Sequentials.
         deferred: as in `from_module`.
-        origin: True: `run` raises PlanError once attributes of the module have changed.
+        origin: True: `run` raises PlanError after the module's attributes have changed.
 
     Returns:
         For each stage: the stage, named by its layers, its parameters and its state.
@@ -121,7 +132,7 @@ def cut_sequential(
     skips_of(module, whole=True)
     rows = [units[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     parts = [SequentialPart(module, row) for row in rows]
-    # Tensors of the Sequential itself, which no layer uses.
+    # No layer uses tensors of the Sequential itself, but the state_dict must contain them.
     for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
         parts[0].register_parameter(name, tensor)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -144,14 +155,14 @@ def cut_sequential(
 
 
 class SequentialPart(nn.Module):
-    """Some layers of a Sequential at their own paths; the others are left out."""
+    """Some layers of a Sequential at their own paths, without the other layers."""
 
     def __init__(self, whole: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__()
-        self.training = False  # only its layers have modes
-        # Each place has modules of its own, also where the model has one at several: then what a
-        # layer draws depends on the place alone, not on which places are in the same stage. Their
-        # tensors stay the same.
+        self.training = False  # only the layers have modes; the container has none
+        # Each position gets its own copy, also if the model has one module at several positions.
+        # With a shared copy, the random numbers of a layer would depend on which positions are in
+        # the same stage. The copies share their tensors.
         self._funcpipe_row = [(copied(unit.module), unit.spread) for unit in units]
         for unit, (layer, _) in zip(units, self._funcpipe_row, strict=True):
             *around, name = unit.path.split(".")
@@ -163,7 +174,7 @@ class SequentialPart(nn.Module):
             inner.add_module(name, layer)
 
     def forward(self, x: Tree) -> Tree:
-        """Call the layers one after the other."""
+        """Call the layers in order."""
         for layer, spread in self._funcpipe_row:
             x = layer(*_arguments(x, spread))
         return x
@@ -174,31 +185,35 @@ class SequentialPart(nn.Module):
 
 
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
-    """The units of a Sequential. Raises PlanError where calling them in a row is not what the
-    module does."""
+    """The units of a Sequential. Raises PlanError if the module does more than call its layers
+    in order."""
     if not _is_row(module):
         reason = (
-            "its forward is not that of nn.Sequential or fp.models.PipeSequential"
+            "its class overrides the forward of nn.Sequential or fp.models.PipeSequential"
             if isinstance(module, nn.Sequential)
-            else "it is none"
+            else "it is not an nn.Sequential"
         )
         raise PlanError(
             "only an nn.Sequential can be cut by counting its layers; got "
-            f"{type(module).__name__}: {reason}. Other models are cut by fp.split"
+            f"{type(module).__name__}: {reason}. To cut other models, use fp.split"
         )
     faults = [
-        f"the Sequential itself has {kind}, which would not run: put them on a layer"
+        f"the Sequential itself has {kind}, which stages would not run; register them on a layer"
         for kind in hooks_of(module)
     ]
     units = list(_inside(module, "", isinstance(module, PipeSequential), flat))
     faults += [f"layer {path!r} is None" for path, layer, _ in units if layer is None]  # pyright: ignore[reportUnnecessaryComparison]
-    faults += [] if units else ["it has no layers; a stage has at least one, nn.Identity() will do"]
+    faults += (
+        [] if units else ["it has no layers, but a stage needs at least one; add nn.Identity()"]
+    )
     raise_all(f"this {type(module).__name__} cannot be cut:", faults)
     return units
 
 
 def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterator[Unit]:
     for number, (name, layer) in enumerate(children_of(container).items()):
+        # The Sequential around the border before a layer decides. For the first layer, that is the
+        # outer one.
         spreads = spread if number == 0 else isinstance(container, PipeSequential)
         if (
             flat
@@ -213,7 +228,7 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
 
 
 def _is_row(module: nn.Module) -> bool:
-    """Does a call of the module call its children one after the other, and nothing else."""
+    """Whether a call of the module only calls its children in order."""
     forward = type(module).forward
     return (
         isinstance(module, nn.Sequential)
@@ -223,13 +238,13 @@ def _is_row(module: nn.Module) -> bool:
 
 
 def _has_tensors(layer: nn.Module) -> bool:
-    """Of its own, not of its layers."""
+    """Whether the module itself has tensors; tensors of its layers do not count."""
     return any(True for _ in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
 
 
 def _refuse_shared_norms(units: Sequence[Unit]) -> None:
-    """Raises PlanError where one batch norm layer stands in two units: its statistics would be kept
-    in two places."""
+    """Raise PlanError if two units contain the same batch norm layer: its statistics would be
+    kept twice."""
     places: dict[int, dict[str, str]] = {}
     for unit in units:
         for path, layer in unit.module.named_modules():
@@ -243,8 +258,8 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
         if len(paths) > 1
     ]
     raise_all(
-        "one batch norm layer in several layers of a Sequential cannot be cut, for its statistics "
-        "would be kept in several places; give each place a layer of its own (they may share "
-        "weight and bias):",
+        "a Sequential cannot be cut if several of its layers contain the same batch norm layer, "
+        "because its statistics would be kept in several places; give each place its own layer "
+        "(the layers may share weight and bias):",
         faults,
     )

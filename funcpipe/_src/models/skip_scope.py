@@ -1,5 +1,8 @@
-"""Where skips are while modules are called: in the store of a stage's call, or of the outermost
-call around them."""
+"""Find the store of skips while modules are called.
+
+In a plan the store belongs to the call of a stage. Otherwise the store belongs to the outermost
+call of a module. `skippable` has the layers that use the store.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,25 @@ _number = itertools.count()
 
 @functools.total_ordering
 class Namespace:
-    """Keeps skips of equal names apart: ``Layer().isolate(Namespace())``. None is the default one.
+    """A key that separates skips with equal names: ``Layer().isolate(Namespace())``.
 
-    Namespaces are values: copies and pickles equal their origin, and so do two of the same name.
-    One without a name equals nothing else, and is called by the number of its making; where several
-    processes build the same model, names keep the plans comparable.
+    Skips without a namespace have the namespace None. Namespaces are values: a copy or a pickle
+    equals its original, and two namespaces with the same name are equal. A namespace without a name
+    equals no other namespace and gets a number as its name. If several processes build the same
+    model, give names, so that the plans can be compared.
 
     >>> fp.models.Namespace("deep") == fp.models.Namespace("deep"), fp.models.Namespace() == fp.models.Namespace()
     (True, False)
 
     Args:
-        name: what plans and errors put before the names of its skips, as in ``deep/skip``.
+        name: a string without "/". Plans and errors show a skip as ``deep/skip``. "", the default:
+            a new, unique namespace.
+
+    Attributes:
+        name: the given name, or the number as ``ns0``.
+
+    Raises:
+        PlanError: the name is not a string, or contains "/".
     """
 
     __slots__ = ("_identity", "name")
@@ -59,7 +70,7 @@ Store: TypeAlias = dict[Key, Tree]
 
 
 def label(key: Key) -> str:
-    """What a skip is called outside of the module: its name, after its namespace if it has one."""
+    """The name of a skip outside of its module: its namespace if it has one, and its own name."""
     namespace, name = key
     return name if namespace is None else f"{namespace.name}/{name}"
 
@@ -68,8 +79,8 @@ _OPEN: ContextVar[Store | None] = ContextVar("funcpipe_skips", default=None)
 
 
 class carrying:
-    """While inside, on this thread, layers stash into this store and pop from it: one call of a
-    stage."""
+    """A context in which layers on this thread stash into and pop from one store, for one call
+    of a stage."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -83,16 +94,16 @@ class carrying:
 
 
 def current() -> Store:
-    """Where the layer that is running now stashes and pops.
+    """Return the store for the layer that is running now.
 
-    Outside of a stage nobody tells when a model's call begins and ends, and an aborted one must
-    leave nothing to the next. So the store lies with the outermost call of a module that is on the
-    Python stack, and goes when that ends.
+    Outside of a stage no hook marks where a call of the model begins and ends, and an aborted call
+    must leave nothing to the next call. So the store is a local of the outermost module call on the
+    Python stack, and disappears when that call ends.
     """
     store = _OPEN.get()
     if store is not None:
         return store
-    if torch.compiler.is_dynamo_compiling():  # the compiler does not read the stack
+    if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace code that reads the stack
         uncompiled: Any = torch.compiler.disable(_of_the_call)
         return uncompiled()
     return _of_the_call()
@@ -104,9 +115,10 @@ def _of_the_call() -> Store:
         if frame.f_code is MODULE_CALL:
             outermost = frame
     if outermost is None:
-        return Store()  # layer.forward(x) by hand: the skips are for nobody
+        return Store()  # layer.forward(x) was called directly: no other layer can pop
     return own_dict(outermost).setdefault(_STORE, Store())
 
 
 _STORE = object()
-"""The key of the store: no name of an argument."""
+"""The key of the store in a frame's locals. An object, so it cannot equal the name of an
+argument."""

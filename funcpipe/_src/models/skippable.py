@@ -1,5 +1,7 @@
-"""Skips between nn.Modules: layers stash values by name and pop them, wherever in a model they
-stand."""
+"""Stash values by name in one layer of a model and pop them in a later layer.
+
+`skip_scope` finds the store; this module has the commands, the decorator and the checks.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,20 @@ _Class = TypeVar("_Class", bound=type[nn.Module])
 
 
 class stash(NamedTuple):
-    """``yield stash(name, value)`` in the forward of a `skippable` module hands a value to later
-    layers.
+    """A command that hands a value to later layers: ``yield stash(name, value)``.
 
-    The value is any tree, or None. It is what it is now: what a later layer writes in place does
-    not reach it.
+    Use it in the forward of a `skippable` module. A later write into the tensors in place does not
+    change the stashed value.
+
+    >>> @fp.models.skippable(stash=["early"])
+    ... class Encoder(nn.Module):
+    ...     def forward(self, x):
+    ...         yield fp.models.stash("early", x)
+    ...         return x * 2
+
+    Attributes:
+        name: a name that the class declares in ``skippable(stash=)``.
+        value: any tree of tensors, or None.
     """
 
     name: str
@@ -32,22 +43,31 @@ class stash(NamedTuple):
 
 
 class pop(NamedTuple):
-    """``value = yield pop(name)`` in the forward of a `skippable` module takes what an earlier
-    layer stashed.
+    """A command that takes the value of an earlier layer: ``value = yield pop(name)``.
 
-    Each layer that pops gets its own: it may write into it.
+    Use it in the forward of a `skippable` module. Each layer that pops gets its own copy-on-write
+    value, so it may write into the value.
+
+    >>> @fp.models.skippable(pop=["early"])
+    ... class Decoder(nn.Module):
+    ...     def forward(self, x):
+    ...         early = yield fp.models.pop("early")
+    ...         return x + early
+
+    Attributes:
+        name: a name that the class declares in ``skippable(pop=)``.
     """
 
     name: str
 
 
 class Declared(NamedTuple):
-    """What a class stashes and pops.
+    """The declaration of a skippable class.
 
     Attributes:
-        stash, pop: names, in the order given.
+        stash, pop: the declared names, in the given order.
         forward: the driver that replaces the class's own forward.
-        here: did the class declare it itself, and not inherit it.
+        here: whether the class itself has the decorator; False: inherited.
     """
 
     stash: tuple[str, ...]
@@ -57,14 +77,18 @@ class Declared(NamedTuple):
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_Class], _Class]:
-    """Declare the values that a module hands to later layers or takes from earlier ones, past the
-    layers between.
+    """Declare the values that a module hands to later layers, or takes from earlier layers.
 
-    A class decorator; the class stays what it is (names of parameters, pickles, ``isinstance``).
-    Its forward is a generator that yields `stash` and `pop` commands, or it takes the popped values
-    as the keyword ``skips`` and returns ``Out(y, stash={...})``. In a plan only the skips that a
-    stage's layers exchange with other stages cross its border. Without any plan, in
-    ``nn.Sequential(...)(x)``, skips live until the outermost module's call ends.
+    A class decorator. Parameter names, pickles and ``isinstance`` work as before. The forward of
+    the class has one of two forms:
+
+    - a generator that yields `stash` and `pop` commands;
+    - a function that takes the popped values as the keyword ``skips`` and returns ``Out(y,
+      stash={...})``.
+
+    In a plan, a skip crosses the border of a stage only if another stage stashes or pops it.
+    Without a plan, in ``nn.Sequential(...)(x)``, skips exist until the call of the outermost module
+    ends.
 
     >>> @fp.models.skippable(stash=["early"])
     ... class Encoder(nn.Module):
@@ -78,19 +102,24 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[_
     >>> nn.Sequential(Encoder(), nn.ReLU(), Decoder())(torch.tensor([1.0, -1.0]))
     tensor([ 3., -1.])
 
-    The class gets a method ``isolate(ns, *, only=None) -> self``: its skips (those in ``only``)
-    belong to a `Namespace` then, so that a block with skips inside can stand in a model twice. A
-    subclass inherits the declaration; with a decorator of its own it has that one instead. There
-    ``super().forward(x)`` is what the class wrote, a generator where it wrote one: ``y = yield from
-    super().forward(x)``.
+    The decorator adds a method ``isolate(ns, *, only=None) -> self``. It puts the module's skips,
+    or only the named skips, into a `Namespace`. So a block with skips inside can occur in a model
+    twice.
+
+    A subclass inherits the declaration, and its own decorator replaces the inherited declaration.
+    In a subclass, ``super().forward(x)`` calls the forward as it was written. For a generator,
+    write ``y = yield from super().forward(x)``.
 
     Args:
-        stash: names that it stashes, each in every call.
-        pop: names that it pops, each in every call.
+        stash: names that the module stashes, each in every call.
+        pop: names that the module pops, each in every call.
+
+    Returns:
+        The decorator.
 
     Raises:
-        PlanError: this is no module class, or it is skippable already. What the stashes and pops of
-            a whole model do not match in is found when stages are made of it.
+        PlanError: the decorated object is not a module class, or is already skippable. funcpipe
+            finds stashes and pops that do not match when it makes stages of a model.
     """
     names = _names(stash, "stash"), _names(pop, "pop")
 
@@ -122,8 +151,10 @@ def _names(names: Iterable[str], keyword: str) -> tuple[str, ...]:
 def _install(
     cls: type[nn.Module], stash: tuple[str, ...], pop: tuple[str, ...], *, here: bool
 ) -> None:
-    """Replace the class's forward by a driver of it."""
+    """Replace the class's forward by a driver that executes the skip commands."""
     raw: Callable[..., Any] = cls.forward
+    # An inherited forward may be a driver already. A driver around a driver would run each command
+    # twice.
     raw = getattr(raw, "_written", raw)
     takes_skips = "skips" in inspect.signature(raw).parameters
 
@@ -146,7 +177,7 @@ def _install(
 
 
 def _watch_subclasses(cls: type[nn.Module]) -> None:
-    """Install the driver also in subclasses that write a forward of their own."""
+    """Install the driver also in subclasses that define their own forward."""
     original = vars(cls).get("__init_subclass__")
 
     def __init_subclass__(sub: type[nn.Module], **kwargs: Any) -> None:
@@ -164,8 +195,8 @@ def _watch_subclasses(cls: type[nn.Module]) -> None:
 def _isolate(
     self: nn.Module, ns: Namespace | None, *, only: str | Iterable[str] | None = None
 ) -> nn.Module:
-    """Put the skips of this module (those in ``only``) into a namespace; the last one counts.
-    Returns the module."""
+    """Put the skips of this module, or those in ``only``, into a namespace. The last call
+    counts. Returns the module."""
     if ns is not None and not isinstance(ns, Namespace):
         raise PlanError(
             f"isolate takes a namespace; got {ns!r}. Make one with fp.models.Namespace() or "
@@ -195,8 +226,8 @@ def _key(layer: nn.Module, name: str) -> Key:
 
 
 class _LayerCall:
-    """One call of a skippable layer: executes the commands of its forward, and checks them against
-    its declaration."""
+    """One call of a skippable layer: executes the commands of its forward and compares them with
+    the declaration."""
 
     def __init__(self, layer: nn.Module, declared: Declared, store: Store) -> None:
         self.layer, self.declared, self.store = layer, declared, store
@@ -209,9 +240,8 @@ class _LayerCall:
                 f"@fp.models.skippable(stash=[{name!r}])"
             )
         self.done.add(("stash", name))
-        self.store[_key(self.layer, name)] = map_tensors(
-            cow_clone, value
-        )  # the layer may write into what it has
+        # A copy-on-write clone: the layer may still write into its own tensors.
+        self.store[_key(self.layer, name)] = map_tensors(cow_clone, value)
 
     def pop(self, name: str) -> Tree:
         if name not in self.declared.pop:
@@ -225,19 +255,20 @@ class _LayerCall:
             return map_tensors(cow_clone, self.store[key])
         if backward_number() != -1:
             raise PlanError(
-                f"{self._who} pops {label(key)!r} in a backward, where torch.utils.checkpoint "
-                "computes it again and its skip is gone; pop outside of the checkpointed part "
-                "and pass the value in, or use fp.schedules.remat for the stage"
+                f"{self._who} pops {label(key)!r} in a backward: torch.utils.checkpoint computes "
+                "the "
+                "layer again there, when its skip no longer exists; pop outside of the "
+                "checkpointed part and pass the value in, or use fp.schedules.remat for the stage"
             )
         stashed = sorted(map(label, self.store))
         raise PlanError(
-            f"{self._who} pops {label(key)!r}, but no layer stashed it before (there are: "
-            f"{stashed}); both must be called inside of one module, such as nn.Sequential(...), "
-            "or be stages of one plan"
+            f"{self._who} pops {label(key)!r}, but no layer stashed it before (stashed so far: "
+            f"{stashed}); call both layers within one module, such as nn.Sequential(...), or make "
+            "them stages of one plan"
         )
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
-        """Run a forward that yields commands; its faults are raised at the line of its yield."""
+        """Run a generator forward. A fault in a command is raised at the line of its ``yield``."""
         resume: Callable[[Any], Any] = generator.send
         value: Any = None
         while True:
@@ -246,8 +277,8 @@ class _LayerCall:
             except StopIteration as stop:
                 return stop.value
             finally:
-                # an error must not be kept by its own traceback, nor a skip longer than the forward
-                # does
+                # This frame is in the error's traceback. A reference here would keep the error
+                # alive by a cycle, and a skip longer than the forward needs it.
                 value = None
             try:
                 resume, value = generator.send, self._obey(command)
@@ -265,7 +296,8 @@ class _LayerCall:
         )
 
     def finish(self, result: Any) -> Any:
-        """The layer's output. Raises PlanError where it did not do all that it declares."""
+        """Return the layer's output. Raises PlanError if the forward did not stash and pop all
+        declared names."""
         if isinstance(result, Out):
             for name, value in result.stash.items():
                 self.stash(name, value)
@@ -301,13 +333,13 @@ class _LayerCall:
 
 
 class Skips(NamedTuple):
-    """The skips of a module, by the names that its stage has for them.
+    """The skips of a module, by the names that its stage uses.
 
     Attributes:
-        stash: stashed inside, popped by no layer inside.
-        pop: popped inside, not stashed there.
-        offers: stashed and popped inside; later stages may pop them too.
-        inside: are there layers that stash or pop at all.
+        stash: skips stashed inside and popped by no layer inside.
+        pop: skips popped inside and stashed by no layer inside.
+        offers: skips stashed and popped inside. Later stages may pop them too.
+        inside: whether any layer stashes or pops.
     """
 
     stash: Mapping[str, Key]
@@ -317,16 +349,15 @@ class Skips(NamedTuple):
 
 
 def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
-    """What the layers of a module stash and pop, at any depth, in the order in which they are
-    registered.
+    """Collect the stashes and pops of a module's layers at any depth, in the order of registration.
 
     Args:
         module: any module.
-        whole: is it a whole model, so that what is stashed must be popped inside, and the other way
-            round.
+        whole: True: the module is a whole model, so each stash needs a pop inside and each pop a
+            stash.
 
     Raises:
-        PlanError: with all faults of the declarations.
+        PlanError: lists all faults of the declarations.
     """
     stashes: dict[Key, str] = {}
     pops: list[tuple[Key, str]] = []
@@ -343,8 +374,9 @@ def skips_of(module: nn.Module, *, whole: bool = False) -> Skips:
         for key in (_key(layer, name) for name in declared.stash if name not in both):
             if key in stashes:
                 faults.append(
-                    f"{_layer(path, layer)} stashes {label(key)!r} again, {stashes[key]!r} did "
-                    "already; keep them apart: isolate(fp.models.Namespace())"
+                    f"{_layer(path, layer)} stashes {label(key)!r} again, which {stashes[key]!r} "
+                    "already "
+                    "stashes; separate them: isolate(fp.models.Namespace())"
                 )
             stashes.setdefault(key, path)
         pops += [(_key(layer, name), path) for name in declared.pop if name not in both]
@@ -382,13 +414,13 @@ def _layer(path: str, layer: nn.Module) -> str:
 
 
 def _before(module: nn.Module, first: str, second: str) -> bool:
-    """Is it certain that one layer runs before another: the innermost module with both in it is a
-    Sequential."""
+    """Whether one layer certainly runs before another: the innermost module that contains both
+    is a Sequential."""
     a, b = first.split("."), second.split(".")
     depth = next(
         (i for i, (part, other) in enumerate(zip(a, b, strict=False)) if part != other), None
     )
-    if depth is None:  # one is inside of the other
+    if depth is None:  # one path contains the other, so their order is unknown
         return False
     common = module.get_submodule(".".join(a[:depth]))
     order = list(children_of(common))
@@ -396,12 +428,12 @@ def _before(module: nn.Module, first: str, second: str) -> bool:
 
 
 def _ambiguous(keys: list[Key]) -> list[str]:
-    """A fault for each name that several skips would have."""
+    """List a fault for each name that several skips share."""
     by_label: dict[str, Key] = {}
     unlike = {label(key) for key in keys if by_label.setdefault(label(key), key) != key}
     return [
         (
-            f"two skips would be called {name!r}; give their namespaces names of their own: "
+            f"two skips have the same name {name!r}; give their namespaces different names: "
             "fp.models.Namespace('name')"
         )
         for name in sorted(unlike)

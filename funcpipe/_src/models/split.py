@@ -1,5 +1,7 @@
-"""split: any model into stages, parameter trees with the model's own names, and a good division of
-the work."""
+"""Cut a model into stages, and choose the way: by layers, by blocks, or by a trace.
+
+The three ways themselves are in `sequential`, `layers` and `traced`. `split_model` has the result.
+"""
 
 from __future__ import annotations
 
@@ -54,114 +56,125 @@ def split(
     commit: Mapping[str, CommitBuffer] | None = None,
     progress: ProgressTo = False,
 ) -> Split:
-    """Cut a model into pure stages. The model is untouched; the stages get its parameters, by its
-    names.
+    """Cut a model into stages, each a pure function of its parameters, its state and its input.
 
-    Stages compute with copies of the model's modules. If you change attributes, layers or hooks of
-    the model afterwards, `run` raises PlanError.
+    The model does not change. The stages compute with copies of the model's modules, and
+    `split.params` contains the model's own parameters by the model's own names. If you change
+    attributes, layers or hooks of the model afterwards, `run` raises PlanError.
 
-    Three ways, by what is given. An ``nn.Sequential`` is cut between its layers (those of nested
-    ones too). Any model with ``example=`` is traced by ``torch.export`` and cut anywhere: values
-    that far stages need become skips, and the stages are compared with the model on two inputs. Any
-    other is cut without tracing at the entries of its list of blocks (transformers' decoders,
-    encoders): each stage runs the model's own forward with the other layers left out. If such a
-    stage needs another value of an earlier stage than the last block's output, `run` raises
-    PlanError.
+    The arguments select one of three ways:
 
-    >>> made = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
-    >>> [list(params) for params in made.params]
+    - An ``nn.Sequential`` is cut between its layers. The layers of nested Sequentials count
+      separately.
+    - Any model with ``example=`` is traced by ``torch.export`` and can be cut between any two
+      operations. Values that later stages need become skips. The stages are compared with the model
+      on two inputs.
+    - Any other model, for example a decoder or an encoder of transformers, is cut between the blocks
+      of its list of blocks, without a trace. Each stage runs the model's own forward without the
+      other blocks. If a stage needs another value of an earlier stage than the output of the last
+      block, `run` raises PlanError.
+
+    >>> result = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
+    >>> [list(params) for params in result.params]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 
     Args:
-        model: each of its layers in the mode in which it will run where the plan trains: after
-            ``model.eval()`` the stages stay in evaluation mode.
-        num_stages: how many; may be left out where ``at``, ``balance``, `split_point` or the policy
-            tells.
-        at: where to cut: ``{"layers.2": "before"}``, "before" or "after" a module, ``"layers.2@1"``
-            for its second call; a list of names cuts before each.
-        balance: units of each stage: layers of a Sequential (its own, or with those of the
-            Sequentials inside: whichever the sum fits), blocks of a list, or what a trace counts.
-        policy: chooses the cuts: `by_parameters` (default), `by_time`, ``by_memory(limit)``, or a
-            function ``(Units, num_stages) -> sizes``.
-        example: an input for a trace. With ``layers=`` nothing is traced: the example only compares
-            the stages with the model. A tensor or a tuple goes to forward by position, a mapping by
-            keyword. The inputs of the stages follow the same rule.
-        any_rows: trace for any number of rows (the first dimension of every tensor that has as many
-            as the first one; `Axis` marks those of another dimension, `Replicate` what has none, as
-            in the batch of a run); False: the stages run with just the rows of the example, which
-            is then one microbatch.
-        layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or
-            what `find_layers` returned, mended; None: find it.
-        ties: parameters that several stages use: "replicate" (each holds it, gradients are summed)
-            or "transmit" (the first owns it, its value travels), or one of them by name.
-        loss: where in the output the model's own loss is: a path ("loss", 0, ("aux", "loss")) or a
-            function of the output; None: the output itself, ``.loss`` or ``["loss"]``, if that is a
-            scalar. Of a transformers model it is known how many labels of a microbatch it counts
-            (-100 is not counted), and the batch's loss is that of the model in one piece; of other
-            models it is not, and microbatches count by their rows: for padded labels give
-            ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
-        check: with an example, compare the stages with the model (two forwards and backwards of
-            each on the example).
-        slices: let the stages run slices of a sequence, for schedules with ``num_slices``: each
-            hands the keys and values of its blocks on, through the cache that the model has for
-            generating. For models of transformers without a trace whose blocks attend to all that
-            came before (Llama, GPT-2); stages of functions have a ``carry`` of their own. Labels go
-            in moved by one, as ``labels`` and ``shift_labels``.
+        model: the module to cut. Set the mode of each layer before the call: a layer in evaluation
+            mode stays in evaluation mode when the plan trains.
+        num_stages: the number of stages. None: ``at``, ``balance``, `split_point` or the policy
+            determines the number.
+        at: where to cut. A dict maps the path of a module to "before" or "after": ``{"layers.2":
+            "before"}``. ``"layers.2@1"`` is the second call of the module. A list of paths cuts
+            before each module.
+        balance: the number of units of each stage, for example ``[3, 3, 2]``. Units are the layers
+            of a Sequential, the blocks of a list, or the units of the trace. For nested
+            Sequentials, the sum decides whether only the outer layers count or the inner layers
+            too.
+        policy: a function that chooses the cuts: `by_parameters` (the default), `by_time`,
+            ``by_memory(limit)``, or your own ``(Units, num_stages) -> sizes``.
+        example: an input of the model, for the trace. A tensor or a tuple goes to forward by
+            position, a mapping by keyword. The input of the first stage follows the same rule. With
+            ``layers=`` there is no trace, and the example only serves to compare the stages with
+            the model.
+        any_rows: True: trace for any number of rows. Rows are the first dimension of each tensor
+            that has as many as the first tensor. As in the batch of a run, `Axis` marks rows in
+            another dimension, and `Replicate` marks a value without rows. False: each microbatch
+            must have exactly the rows of the example.
+        layers: for the way without a trace: the path of the list of blocks ("encoder.layer"), or a
+            corrected result of `find_layers`. None: `find_layers` finds the list.
+        ties: how to treat parameters that several stages use. "replicate": each stage has a copy,
+            and the gradients are summed. "transmit": the first stage owns the parameter and its
+            value travels. A dict selects one of the two by the parameter's name.
+        loss: where in the model's output the model's own loss is: a path ("loss", 0, ("aux",
+            "loss")) or a function of the output. None: the output itself, ``.loss`` or
+            ``["loss"]``, if that is a scalar. For a transformers model, funcpipe counts the labels
+            of each microbatch without -100, so the loss of the batch equals the model's loss on the
+            whole batch. For other models, microbatches count by their rows. If your labels are
+            padded, give ``make_plan(loss=)`` a loss with a method ``weigh(inputs, target)``.
+        check: True: compare the stages with the model on the example. The comparison takes two
+            forwards and backwards of each.
+        slices: True: the stages can run slices of a sequence, for schedules with ``num_slices``.
+            Each slice hands the keys and values of its blocks to the next slice, in the cache that
+            the model uses to generate text. Only for transformers models without a trace whose
+            blocks attend to all earlier tokens (Llama, GPT-2). Stages of functions have their own
+            ``carry``. Give labels shifted by one, as ``labels`` and ``shift_labels``.
         commit: for a trace: how to update buffers into which the forward writes values that depend
-            on the inputs. ``{name: fn}`` with ``fn(old, written, rows) -> new``, where each
-            microbatch wrote its value from the same ``old``. For counters `sum_of_changes`, for
-            averages `mean_by_rows`. Batch norm needs no entry.
-        progress: True shows on stderr what a traced split does: model, trace, cut, check; or a
-            function that is told a `CallProgress`.
+            on the inputs. ``{name: fn}`` with ``fn(old, written, rows) -> new``; each microbatch
+            computed its value in ``written`` from the same ``old``. Use `sum_of_changes` for
+            counters and `mean_by_rows` for averages. Batch norm needs no entry.
+        progress: True shows on stderr the steps of a traced split: model, trace, cut, check. A
+            function gets a `CallProgress` instead.
 
     Returns:
-        `Split`: stages, params, state, ties, loss; it prints itself.
+        A `Split` with stages, params, state, ties and loss. ``print`` shows the cuts.
 
     Raises:
-        PlanError: the model, the cuts or the example do not fit; the model is untouched.
+        PlanError: the model, the cuts or the example do not fit together, or the stages do not
+            compute what the model computes. The model is unchanged.
     """
     _check_model(model)
-    cuts = _Wanted(num_stages, _names(at), balance, policy)
+    cuts = _CutArguments(num_stages, _cuts_by_module(at), balance, policy)
     cuts.check()
     if slices and (example is not None or (isinstance(model, nn.Sequential) and layers is None)):
         raise PlanError(
-            "slices=True cuts models of transformers between their blocks, without a trace: leave "
-            "out example=; of a Sequential, or a model of your own, write the stages as functions "
+            "slices=True works only for transformers models that are cut between their blocks, "
+            "without example=; for a Sequential or your own model, write the stages as functions "
             "with a carry (fp.stage)"
         )
     if example is not None and layers is None:
-        with tracing, telling("split", progress, unit="steps", total=4) as told:
-            made = _traced(model, cuts, example, ties, loss, any_rows, check, commit, told)
-            return _told(model, "traced", made)
+        with tracing, telling("split", progress, unit="steps", total=4) as teller:
+            result = _traced(model, cuts, example, ties, loss, any_rows, check, commit, teller)
+            return _log_split(model, "traced", result)
     if commit is not None:
         raise PlanError(
-            "commit= is for traces; give example=, or fold the statistics of a function stage by "
-            "its commit="
+            "commit= works only with a trace; give example=, or write a function stage, which has "
+            "its own commit= (fp.stage)"
         )
     if cuts.open and policy is None and (marked := callers(model)):
         raise PlanError(
-            f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which only a "
-            "trace sees; give example= to cut there, or say where to cut: at=, balance=, policy="
+            f"the forward of {' and '.join(marked)} calls fp.models.split_point(), which works "
+            "only with a trace; give example= to cut there, or choose the cuts with at=, balance= "
+            "or policy="
         )
     if isinstance(model, nn.Sequential) and layers is None:
-        return _told(model, "between its layers", _sequential(model, cuts, ties, loss))
-    made = _layered(model, cuts, layers, ties, loss, slices)
+        return _log_split(model, "between its layers", _sequential(model, cuts, ties, loss))
+    result = _layered(model, cuts, layers, ties, loss, slices)
     if example is not None and check:
-        verify(model, made, unmarked(example), train=True)
-    return _told(model, "at its blocks, not traced", made)
+        verify(model, result, unmarked(example), train=True)
+    return _log_split(model, "at its blocks, not traced", result)
 
 
-def _told(model: nn.Module, way: str, made: Split) -> Split:
-    log.info("cut %s %s: %r", type(model).__name__, way, made)
-    return made
+def _log_split(model: nn.Module, way: str, result: Split) -> Split:
+    log.info("cut %s %s: %r", type(model).__name__, way, result)
+    return result
 
 
 # -- where to cut
 # -------------------------------------------------------------------------------
 
 
-class _Wanted(NamedTuple):
-    """The arguments of `split` that say where to cut."""
+class _CutArguments(NamedTuple):
+    """The arguments of `split` that determine where to cut."""
 
     num_stages: int | None
     at: dict[str, str]
@@ -170,17 +183,18 @@ class _Wanted(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Do neither names nor sizes say where to cut."""
+        """Whether neither names nor sizes determine the cuts."""
         return not self.at and self.balance is None
 
     def check(self) -> None:
-        """Raises PlanError where an argument is wrong, or several say where to cut."""
+        """Raise PlanError for a wrong argument, or for several arguments that determine the
+        cuts."""
         count = self.num_stages
         faults: list[str] = []
         if count is not None and (
             not isinstance(count, int) or isinstance(count, bool) or count < 1
         ):
-            faults.append(f"num_stages is a positive int or None; got {count!r}")
+            faults.append(f"num_stages must be a positive int or None; got {count!r}")
         arguments = (
             ("at", self.at),
             ("balance", self.balance is not None),
@@ -188,63 +202,63 @@ class _Wanted(NamedTuple):
         )
         chosen = [name for name, value in arguments if value]
         if len(chosen) > 1:
-            faults.append(f"{' and '.join(chosen)} each say where to cut; give one of them")
+            faults.append(f"{' and '.join(chosen)} each determine the cuts; give one of them")
         if self.policy is not None and not callable(self.policy):
             kind = type(self.policy).__name__
             faults.append(
-                "policy is a function (units, num_stages) -> sizes, like "
+                "policy must be a function (units, num_stages) -> sizes, like "
                 f"fp.models.by_parameters; got a {kind}"
             )
-        raise_all("split cannot tell where to cut:", faults)
+        raise_all("split cannot determine the cuts:", faults)
 
     def sizes(self, units: Units) -> list[int]:
-        """Units of each stage, by names, by sizes or by a policy. Raises PlanError."""
+        """Return the number of units of each stage, from names, sizes or a policy. Raises
+        PlanError."""
         count = self.num_stages
         if self.at:
-            return _by_names(units, self.at, count)
+            return _sizes_by_names(units, self.at, count)
         sizes: Any = self.balance
         if sizes is None:
             if count is not None and count > len(units):
                 names = ", ".join(units.names[:8]) + (", ..." if len(units) > 8 else "")
                 raise PlanError(
-                    f"{count} stages are more than the {len(units)} units that the model has "
-                    f"({names})"
+                    f"num_stages is {count}, but the model has only {len(units)} units ({names})"
                 )
             if count is None and self.policy is None:
                 raise PlanError(
-                    "into how many stages? Give num_stages, at={module: 'before'}, balance=, or a "
-                    "policy that knows (by_memory)"
+                    "the number of stages is missing; give num_stages, at={module: 'before'}, "
+                    "balance=, or a policy that determines the number (by_memory)"
                 )
             sizes = (self.policy or by_parameters)(units, count)
         return checked_sizes(sizes, len(units), "units of the model", count)
 
 
-def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
-    places: set[int] = set()
+def _sizes_by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
+    positions: set[int] = set()
     faults: list[str] = []
     for name, side in cuts.items():
         hits = [
             i for i, unit in enumerate(units.names) if unit == name or unit.startswith(f"{name}.")
         ]
         if side not in ("before", "after"):
-            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
+            faults.append(f"at[{name!r}] must be 'before' or 'after'; got {side!r}")
         elif not hits:
             hint = similar(name, units.names) or f"; there are {', '.join(units.names[:8])}"
-            faults.append(f"at[{name!r}]: no layer of that name to cut at{hint}")
+            faults.append(f"at[{name!r}]: the model has no layer of that name{hint}")
         else:
-            place = hits[0] if side == "before" else hits[-1] + 1
-            if place in (0, len(units)):
+            position = hits[0] if side == "before" else hits[-1] + 1
+            if position in (0, len(units)):
                 faults.append(
-                    f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty"
+                    f"at[{name!r}] {side}: no layer runs {side} it, so a stage would be empty"
                 )
-            places.add(place)
-    if not faults and num_stages is not None and len(places) + 1 != num_stages:
+            positions.add(position)
+    if not faults and num_stages is not None and len(positions) + 1 != num_stages:
         faults.append(
-            f"num_stages is {num_stages}, but the cuts make {len(places) + 1} stages; leave one "
+            f"num_stages is {num_stages}, but the cuts make {len(positions) + 1} stages; leave one "
             "of them out"
         )
     raise_all("the model cannot be cut there:", faults)
-    bounds = [0, *sorted(places), len(units)]
+    bounds = [0, *sorted(positions), len(units)]
     return [b - a for a, b in pairwise(bounds)]
 
 
@@ -252,13 +266,15 @@ def _by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> lis
 # -------------------------------------------------------------------------------
 
 
-def _sequential(model: nn.Sequential, cuts: _Wanted, ties: Any, loss: Any) -> Split:
+def _sequential(model: nn.Sequential, cuts: _CutArguments, ties: Any, loss: Any) -> Split:
     sizes = cuts.balance
     total = (
         sum(size for size in sizes if isinstance(size, int))
         if isinstance(sizes, Sequence)
         else None
     )
+    # Sizes that sum to the outer layers count outer layers, so nested Sequentials remain whole.
+    # Otherwise all inner layers count.
     flat = total != len(model)
     units = _module_units(units_of(model, flat=flat))
     parts = cut_sequential(model, cuts.sizes(units), flat=flat)
@@ -266,7 +282,7 @@ def _sequential(model: nn.Sequential, cuts: _Wanted, ties: Any, loss: Any) -> Sp
 
 
 def _layered(
-    model: nn.Module, cuts: _Wanted, layers: Any, ties: Any, loss: Any, slices: bool
+    model: nn.Module, cuts: _CutArguments, layers: Any, ties: Any, loss: Any, slices: bool
 ) -> Split:
     stack = layers if isinstance(layers, Layers) else find_layers(model, layers)
     named = [(name, model.get_submodule(name)) for name in stack.names]
@@ -278,14 +294,14 @@ def _layered(
 
 def _traced(
     model: nn.Module,
-    cuts: _Wanted,
+    cuts: _CutArguments,
     example: Any,
     ties: Any,
     loss: Any,
     any_rows: bool,
     check: bool,
     commit: Mapping[str, CommitBuffer] | None,
-    told: Teller,
+    teller: Teller,
 ) -> Split:
     axes = row_axes(example) if any_rows else None
     example = unmarked(example)
@@ -295,55 +311,58 @@ def _traced(
     if not empty:
         if "forward hooks" in hooks_of(model):
             raise PlanError(
-                "the model itself has forward hooks, which a trace of its forward does not see; "
-                "put them on a module inside, or take them off"
+                "the model itself has forward hooks, which a trace of its forward does not run; "
+                "register them on a module inside, or remove them"
             )
-        told.phase("model", 0)
+        teller.phase("model", 0)
         try_once(model, example)
-    told.phase("trace", 1)
+    teller.phase("trace", 1)
     captured = capture(model, args, kwargs, axes=axes, commit=commit)
-    told.phase("cut", 2)
-    parts, edges = traced_graph.cut(captured, _places(captured, model, cuts, example), model)
+    teller.phase("cut", 2)
+    parts, edges = traced_graph.cut(captured, _stage_starts(captured, model, cuts, example), model)
     model_loss = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         model_loss = None
     result = assemble(model, parts, ties=ties, loss=model_loss, edges=edges)
     if check and not empty:
-        told.phase("check", 3)
+        teller.phase("check", 3)
         verify(model, result, example, train=True)
         if not captured.evaluation:
             verify_evaluation(model, result, example)
-    told.to(4)
+    teller.to(4)
     return result
 
 
-def _places(captured: Captured, model: nn.Module, cuts: _Wanted, example: Any) -> list[int]:
-    """The positions of the operations that begin each stage but the first."""
+def _stage_starts(
+    captured: Captured, model: nn.Module, cuts: _CutArguments, example: Any
+) -> list[int]:
+    """Return the positions of the operations that begin a stage, except the first stage."""
     count = cuts.num_stages
-    places: list[int] = []
+    positions: list[int] = []
     if cuts.at:
-        places = traced_graph.positions(captured, cuts.at, model)
+        positions = traced_graph.positions(captured, cuts.at, model)
     elif cuts.open and cuts.policy is None:
-        places = traced_graph.marked(captured)
-        if not places and count is None:
+        positions = traced_graph.marked(captured)
+        if not positions and count is None:
             raise PlanError(
                 "the forward has no fp.models.split_point(); give num_stages, or at={module: "
                 "'before'}, or call fp.models.split_point() in its forward"
             )
-    if places:
-        if count not in (None, len(places) + 1):
-            times = "once" if len(places) == 1 else f"{len(places)} times"
+    if positions:
+        if count not in (None, len(positions) + 1):
+            times = "once" if len(positions) == 1 else f"{len(positions)} times"
             origin = (
                 "the cuts of at= make"
                 if cuts.at
                 else f"its forward calls split_point() {times}, which makes"
             )
             raise PlanError(
-                f"num_stages is {count}, but {origin} {len(places) + 1} stages; leave one of them "
+                f"num_stages is {count}, but {origin} {len(positions) + 1} stages; leave one of "
+                "them "
                 "out"
             )
-        return places
-    measure = partial(_time, captured, model, example)
+        return positions
+    measure = partial(_measure_units, captured, model, example)
     units, starts = units_of_graph(captured, model, count, measure, movable=cuts.balance is None)
     sizes = cuts.sizes(units)
     return [starts[end] for end in accumulate(sizes[:-1])]
@@ -354,8 +373,11 @@ def _module_units(
     before: Sequence[nn.Module] = (),
     after: Sequence[nn.Module] = (),
 ) -> Units:
-    """Modules as units; what runs before the first counts as part of it, what runs after the last
-    as part of that."""
+    """Describe modules as units for a policy.
+
+    Modules that run before the first unit count as part of it; modules after the last unit count as
+    part of the last.
+    """
     counted: set[int] = set()
     rows: list[list[nn.Module]] = [[module] for _, module in named]
     rows[0][:0] = before
@@ -377,9 +399,11 @@ def _module_units(
     return Units(tuple(name for name, _ in named), tuple(sizes), (0,) * len(sizes), measure)
 
 
-def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int]) -> list[float]:
-    """Seconds of the forward of each unit: the graph run node by node, medians of five sweeps after
-    one."""
+def _measure_units(
+    captured: Captured, model: nn.Module, example: Any, bounds: list[int]
+) -> list[float]:
+    """Measure the seconds of each unit's forward: medians of five sweeps over the graph, after
+    one warmup sweep."""
     tensors = clones(model)
     inputs = captured.signature.values(example)
     numbers = {node: number for number, node in enumerate(captured.body)}
@@ -399,6 +423,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
         values.append({"input": inputs, "const": captured.consts}.get(kind, tensors)[key])
     with torch.no_grad(), seeded(tensors):
         for _ in range(6):
+            # The first sweep is a warmup and is dropped below.
             sweeps.append([0.0] * len(numbers))
             TimedInterpreter(captured.module).run(*values)
     columns = [median(column) for column in zip(*sweeps[1:], strict=True)]
@@ -409,7 +434,7 @@ def _time(captured: Captured, model: nn.Module, example: Any, bounds: list[int])
 # -------------------------------------------------------------------------------
 
 
-def _names(at: Any) -> dict[str, str]:
+def _cuts_by_module(at: Any) -> dict[str, str]:
     if at is None:
         return {}
     if isinstance(at, str):
@@ -422,7 +447,7 @@ def _names(at: Any) -> dict[str, str]:
 
 
 def _check_model(model: Any) -> None:
-    """Raises PlanError for a model that cannot be cut in any way."""
+    """Raise PlanError for a model that cannot be cut in any way."""
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"split takes an nn.Module; got a {type(model).__name__} (stages of functions: "
@@ -443,12 +468,13 @@ def _check_model(model: Any) -> None:
         for name, tensor in named.items()
         if has_gradient_hooks(tensor)
     ]
-    faults += _loose(model, set(map(id, named.values())))
+    faults += _unregistered_parameters(model, set(map(id, named.values())))
     raise_all("this model cannot be split:", faults + devices_fault(model))
 
 
-def _loose(model: nn.Module, known: set[int]) -> list[str]:
-    """The faults of parameters that lie in plain lists: no step would train them."""
+def _unregistered_parameters(model: nn.Module, known: set[int]) -> list[str]:
+    """List parameters in plain lists and dicts: the model does not register them, so no
+    optimizer would train them."""
     faults: list[str] = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -458,9 +484,9 @@ def _loose(model: nn.Module, known: set[int]) -> list[str]:
                 isinstance(leaf, nn.Parameter) and id(leaf) not in known
                 for leaf in flatten(value)[0]
             ):
-                place = f"{path}.{name}" if path else name
+                position = f"{path}.{name}" if path else name
                 faults.append(
-                    f"{place} holds parameters that the model does not know, so nobody would "
-                    "train them; use nn.ParameterList or nn.ModuleList"
+                    f"{position} contains parameters that are not registered in the model, so no "
+                    "optimizer would train them; use nn.ParameterList or nn.ModuleList"
                 )
     return faults

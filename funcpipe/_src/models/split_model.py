@@ -1,4 +1,4 @@
-"""A model as stages: `Split`, its tensors by the model's own names, and their conversion to a
+"""The result of cutting a model: `Split`, its tensors by the model's own names, and its
 ``state_dict``."""
 
 from __future__ import annotations
@@ -29,19 +29,27 @@ Part = tuple[Stage, Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A model as pure stages and explicit numbers. Made by ``split``; plain data, nothing of it
-    changes.
+    """A model as stages and explicit tensors. `split` makes it; a Split does not change.
+
+    >>> split = fp.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 2)
+    >>> print(split)
+    2 stages
+    stage 0 0-1: 2 parameters, 40 numbers, 160 B
+    stage 1 2: 2 parameters, 18 numbers, 72 B
 
     Attributes:
-        stages: in order.
-        params: for each stage the model's parameters that it uses, by the model's names; the very
-            same tensors.
-        state: for each stage copies of the buffers that it uses, by the model's names; () for none.
-        ties: groups of (stage, name) that are one parameter; the stages know them, so a plan has
-            them by itself.
-        loss: ``(output, target) -> loss`` that takes the model's own loss out of its output, and
-            knows what a transformers model's counts; None if it has none.
-        edges: the values between stages, where a trace told them.
+        stages: the stages, in order.
+        params: one dict per stage: the model's parameters that the stage uses, by the model's
+            names. The tensors are the model's own.
+        state: one dict per stage: copies of the buffers that the stage uses, by the model's names.
+            ``()`` for a stage without buffers.
+        ties: groups of (stage, name) that are one parameter. The stages carry this information, so
+            you need not give it to `make_plan`.
+        loss: ``(output, target) -> loss``, which takes the model's own loss out of its output. For
+            transformers models it also counts labels. None: the model has no loss.
+        edges: the values between stages; empty without a trace.
+        homes: for each name of the model, the stages that have the tensor.
+        rest: tensors of the model that no stage uses, by name.
     """
 
     stages: tuple[Stage, ...]
@@ -54,7 +62,7 @@ class Split:
     rest: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
-        """``stages, params, state, ties, loss = fp.split(...)``."""
+        """Unpack: ``stages, params, state, ties, loss = fp.split(...)``."""
         return iter((self.stages, self.params, self.state, self.ties, self.loss))
 
     def __len__(self) -> int:
@@ -63,22 +71,25 @@ class Split:
     def merge(
         self, params: Sequence[Tree], state: Sequence[Tree] | None = None
     ) -> dict[str, Tensor]:
-        """Return parameters as the model's ``state_dict``, or gradients by its names, in its order,
-        with tied names.
+        """Return the parameters of all stages as one ``state_dict`` of the model.
 
-        If no tensor in the trees is an ``nn.Parameter`` or requires grad, the trees are gradients,
-        or parameters of a functional optimizer. The result then has only names with a tensor:
-        parameters without a gradient are absent, and so are parameters that no stage uses.
-        ``split.state_dict() | split.merge(params, state)`` has both. With ``state``, buffers are
-        included.
+        The result has the model's names, order and tied names. Gradients work too. If no tensor in
+        the trees is an ``nn.Parameter`` or requires grad, the trees are gradients, or parameters of
+        a functional optimizer. The result then lacks parameters without a gradient and parameters
+        that no stage uses. ``split.state_dict() | split.merge(params, state)`` has all names.
+
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> split = fp.split(model, 2)
+        >>> model.load_state_dict(split.merge(split.params))
+        <All keys matched successfully>
 
         Args:
-            params: one dict per stage, like ``self.params``; or gradients, like ``result.grads``.
-            state: one per stage, like ``result.state``; None with parameters: the state of the
-                split.
+            params: one dict per stage, like ``self.params``, or gradients, like ``result.grads``.
+            state: one dict per stage, like ``result.state``; the result then includes buffers.
+                None: for parameters the state of the split, for gradients no buffers.
 
         Raises:
-            PlanError: the trees do not fit this split, or ``state`` is missing where training
+            PlanError: the trees do not fit this split, or ``state`` is missing although training
                 changes it.
         """
         if not isinstance(params, (tuple, list)):
@@ -108,6 +119,7 @@ class Split:
             if not home.owners:
                 out |= {name: self.rest[name]} if are_parameters else {}
                 continue
+            # Copies of a tied parameter are equal, so the first represents all.
             kind, stage, key = home.owners[0]
             if kind == "state" and state is None and not are_parameters:
                 continue
@@ -120,24 +132,25 @@ class Split:
         return out
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's ``state_dict`` with the numbers of this split."""
+        """Return the model's ``state_dict`` with the numbers of this split."""
         return self.merge(self.params, self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> Split:
-        """A split with other numbers: a plain ``state_dict`` of the model, whatever the number of
-        stages.
+        """Return a new split with the numbers of a ``state_dict``.
+
+        The number of stages may differ from the split that made the ``state_dict``. This split and
+        the model do not change. Types, devices and requires_grad stay the same.
 
         Args:
-            state_dict: by the model's names.
-            strict: refuse missing and unknown names.
+            state_dict: tensors by the model's names.
+            strict: True: raise PlanError for missing and unknown names.
 
         Returns:
-            A new split; this one, and the model, keep theirs. Types, devices and requires_grad
-            stay.
+            A new split.
 
         Raises:
             PlanError: names or shapes do not fit, or tied names have different numbers. The message
-                lists all.
+                lists all faults.
         """
         faults = self._faults(state_dict, strict)
         raise_all("this state_dict does not fit the split:", faults)
@@ -169,13 +182,13 @@ class Split:
         if strict:
             strange = [name for name in state_dict if name not in self.homes]
             faults += [
-                f"{name!r} is no name of the model{similar(name, saved)}" for name in strange
+                f"{name!r} is not a name of the model{similar(name, saved)}" for name in strange
             ]
             faults += [f"{name!r} is missing" for name in saved if name not in state_dict]
         for name, home in self.homes.items():
             if name in state_dict and tuple(state_dict[name].shape) != home.shape:
                 faults.append(
-                    f"{name!r} has shape {tuple(state_dict[name].shape)}, the model wants "
+                    f"{name!r} has shape {tuple(state_dict[name].shape)}, but the model needs "
                     f"{home.shape}"
                 )
         first: dict[Any, str] = {}
@@ -184,13 +197,20 @@ class Split:
                 other = first.setdefault(home.owners, name)
                 if not same_numbers(state_dict[other], state_dict[name]):
                     faults.append(
-                        f"{other!r} and {name!r} are tied in the model, and have other numbers here"
+                        f"{other!r} and {name!r} are tied in the model, but have different numbers "
+                        "here"
                     )
         return faults
 
     def code(self, stage: int) -> str:
-        """The source of one stage: of a traced one its graph as Python, of others what they are
-        made of."""
+        """Return the source of one stage.
+
+        Args:
+            stage: index of the stage.
+
+        Returns:
+            The graph as Python for a traced stage; the structure of the modules for other stages.
+        """
         inner = innermost(self.stages[stage])
         return (
             inner.module.code
@@ -200,7 +220,7 @@ class Split:
 
     @property
     def facts(self) -> Facts:
-        """What it is of, in words."""
+        """The split in words, as (name, value) pairs."""
         return [
             ("stages", stages_words(stage.name for stage in self.stages)),
             ("parameters", amount_of(self.params)),
@@ -216,7 +236,7 @@ class Split:
 
     @shown
     def _repr_html_(self) -> str:
-        heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "hands on, takes")
+        heads = ("stage", "name", "parameters", "numbers", "bytes", "buffers", "passes on, takes")
         rows: list[tuple[str, ...]] = []
         for index, (stage, params, state) in enumerate(
             zip(self.stages, self.params, self.state, strict=True)
@@ -281,10 +301,10 @@ def assemble(
     loss: Any = None,
     edges: Sequence[CutEdge] = (),
 ) -> Split:
-    """The `Split` of stages that were cut from a model.
+    """Make the `Split` of stages that were cut from a model.
 
     Raises:
-        PlanError: ``ties`` names what is not tied, or is no known mode.
+        PlanError: ``ties`` names a parameter that is not tied, or an unknown mode.
     """
     stages, params, state = (tuple(column) for column in zip(*parts, strict=True))
     homes = _homes(model, params, state)
@@ -298,11 +318,13 @@ def assemble(
 
 
 def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dict[str, Home]:
-    """For every name in the model, the stages that hold it."""
+    """Map each name in the model to the stages that have the tensor."""
     owners: dict[int, list[Owner]] = {}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for stage, tree in enumerate(params):
         for key, tensor in tree.items():
+            # Parameters are the model's own tensors, so identity finds them. State has copies of
+            # the buffers, so names find those.
             owners.setdefault(id(tensor), []).append(Owner("params", stage, key))
     for stage, tree in enumerate(state):
         for key in tree or {}:
@@ -318,8 +340,8 @@ def _homes(model: nn.Module, params: Sequence[Any], state: Sequence[Any]) -> dic
 
 
 def _like(old: Tensor, values: Tensor, loaded: dict[int, Tensor]) -> Tensor:
-    """A new tensor like ``old`` with these values; an ``old`` that stands in several places gets
-    one."""
+    """A new tensor like ``old`` with these values. If ``old`` appears several times, the new
+    tensor is shared too."""
     new = loaded.get(id(old))
     if new is None:
         new = torch.empty_like(old.detach())

@@ -1,5 +1,5 @@
-"""One parameter in several stages: each holds it and gradients are summed, or one owns it and its
-value travels."""
+"""Handle a parameter that several stages use: each stage has a copy, or one stage owns it and
+its value travels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from funcpipe._src.data.stage import Bindable, BoundFn, Origin, Shared, Stage, n
 
 
 class Owner(NamedTuple):
-    """A place in the trees of a split: "params" or "state", the stage, the key."""
+    """A place in the trees of a split: "params" or "state", the stage, and the key."""
 
     kind: str
     stage: int
@@ -26,12 +26,12 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Home:
-    """Where a name of the model lives in a split.
+    """The places of a name of the model in a split.
 
     Attributes:
-        owners: the places that hold it; the first speaks for all.
-        shape: of the tensor.
-        saved: does it belong to the model's ``state_dict``.
+        owners: the places that contain the tensor; the first represents all.
+        shape: the shape of the tensor.
+        saved: whether the name is in the model's ``state_dict``.
     """
 
     owners: tuple[Owner, ...]
@@ -39,7 +39,7 @@ class Home:
     saved: bool
 
     def among(self, params: Sequence[Mapping[str, Any]]) -> Home:
-        """The home without the places that gave their parameter away."""
+        """The home without places whose parameter now comes from another stage."""
         kept = tuple(
             owner
             for owner in self.owners
@@ -49,7 +49,8 @@ class Home:
 
 
 def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
-    """The parameters that several places hold, by identity, as ``make_plan(ties=)`` takes them."""
+    """Group the parameters that several stages contain, by identity, in the form for
+    ``make_plan(ties=)``."""
     holders: dict[int, list[tuple[int, Any]]] = {}
     for stage, tree in enumerate(params):
         for key, tensor in tree.items():
@@ -60,7 +61,7 @@ def groups(params: Sequence[Mapping[str, Tensor]]) -> Ties:
 
 
 def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
-    """The stages, each of which knows which of its parameters others hold too."""
+    """Record in each stage which of its parameters other stages share."""
     rows: list[list[tuple[Any, Shared]]] = [[] for _ in stages]
     for group in ties:
         shared = Shared(str(group[0][1]))
@@ -75,15 +76,20 @@ def mark(stages: Sequence[Stage], ties: Ties) -> tuple[Stage, ...]:
 def transmit(
     stages: Sequence[Stage], params: Sequence[dict[str, Tensor]], ties: Ties, how: Any
 ) -> tuple[tuple[Stage, ...], tuple[dict[str, Tensor], ...], Ties]:
-    """Make ties that travel: the first stage of a group owns the parameter and stashes it, the
+    """Make the ties that travel: the first stage of a group owns the parameter and stashes it, the
     others pop it.
 
-    ``how`` is "replicate" or "transmit" for all, or for each name (any name of the group;
-    "replicate" where it has none). Returns stages, params, and the groups that are still
-    replicated.
+    Args:
+        stages, params: the stages and their parameters.
+        ties: the groups of tied parameters.
+        how: "replicate" or "transmit" for all, or a dict by any name of a group; "replicate" for
+            groups without an entry.
+
+    Returns:
+        Stages, params, and the groups that are still replicated.
 
     Raises:
-        PlanError: no such way, or a name that is not tied.
+        PlanError: an unknown mode, or a name that is not tied.
     """
     trees = [dict(tree) for tree in params]
     replicated: list[Any] = []
@@ -94,6 +100,7 @@ def transmit(
             replicated.append(group)
             continue
         owner, key = group[0]
+        # The prefix keeps the skip apart from skips of the model that have the same name.
         gives[owner][key] = skip = f"parameter:{key}"
         for stage, name in group[1:]:
             if stage != owner:
@@ -116,12 +123,12 @@ def _ways(ties: Ties, how: Any) -> list[str]:
     if isinstance(how, str):
         if how not in known:
             raise PlanError(
-                f"ties is 'replicate', 'transmit', or one of them for each name; got {how!r}"
+                f"ties must be 'replicate', 'transmit', or a dict from names to these; got {how!r}"
             )
         return [how] * len(ties)
     if not isinstance(how, Mapping):
         raise PlanError(
-            "ties is 'replicate', 'transmit', or a dict from names to them; got a "
+            "ties must be 'replicate', 'transmit', or a dict from names to these; got a "
             f"{type(how).__name__}"
         )
     ways: dict[Any, Any] = dict(how)  # pyright: ignore[reportUnknownArgumentType]
@@ -144,39 +151,40 @@ def _ways(ties: Ties, how: Any) -> list[str]:
 
 
 class _Travelling(Bindable):
-    """A stage's function, whose tied parameters travel as skips; it draws as the stage, so it is no
-    composition.
+    """A stage's function whose tied parameters travel as skips.
+
+    Its draws have the keys of the inner stage, so it is not a composition.
 
     Attributes:
-        stage: the stage inside.
-        gives: parameter -> the skip in which later stages get it.
-        takes: parameter -> the skip in which it comes from the stage that owns it.
+        stage: the inner stage.
+        gives: maps a parameter to the skip in which later stages get it.
+        takes: maps a parameter to the skip in which it comes from its owner.
     """
 
     def __init__(self, stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]) -> None:
         self.stage, self.gives, self.takes = stage, gives, takes
 
     def layers(self) -> set[str]:
-        """Those of the stage inside."""
+        """The layers of the inner stage."""
         return self.stage.layers()
 
     def origins(self) -> Iterable[Origin]:
-        """Return the models of the stage inside."""
+        """The models of the inner stage."""
         return self.stage.origins()
 
     def bind(self, params: Any, state: Any) -> BoundFn:
-        """Bind the stage inside; where a parameter is yet to come, anew for each call."""
+        """Bind the inner stage: now, or in each call if a parameter travels to it."""
         return _BoundTravelling(self, params, state)
 
 
 class _BoundTravelling:
-    """The stage inside with its parameters, of which those that it takes come with each call."""
+    """The inner stage with its parameters; travelling parameters come with each call."""
 
     def __init__(self, owner: _Travelling, params: Any, state: Any) -> None:
         self.owner, self.params, self.state = owner, params, state
-        self.bound: list[
-            BoundFn
-        ] = []  # all of them: a checkpoint inside computes again in the backward
+        # All bindings are kept until `release`: a checkpoint inside runs its call again in the
+        # backward, and needs the parameters of that call.
+        self.bound: list[BoundFn] = []
         self.places: dict[int, str] = {}
         if not owner.takes:
             self._bind(params)
@@ -196,7 +204,7 @@ class _BoundTravelling:
         if not gives:
             return returned
         out = normalise(returned)
-        # Views, so that their gradients have a node to come back to.
+        # Views: the stashed leaf itself would have no autograd node at which its gradient arrives.
         stashed = {skip: self.params[key].view_as(self.params[key]) for key, skip in gives.items()}
         return out._replace(stash={**out.stash, **stashed})
 
@@ -207,5 +215,5 @@ class _BoundTravelling:
 
 
 def innermost(stage: Stage) -> Any:
-    """The function of a stage of a split, whose parameters may travel."""
+    """The function of a split's stage, without the wrapper for travelling parameters."""
     return stage.fn.stage.fn if isinstance(stage.fn, _Travelling) else stage.fn

@@ -1,4 +1,4 @@
-"""Does a split compute what its model computes: outputs, gradients and buffers, on two different
+"""Verify that a split computes what its model computes: outputs, gradients and buffers, on two
 inputs."""
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from funcpipe._src.models.traced.signature import as_call, as_input
 from funcpipe._src.models.traced.traced import GraphFn
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""The error that rounding may make, relative to the largest number of a tensor."""
+"""The allowed rounding error, relative to the largest number of a tensor."""
 
 
 def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bool = False) -> None:
-    """Compare a split with the model as it is (``train``) or in evaluation mode; the model is
-    untouched.
+    """Compare a split with the model in its own mode (``train``) or in evaluation mode. The model
+    does not change.
 
-    Both run twice, the second time on other inputs, so that what a trace took for a constant shows
-    (``once``: they do not). Then on one row, which export takes for no number of rows: where that
-    differs, the stages refuse one row.
+    Both run twice, the second time on other inputs, to find values that a trace treated as
+    constants (``once``: only one run). Then both run on one row, because export does not treat one
+    row as a dynamic size. If the results for one row differ, the stages accept only two rows or
+    more.
 
     Raises:
-        PlanError: with every value that differs.
+        PlanError: the message lists the values that differ.
     """
     module = shell(model) if train else shell(model).eval()
     canonical = first_names(all_tensors(model))
@@ -64,17 +65,16 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
                 raise PlanError(
                     f"the model itself fails on the example: {type(error).__name__}: {error}"
                 ) from error
-            buffers, x = before, inputs  # the changed example is no input of this model
+            buffers, x = before, inputs  # the model does not accept the changed example
             expected = _eager(module, params, buffers, x, split.loss)
         actual, state = _staged(split, x, state, train=train)
         faults = _faults(split, expected, actual, buffers, state, before)
         where = "inputs other than the example" if number else "the example"
         if number and traced:
             where += (
-                " (the trace took something for a constant: a counter, a random number of Python, "
-                "a number read from "
+                " (the trace treated a value as a constant: a counter, a random number of Python, "
+                "or a number read from a tensor)"
             )
-            where += "a tensor)"
         kind, other = (
             ("traced stages", "cut without tracing (split without example=)")
             if traced
@@ -90,7 +90,7 @@ def verify(model: nn.Module, split: Split, inputs: Any, *, train: bool, once: bo
 
 
 def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) -> None:
-    """Compare stages and model on one row; where they differ, the stages refuse one row from now
+    """Compare stages and model on one row. If they differ, the stages refuse one row from now
     on."""
     signature = functions(split)[0].signature
     leaves, spec = flatten(as_call(inputs))
@@ -108,7 +108,7 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
         with torch.no_grad():
             expected = _call(module, clones(model), single)
     except Exception:
-        return  # the model wants more rows, and says so itself
+        return  # the model itself does not accept one row
     try:
         with torch.no_grad(), seeded(single):
             actual = apply(
@@ -124,8 +124,8 @@ def _try_one_row(model: nn.Module, split: Split, inputs: Any, *, train: bool) ->
 
 
 def verify_evaluation(model: nn.Module, split: Split, inputs: Any) -> None:
-    """Compare traced stages and model in evaluation mode; where they differ, the stages refuse it
-    from now on."""
+    """Compare traced stages and model in evaluation mode. If they differ, the stages refuse that
+    mode."""
     for fn in functions(split):
         fn.evaluates = True
     try:
@@ -141,10 +141,9 @@ def functions(split: Split) -> list[GraphFn]:
 
 
 def try_once(model: nn.Module, inputs: Any) -> None:
-    """Run the model on the example before anything is traced.
+    """Run the model on the example before the trace.
 
-    What its code caches (tables, masks) is then computed from numbers, not traced; what no trace
-    can hold is named.
+    So the model's caches (tables, masks) are computed from numbers, not traced.
 
     Raises:
         PlanError: the model fails on the example, or draws with generators that are not torch's.
@@ -171,7 +170,7 @@ def try_once(model: nn.Module, inputs: Any) -> None:
                 put(state)
     if drawn:
         raise PlanError(
-            f"the forward draws with {' and '.join(drawn)}, which a trace would take for a "
+            f"the forward draws with {' and '.join(drawn)}, which a trace would treat as a "
             "constant; draw with torch"
         )
 
@@ -184,7 +183,7 @@ def _faults(
     state: Any,
     before: Mapping[str, Tensor],
 ) -> list[str]:
-    """The outputs, gradients and buffers that differ, in words."""
+    """Describe the outputs, gradients and buffers that differ."""
     faults = _differences([("output", expected[0], actual[0])])
     names = {**expected[1], **actual[1]}
     faults += _differences(
@@ -199,7 +198,8 @@ def _faults(
 
 
 def other_inputs(inputs: Any, axes: Sequence[int | None]) -> Any:
-    """Inputs of the same kind with other numbers: rows turned by one, floating numbers scaled."""
+    """Make inputs of the same kind with other numbers: rows rotated by one, floating numbers
+    scaled."""
 
     def changed(leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -224,6 +224,8 @@ def _eager(
 def _staged(
     split: Split, x: Any, state: Any, *, train: bool
 ) -> tuple[tuple[Any, dict[str, Tensor]], tuple[Any, ...]]:
+    # One alias for each tensor. With two, the gradient of a tied parameter would be divided between
+    # them.
     aliases: dict[int, Tensor] = {}
 
     def alias(leaf: Tensor) -> Tensor:
@@ -249,8 +251,8 @@ def _staged(
     ]
     if writes:
         raise PlanError(
-            f"the forward writes into its buffers {writes} by an operation that does not say so; "
-            "write the stage yourself"
+            f"the forward writes into its buffers {writes} by an operation that does not declare "
+            "the write; write the stage yourself"
         )
     after = tuple(
         part.commit(tree, (stats,)) if part.commit is not None and train else tree
@@ -276,8 +278,8 @@ def _call(module: nn.Module, tensors: dict[str, Tensor], x: Any) -> Any:
 def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Map the name of each attribute that has a tensor to the tensor, each attribute once.
 
-    For an attribute of a module that occurs twice, ``functional_call`` with both names would
-    restore a replaced tensor.
+    If a module occurs twice, ``functional_call`` with both names of an attribute would restore a
+    replaced tensor.
     """
     first = first_names(all_tensors(module))
     names = [
@@ -291,8 +293,10 @@ def _by_attribute(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 @contextmanager
 def seeded(x: Any) -> Generator[None]:
-    """The same random numbers each time on the devices of these inputs; afterwards torch's
-    generators are as before."""
+    """A context with the same random numbers each time on the devices of these inputs.
+
+    Afterwards torch's generators have their earlier states.
+    """
     found = {
         leaf.device
         for leaf in flatten(x)[0]
@@ -336,15 +340,18 @@ def _gradients(objective: Tensor | None, named: dict[str, Tensor]) -> dict[str, 
 
 
 def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
-    """Where trees differ by more than rounding: relative to a tensor's largest number, or 1e-3 of
-    that of all."""
+    """List the trees that differ by more than rounding.
+
+    Rounding is relative to a tensor's largest number, or to 1e-3 of the largest number of all
+    tensors.
+    """
     faults: list[str] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []
     for label, expected, actual in rows:
         if expected is None or actual is None:  # no gradient, and a gradient of zeros
             present: Any = actual if expected is None else expected
             if present is not None and present.count_nonzero():
-                faults.append(f"{label} is {'there' if expected is None else 'missing'}")
+                faults.append(f"{label} is {'unexpected' if expected is None else 'missing'}")
             continue
         (expected_leaves, expected_spec), (leaves, spec) = flatten(expected), flatten(actual)
         if spec != expected_spec:
@@ -368,7 +375,7 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
             if exact
             else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
         )
-        if _near(leaf, expected_leaf, allowed / 2):
+        if _clearly_equal(leaf, expected_leaf, allowed / 2):
             continue
         try:
             torch.testing.assert_close(
@@ -379,9 +386,9 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     return faults
 
 
-def _near(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Do two tensors clearly not differ: one pass over their numbers, where a full comparison makes
-    many."""
+def _clearly_equal(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
+    """Whether two tensors are clearly equal up to rounding: one pass over the numbers, where a
+    full comparison needs many."""
     if (tensor.shape, tensor.dtype, tensor.device) != (
         expected.shape,
         expected.dtype,
@@ -394,12 +401,12 @@ def _near(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
 
 
 def _magnitude(tensor: Tensor) -> float:
-    """The largest magnitude of a floating tensor; not finite where a number of it is not."""
+    """The largest magnitude of a floating tensor; not finite if a number is not finite."""
     return float(torch.linalg.vector_norm(tensor, float("inf"))) if tensor.numel() else 0.0
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest finite magnitude of a floating tensor; 0 for others."""
+    """The largest finite magnitude of a floating tensor; 0 for other tensors."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     magnitude = _magnitude(tensor)

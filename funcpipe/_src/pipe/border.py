@@ -1,4 +1,4 @@
-"""Where a `Pipe` meets the caller's autograd: one node, whose backward is the pullback of the
+"""Connect a `Pipe` to the caller's autograd: one node, whose backward is the pullback of the
 run."""
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from funcpipe._src.stages.context import saved_tensors_are_hooked
 
 
 def input_leaves(inputs: Tree) -> list[Any]:
-    """The leaves of inputs (or of their gradients), of all microbatches where those are given
-    ready."""
+    """The leaves of inputs or of their gradients; for inputs that are already cut, of all
+    microbatches."""
     trees = inputs.trees if isinstance(inputs, Microbatches) else (inputs,)
     return [bare(leaf) for tree in trees for leaf in flatten(tree)[0]]
 
 
 def input_flags(inputs: Tree) -> Tree:
-    """Which leaves of inputs require gradients: a tree like them."""
-    return _mapped(lambda leaf: _requires_grad(bare(leaf)), inputs)
+    """A tree like the inputs: which leaves require gradients."""
+    return _map_microbatches(lambda leaf: _requires_grad(bare(leaf)), inputs)
 
 
-def _mapped(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A tree with ``fn`` applied to its leaves, and to those of every microbatch where they are
-    apart."""
+def _map_microbatches(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Apply ``fn`` to the leaves of a tree, and to the leaves of each microbatch in a
+    `Microbatches`."""
 
     def mapped(leaf: Any) -> Any:
         return (
-            Microbatches(_mapped(fn, tree) for tree in leaf)
+            Microbatches(_map_microbatches(fn, tree) for tree in leaf)
             if isinstance(leaf, Microbatches)
             else fn(leaf)
         )
@@ -52,11 +52,10 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def count_microbatches(inputs: Tree, chunks: int) -> int:
-    """How many microbatches these inputs make; whether they can be cut at all is for the run to
-    say.
+    """The number of microbatches of these inputs. The run itself checks whether they can be cut.
 
     Raises:
-        BatchError: there is nothing to cut.
+        BatchError: no input can be cut.
     """
     if isinstance(inputs, Microbatches):
         return max(1, min(len(inputs), chunks))
@@ -68,8 +67,8 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
             return max(1, min(rows, chunks))
     kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
     raise BatchError(
-        "a Pipe cuts its inputs along their rows, so one of them is a tensor that is not "
-        f"replicated; got {kinds}"
+        "a Pipe cuts its inputs along their rows, so at least one input must be a tensor that is "
+        f"not replicated; got {kinds}"
     )
 
 
@@ -78,7 +77,7 @@ def count_microbatches(inputs: Tree, chunks: int) -> int:
 
 
 def tensors_of(outputs: Tree) -> list[Tensor]:
-    """The tensors of outputs, in order; those of every microbatch where they are not joined."""
+    """The tensors of outputs, in order; for outputs that are not joined, of each microbatch."""
     tensors: list[Tensor] = []
     for leaf in flatten(outputs)[0]:
         if isinstance(leaf, Microbatches):
@@ -92,8 +91,8 @@ _Form = Callable[[Iterator["Tensor | None"]], Tree]
 
 
 def _form(outputs: Tree) -> _Form:
-    """A function that makes trees of gradients like the outputs, as a pullback takes them; keeps no
-    tensor of them."""
+    """Make a function that builds trees of gradients like the outputs, as a pullback takes them.
+    It keeps no tensor."""
     leaves, spec = flatten(outputs)
     parts = [
         [_form(tree) for tree in leaf]
@@ -116,7 +115,7 @@ def _form(outputs: Tree) -> _Form:
 
 
 def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
-    """For each tensor of the outputs: whether it can have a gradient."""
+    """For each tensor of the outputs, whether it can have a gradient."""
     by_microbatch = pullback.attached
     if isinstance(outputs, Microbatches):
         rows = [
@@ -144,12 +143,11 @@ def _attached(outputs: Tree, pullback: Pullback) -> list[bool]:
 
 
 class _Node(torch.autograd.Function):
-    """Outputs that were computed already, attached to the parameters and inputs that they depend
-    on.
+    """The autograd node that attaches computed outputs to the parameters and inputs that they
+    depend on.
 
-    Between the forwards and the backwards it keeps the pullback of the run, the form of its
-    outputs, the stage and name of each parameter that requires a gradient, and which leaves of the
-    inputs do.
+    Between forward and backward it keeps the pullback of the run, the form of the outputs, the
+    place of each parameter that requires a gradient, and the flags of the inputs' leaves.
     """
 
     @staticmethod
@@ -157,30 +155,32 @@ class _Node(torch.autograd.Function):
         ctx: Any, kept: tuple[Any, ...], outputs: list[Tensor], detached: list[Tensor], *_: Tensor
     ) -> Any:
         ctx.pullback, ctx.form, ctx.places, ctx.wanted = kept
+        # Outputs without a gradient stay None. Zeros would make unused parameters look used.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*detached)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, None, None, *_back(ctx, gradients)
+        return None, None, None, *_gradients(ctx, gradients)
 
 
-def _back(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the parameters, then of the inputs; None where plain autograd has none."""
     if torch.is_grad_enabled():
         raise FuncpipeError(
-            "a Pipe computes its gradients itself, so they have no graph of their own and "
-            "create_graph=True is not possible; for second derivatives call the layers without "
-            "the pipe: nn.Sequential(*pipe)"
+            "a Pipe computes its gradients itself, so they have no graph, and create_graph=True is "
+            "not possible; for second derivatives call the layers without the pipe: "
+            "nn.Sequential(*pipe)"
         )
     if all(gradient is None for gradient in gradients):
         return [None] * (len(ctx.places) + sum(ctx.wanted))
+    # Taken out first: the residuals are freed as the backward runs, and a second backward raises.
     pullback, ctx.pullback = ctx.pullback, None
     if pullback is None:
         raise FuncpipeError(
-            "the backward of this output of a Pipe was done already, and what it needs is freed "
-            "by the first one, retain_graph=True or not; add the losses and call backward once, "
+            "the backward of this output of a Pipe has already run, and it freed the values that a "
+            "backward needs, also with retain_graph=True; add the losses and call backward once, "
             "or call the pipe again"
         )
     with without_saved_tensor_hooks():
@@ -199,10 +199,14 @@ def attach(
     params: Sequence[tuple[tuple[int, str], Tensor]],
     inputs: Tree,
 ) -> Tree:
-    """Outputs of a `vjp`, attached to the caller's graph; dropping them frees what the backwards
-    need.
+    """Attach outputs of a `vjp` to the caller's graph.
 
-    ``params`` are those that require gradients, each after its stage and its name there.
+    If the caller drops the outputs, the memory that the backwards need is freed.
+
+    Args:
+        outputs, pullback: the result of `vjp`.
+        params: the parameters that require gradients, each as ((stage, name), tensor).
+        inputs: the inputs of the call.
     """
     tensors = tensors_of(outputs)
     detached = [
@@ -218,17 +222,19 @@ def attach(
         *(leaf for leaf, flag in zip(leaves, flags, strict=True) if flag),
     ]
     attached = iter(_Node.apply(kept, tensors, detached, *roots))
-    return _mapped(lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs)
+    return _map_microbatches(
+        lambda leaf: next(attached) if isinstance(leaf, Tensor) else leaf, outputs
+    )
 
 
 class without_saved_tensor_hooks:
-    """Hooks on saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) do not reach into the
-    stages of a pipe.
+    """A context that keeps hooks on saved tensors (``torch.utils.checkpoint``, ``save_on_cpu``) out
+    of the stages of a pipe.
 
-    What a pipe keeps for its backwards is its own affair (``checkpoint=``). With such hooks inside
-    of it a pipe in a checkpointed region would be run again by its own backward.
+    ``checkpoint=`` controls what a pipe keeps for its backwards. With such hooks inside, a pipe in
+    a checkpointed region would be run again by its own backward.
 
-    No generator: what passes through may be an error that is a StopIteration.
+    This is a class, not a generator: an error that passes through may be a StopIteration.
     """
 
     def __enter__(self) -> None:
@@ -246,7 +252,7 @@ class without_saved_tensor_hooks:
 
 
 _HOOKED = (
-    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), and "
-    "this torch has no names by which they could be kept out of its stages; call it outside of "
-    "them: what a pipe keeps is set by checkpoint="
+    "fp.Pipe was called under hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), but "
+    "this torch lacks the functions that keep the hooks out of the stages; call the pipe outside "
+    "of the hooks; checkpoint= sets what a pipe keeps"
 )

@@ -1,5 +1,7 @@
-"""Which layers of a Sequential make which stage, and on which device: what `Pipe` decides before
-anything runs."""
+"""Choose the stages and devices of a `Pipe`: which layers make which stage, and where it runs.
+
+`stages` makes the stages.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from funcpipe._src.core.errors import PlacementError, PlanError, raise_all
 from funcpipe._src.models.balance import evenly
 
 _LANES = 2
-"""Stages on a machine without CUDA, where nothing else says how many: two lanes of the CPU compute
-at the same time."""
+"""The number of stages on a machine without CUDA, by default: two lanes of the CPU compute at
+the same time."""
 
 
 class Layout(NamedTuple):
-    """Stages as counts of layers.
+    """The sizes and devices of stages.
 
     Attributes:
-        balance: layers of each stage.
-        devices: of each stage.
+        balance: the number of layers of each stage.
+        devices: the device of each stage.
     """
 
     balance: tuple[int, ...]
@@ -33,47 +35,48 @@ class Layout(NamedTuple):
 
 
 def lay_out(layers: Sequence[tuple[str, nn.Module]], balance: Any, devices: Any) -> Layout:
-    """The stages of some layers, by what the caller gave and by where the layers are.
+    """Choose the stages of some layers, from the caller's arguments and the devices of the layers.
 
     Raises:
         PlanError: the balance does not fit the layers.
-        PlacementError: devices are missing, not there, or too few; a layer lies on several.
+        PlacementError: devices are missing, do not exist, or are too few; or a layer is on several
+            devices.
     """
-    held = _first_held(layers)
+    held = _own_tensors(layers)
     sizes = [sum(tensor.nbytes for tensor in tensors if not is_lazy(tensor)) for tensors in held]
     if not layers:
         return Layout((), ())
-    named = None if devices is None else _known(devices, balance, len(layers))
+    named = None if devices is None else _named_devices(devices, balance, len(layers))
     if balance is not None:
-        counts = _checked(balance, sizes)
-        placed = _where_they_are(_layer_devices(layers, held), counts) if named is None else named
+        counts = _checked_balance(balance, sizes)
+        placed = _stage_devices(_layer_devices(layers, held), counts) if named is None else named
         if len(placed) < len(counts):
             raise PlacementError(
                 f"too few devices to hold these stages (devices: {len(placed)}, stages: "
-                f"{len(counts)}); name one for each, the same may stand many times: "
+                f"{len(counts)}); give a device for each stage; a device may appear several times: "
                 f"devices=['cpu'] * {len(counts)}, or balance={evenly(sizes, len(placed))}"
             )
         return Layout(counts, placed[: len(counts)])
     if named is None:
         runs = [
             (device, len(list(run)))
-            for device, run in groupby(_filled(_layer_devices(layers, held)))
+            for device, run in groupby(_with_neighbours_devices(_layer_devices(layers, held)))
         ]
         if len(runs) > 1:
             return Layout(tuple(count for _, count in runs), tuple(device for device, _ in runs))
-        named = _all_there_are()
+        named = _default_devices()
     counts = tuple(evenly(sizes, min(len(named), len(layers))))
     return Layout(counts, named[: len(counts)])
 
 
-def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The balance as a tuple of counts. Raises PlanError."""
+def _checked_balance(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the balance as a tuple of counts. Raises PlanError."""
     total = len(sizes)
     try:
         counts = tuple(index(count) for count in cast("Iterable[Any]", balance))
     except TypeError:
         raise PlanError(
-            f"balance is a sequence with the number of layers of each stage; got {balance!r}; "
+            f"balance must be a sequence with the number of layers of each stage; got {balance!r}; "
             f"e.g. balance={evenly(sizes, min(_LANES, total))}"
         ) from None
     fault = ""
@@ -95,15 +98,16 @@ def _checked(balance: Any, sizes: Sequence[int]) -> tuple[int, ...]:
     return counts
 
 
-def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, ...]:
-    """The devices that the caller names; a single one is for every stage. Raises PlacementError."""
+def _named_devices(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, ...]:
+    """Return the devices that the caller names. A single device is for all stages. Raises
+    PlacementError."""
     single = isinstance(devices, (str, int, torch.device))
     if not single and not isinstance(devices, Iterable):
         raise PlacementError(
-            f"devices is a sequence with a torch device for each stage; got {devices!r}"
+            f"devices must be a sequence with a torch device for each stage; got {devices!r}"
         )
     named: list[Any] = [devices] if single else list(cast("Iterable[Any]", devices))
-    faults: list[str] = [] if named else ["devices names none; give one for each stage"]
+    faults: list[str] = [] if named else ["devices is empty; give a device for each stage"]
     out: list[torch.device] = []
     for place, name in enumerate(named):
         try:
@@ -113,7 +117,7 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
             continue
         visible = torch.cuda.device_count() if device.type == "cuda" else 0
         if device.type == "meta":
-            faults.append(f"device {place} is the meta device, where nothing can be computed")
+            faults.append(f"device {place} is the meta device, which cannot compute")
         elif device.type == "cuda" and (not visible or (device.index or 0) >= visible):
             faults.append(f"device {place} is {name}, but torch sees {visible} CUDA devices")
         elif str(device) == "cuda":
@@ -125,10 +129,10 @@ def _known(devices: Any, balance: Any, num_layers: int) -> tuple[torch.device, .
     try:
         return tuple(out) * (min(_LANES, num_layers) if balance is None else len(balance))
     except TypeError:
-        return tuple(out)  # the balance is refused next
+        return tuple(out)  # `_checked_balance` raises the error about the balance
 
 
-def _all_there_are() -> tuple[torch.device, ...]:
+def _default_devices() -> tuple[torch.device, ...]:
     """Every CUDA device, or two lanes of the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (
@@ -137,8 +141,8 @@ def _all_there_are() -> tuple[torch.device, ...]:
     )
 
 
-def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
-    """The parameters and buffers of each layer that no layer before it holds."""
+def _own_tensors(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
+    """The parameters and buffers of each layer that no earlier layer has."""
     seen: set[int] = set()
     out: list[list[Tensor]] = []
     for _, layer in layers:
@@ -151,22 +155,21 @@ def _first_held(layers: Sequence[tuple[str, nn.Module]]) -> list[list[Tensor]]:
 def _layer_devices(
     layers: Sequence[tuple[str, nn.Module]], held: Sequence[Sequence[Tensor]]
 ) -> list[torch.device | None]:
-    """The device of each layer; None for a layer without tensors of its own. Raises
-    PlacementError."""
+    """The device of each layer; None for a layer without its own tensors. Raises PlacementError."""
     out: list[torch.device | None] = []
     faults: list[str] = []
     for (name, _), tensors in zip(layers, held, strict=True):
         devices = list(dict.fromkeys(tensor.device for tensor in tensors))
         if len(devices) > 1:
-            faults.append(f"layer {name!r} lies on {' and '.join(map(str, devices))}")
+            faults.append(f"layer {name!r} is on {' and '.join(map(str, devices))}")
         if any(device.type == "meta" for device in devices):
             faults.append(
-                f"layer {name!r} lies on the meta device and has no numbers; first "
-                "module.to_empty(device=...)"
+                f"layer {name!r} is on the meta device and has no numbers; call "
+                "module.to_empty(device=...) first"
             )
         out.append(devices[0] if devices else None)
     raise_all(
-        "one layer runs on one device; name the devices (devices=[...]) and the layers are moved "
+        "each layer must be on one device; give devices=[...], and the Pipe moves the layers "
         "there:",
         faults,
         PlacementError,
@@ -174,9 +177,9 @@ def _layer_devices(
     return out
 
 
-def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
-    """Layers without tensors go with those before them, at the start with those after; [] where
-    none has tensors."""
+def _with_neighbours_devices(devices: Sequence[torch.device | None]) -> list[torch.device]:
+    """Give layers without tensors the device of the layer before, at the start of the layer
+    after. [] if no layer has tensors."""
     last = next((device for device in devices if device is not None), None)
     filled: list[torch.device] = []
     for device in devices:
@@ -185,13 +188,13 @@ def _filled(devices: Sequence[torch.device | None]) -> list[torch.device]:
     return filled
 
 
-def _where_they_are(
+def _stage_devices(
     devices: Sequence[torch.device | None], counts: Sequence[int]
 ) -> tuple[torch.device, ...]:
     """The devices of stages that the caller cut but did not place. Raises PlacementError."""
-    filled = _filled(devices)
+    filled = _with_neighbours_devices(devices)
     if len(set(filled)) <= 1:
-        available = _all_there_are()
+        available = _default_devices()
         return available if available[0].type == "cuda" else (available[0],) * len(counts)
     placed: list[torch.device] = []
     faults: list[str] = []
@@ -201,8 +204,8 @@ def _where_they_are(
             faults.append(f"stage {stage} has layers on {' and '.join(map(str, stage_devices))}")
         placed.append(stage_devices[0])
     raise_all(
-        "a stage runs on one device; give devices=[...], one for each stage, and the layers are "
-        "moved there, or leave balance= out to cut where the device changes:",
+        "each stage must be on one device; give devices=[...], one for each stage, and the Pipe "
+        "moves the layers there, or leave balance= out to cut where the device changes:",
         faults,
         PlacementError,
     )

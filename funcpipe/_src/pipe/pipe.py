@@ -1,4 +1,8 @@
-"""Pipe: an nn.Sequential as a pipeline, inside of plain autograd."""
+"""Run an nn.Sequential as a pipeline within plain autograd: `Pipe`.
+
+`layout` chooses stages and devices, `stages` makes the stages, `border` connects to the caller's
+autograd graph.
+"""
 
 from __future__ import annotations
 
@@ -44,27 +48,28 @@ from funcpipe._src.schedules.families import fill_drain
 from funcpipe._src.stages.context import RUNNING, refuse_transforms
 
 _KEPT = 4
-"""Patterns of training flags whose stages are kept: train, eval, and some layers frozen."""
+"""The number of patterns of training flags whose stages are kept: train, eval, and some layers
+frozen."""
 
 _DENIED = (
-    "the layers of a Pipe are on the devices of their stages and are not moved; name the devices "
-    "when it is made: fp.Pipe(sequential, devices=[...]); dtypes may be changed: .to(dtype), "
-    ".half()"
+    "a Pipe cannot be moved, because each layer stays on the device of its stage; choose the "
+    "devices when you make the Pipe: fp.Pipe(sequential, devices=[...]); dtypes may be changed: "
+    ".to(dtype), .half()"
 )
 
 
 class MoveError(PlacementError, TypeError):
-    """A `Pipe` was to be moved to another device."""
+    """Raised if you move a `Pipe` to another device."""
 
 
 class Pipe(Anchored):
-    """The Sequential itself, computed as a pipeline: microbatches through stages, one device (or
-    CPU lane) each.
+    """A Sequential that runs as a pipeline: microbatches go through stages, one per device.
 
-    A drop-in for torchgpipe's ``GPipe``: the output hangs in the caller's graph,
-    ``loss.backward()`` and the optimizer are outside, ``state_dict`` and ``parameters`` are those
-    of the Sequential, whose very layers it holds. Inside is a plan: all forwards, then all
-    backwards (`fill_drain`) with `remat`, run by `vjp`.
+    A stage runs on its own device or CPU lane. Pipe replaces torchgpipe's ``GPipe``. The output is
+    part of your autograd graph, so you call ``loss.backward()`` and ``optimizer.step()`` as usual.
+    The Pipe contains the Sequential's own layers, so ``state_dict`` and ``parameters`` are the
+    Sequential's. The plan inside runs all forwards, then all backwards (`fill_drain`), with
+    `remat`; `vjp` runs it.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> pipe = fp.Pipe(model, chunks=3, balance=[2, 1], devices=["cpu", "cpu"])
@@ -75,39 +80,42 @@ class Pipe(Anchored):
     >>> model[0].weight.grad.shape
     torch.Size([8, 4])
 
-    ``pipe(*inputs)`` is ``sequential(*inputs)``, whatever trees go in, between layers, and out: a
-    tensor, tuples, dicts (several inputs for a `PipeSequential`). Inputs are cut along axis 0 into
-    at most ``chunks`` microbatches; see `Replicate`, `Axis`, `Microbatches`. In evaluation mode or
-    without gradients nothing is computed twice.
+    Inputs. ``pipe(*inputs)`` computes ``sequential(*inputs)``. Inputs, values between layers, and
+    outputs can be any trees: tensors, tuples, dicts. A `PipeSequential` takes several inputs.
+    Inputs are cut along axis 0 into at most ``chunks`` microbatches; `Replicate`, `Axis` and
+    `Microbatches` change the cut. In evaluation mode, or without gradients, nothing is recomputed.
 
-    Random numbers are keyed by a seed drawn from torch's CPU generator, once per call of a model
-    that draws. Running statistics of batch norm are written into the layers when the forwards are
-    done; a call that raises changes nothing. Layers may be frozen, changed, replaced and hooked
-    between calls. Every call compares their attributes, nested ones too, and makes the stages again
-    if one differs.
+    Random numbers. A model that draws takes one seed per call from torch's CPU generator. All draws
+    have keys under this seed.
 
-    A backward runs once and has no graph of its own: ``retain_graph=True`` and
-    ``create_graph=True`` are refused. Inside of a stage of another run, a Pipe is the plain
-    Sequential.
+    Changes. Running statistics of batch norm are written into the layers after the forwards. A call
+    that raises changes nothing. You can freeze, change, replace and hook layers between calls. Each
+    call compares their attributes, nested ones too, and makes the stages again after a change.
+
+    Limits. A backward runs once and has no graph: ``retain_graph=True`` does not allow a second
+    backward, and ``create_graph=True`` raises FuncpipeError. Inside a stage of another run, a Pipe
+    is the plain Sequential.
 
     Args:
-        sequential: the layers. They are moved in place to the devices of their stages; parameters
-            stay the same objects.
-        chunks: the most microbatches; a batch with fewer rows has fewer.
-        checkpoint: what is computed again in the backwards instead of being kept: "always" every
-            microbatch, "except_last" all but the last, "never" none. All are bit-identical for pure
-            layers.
+        sequential: the layers. They move in place to the devices of their stages; parameters remain
+            the same objects.
+        chunks: the largest number of microbatches. A batch with fewer rows has fewer.
+        checkpoint: which microbatches are recomputed in the backwards instead of kept: "always"
+            all, "except_last" all but the last, "never" none. For pure layers, the three are
+            bit-identical.
         deferred_batch_norm: True: batch norm updates its running statistics once per batch, as if
-            it had seen the whole batch; False: once per microbatch, as the plain layer would.
-        devices: one for each stage, the same may stand many times; one alone is for all. More than
-            there are stages are left out. None: where the layers are, if that is several devices
-            (neighbours on one are one stage), else every CUDA device, else two lanes of the CPU.
-        balance: number of layers of each stage. None: by the bytes of their parameters.
-        merge: how what the last layer returns is joined over microbatches; see `make_plan`.
-        ranges: every action is a range for profilers; see `run`.
+            it had seen the whole batch. False: once per microbatch, as the plain layer would.
+        devices: a device for each stage; a device may appear several times. A single device is for
+            all stages, and surplus devices are unused. None: the layers stay where they are if they
+            are on several devices; neighbours on one device form a stage. Otherwise every CUDA
+            device, or two lanes of the CPU.
+        balance: the number of layers of each stage. None: balanced by bytes of parameters.
+        merge: how the outputs of microbatches are joined; see `make_plan`.
+        ranges: True: each action is a range in profilers; see `run`.
 
     Raises:
-        PlanError: not a Sequential, a bad option, a balance that does not fit.
+        PlanError: the argument is not a Sequential, an option has a wrong value, or the balance
+            does not fit.
         PlacementError: devices are missing or too few.
     """
 
@@ -133,17 +141,16 @@ class Pipe(Anchored):
         )
         self._merge, self._ranges = merge, ranges
         self._kind = PipeSequential if isinstance(sequential, PipeSequential) else nn.Sequential
-        # Not add_module: a layer may have the name of an attribute of ours.
+        # Not add_module: it refuses a layer named like an attribute of Pipe, such as "devices".
         children_of(self).update(children_of(sequential))
         self.training = sequential.training
         self._layout = lay_out(self._layers(), balance, devices)
-        self._views: tuple[
-            nn.Sequential, ...
-        ] = ()  # the same ones each time, so that hooks on them are seen
+        # The same view objects each time: `_call` finds hooks on them and raises.
+        self._views: tuple[nn.Sequential, ...] = ()
         self._known: tuple[ModuleSnapshot, dict[tuple[bool, ...], Stages]] | None = None
         if len(self):
-            self._stages()  # what is wrong with the layers shows before they are moved
-        # Backwards, so that a tensor that several stages hold lives where it is used first.
+            self._stages()  # raise errors about the layers before they are moved
+        # From the last stage to the first, so a shared tensor ends on the device of its first use.
         for part, device in reversed(list(zip(self.partitions, self.devices, strict=True))):
             part.to(device)
 
@@ -152,33 +159,36 @@ class Pipe(Anchored):
 
     @property
     def chunks(self) -> int:
-        """The most microbatches."""
+        """The largest number of microbatches."""
         return self._chunks
 
     @property
     def checkpoint(self) -> str:
-        """What is computed again in the backwards."""
+        """The microbatches that backwards recompute: all, all except the last, or none."""
         return self._checkpoint
 
     @property
     def deferred_batch_norm(self) -> bool:
-        """Are running statistics updated once per batch."""
+        """Whether running statistics are updated once per batch."""
         return self._deferred
 
     @property
     def balance(self) -> tuple[int, ...]:
-        """Layers of each stage."""
+        """The number of layers of each stage."""
         return self._layout.balance
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage; outputs come on the last one."""
+        """The device of each stage. Outputs are on the last one."""
         return self._layout.devices
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The layers of each stage, as views: the layers are the pipe's and may have hooks, the
-        views may not."""
+        """The layers of each stage, as views.
+
+        The layers are the Pipe's own and may have hooks. A hook on a view raises PlanError in the
+        next call.
+        """
         self._views = self._views or tuple(self._kind() for _ in self.balance)
         for view, end, count in zip(
             self._views, accumulate(self.balance), self.balance, strict=True
@@ -189,7 +199,7 @@ class Pipe(Anchored):
         return self._views
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
-        # Not named_children: it leaves out a layer that stands twice.
+        # Not named_children: it omits the second occurrence of a layer.
         return list(children_of(self).items())  # pyright: ignore[reportReturnType]
 
     def __len__(self) -> int:
@@ -211,7 +221,7 @@ class Pipe(Anchored):
         return part
 
     def extra_repr(self) -> str:
-        """The options, and a line for each stage."""
+        """Show the options, and a line for each stage."""
         lines = [
             (
                 f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
@@ -223,7 +233,7 @@ class Pipe(Anchored):
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # stages and plans are made again
+        return {**self.__dict__, "_known": None}  # the copy makes its own stages and plans
 
     # -- running it
     # -------------------------------------------------------------------------------
@@ -232,27 +242,29 @@ class Pipe(Anchored):
         """Run the pipeline.
 
         Args:
-            inputs: for the first layer: tensors, or any trees of them, with the same number of
-                rows; any device.
+            inputs: the arguments of the first layer: tensors or trees of tensors with the same
+                number of rows, on any device.
 
         Returns:
-            What the last layer returned, the rows of all microbatches joined, on the last device.
+            The output of the last layer, with the rows of all microbatches, on the last device.
 
         Raises:
-            BatchError: inputs that cannot be cut.
+            BatchError: the inputs cannot be cut.
             PlanError: the call is inside ``torch.export``; export the layers instead.
             PlacementError: layers were moved to another device.
-            StageError: a layer failed; also an instance of what it raised.
+            StageError: a layer failed. The error is also an instance of the layer's own error
+                class.
         """
         if torch.compiler.is_exporting():
             raise PlanError(
-                "torch.export traces one graph, and a Pipe is a run on lanes: export the layers "
-                "themselves, torch.export.export(nn.Sequential(*pipe), ...), whose parameters are "
+                "torch.export traces one graph, but a Pipe runs on several lanes; export the "
+                "layers "
+                "themselves: torch.export.export(nn.Sequential(*pipe), ...); the parameters are "
                 "the same"
             )
-        if (
-            torch.compiler.is_compiling()
-        ):  # a pipeline is no graph: torch.compile leaves it as it is
+        # A pipeline runs on threads, which dynamo cannot trace. So torch.compile leaves it as it
+        # is.
+        if torch.compiler.is_compiling():
             return torch.compiler.disable(Pipe._call)(self, *inputs)
         return self._call(*inputs)
 
@@ -261,18 +273,18 @@ class Pipe(Anchored):
         if hooked:
             raise PlanError(
                 f"pipe.partitions[{hooked[0]}] has {hooks_of(self._views[hooked[0]])[0]}, which "
-                "would never be called: it is a view, and stages are made of its layers; "
-                f"register them on a layer, pipe.partitions[{hooked[0]}][-1], or on the Pipe"
+                "would never be called, because the partition is a view and stages consist of its "
+                f"layers; register hooks on a layer, pipe.partitions[{hooked[0]}][-1], or on the "
+                "Pipe"
             )
-        if RUNNING.get() is not None:  # a stage is one step of a plan
+        if RUNNING.get() is not None:  # within a stage: a plan cannot run inside an action
             return self[:](*map_leaves(bare, inputs))
         refuse_transforms("a Pipe")
         tree = self._as_tree(inputs)
         count = count_microbatches(tree, self.chunks)
         if not len(self):
-            microbatch.cut(
-                make_plan([Stage(_identity)], fill_drain(1, count)), tree, None, None
-            )  # for its checks
+            # Without layers nothing needs a cut; this call only checks the inputs.
+            microbatch.cut(make_plan([Stage(_identity)], fill_drain(1, count)), tree, None, None)
             return self[:](*map_leaves(bare, inputs))
         return self._run(self._stages(), tree, count)
 
@@ -283,8 +295,9 @@ class Pipe(Anchored):
         training = [(place, param) for place, param in training if param.requires_grad]
         graph = torch.is_grad_enabled() and bool(training or any(input_leaves(input_grads)))
         draws = stages.draw()
-        # Where no stage is known to draw, the seed is the next one, and the generator stays as it
-        # is.
+        # If no stage is known to draw, take the next seed from a copy of the generator. If a stage
+        # draws after all, advance the generator below. So a model without draws consumes no seed,
+        # like the plain Sequential.
         seed = _draw(torch.default_generator if draws else torch.default_generator.clone_state())
         pullback = None
         with without_saved_tensor_hooks():
@@ -315,29 +328,30 @@ class Pipe(Anchored):
         return outputs if pullback is None else attach(outputs, pullback, training, inputs)
 
     def _as_tree(self, inputs: tuple[Any, ...]) -> Tree:
-        """The inputs as the first stage takes them. Raises BatchError where the Sequential does not
-        take so many."""
+        """Return the inputs as the first stage takes them. Raises BatchError for a wrong number
+        of inputs."""
         ready = any(isinstance(value, Microbatches) for value in inputs)
         if len(inputs) == 1 and (ready or self._kind is nn.Sequential):
             return inputs[0]
         if ready:
             raise BatchError(
-                "inputs that are cut already come as one: fp.Microbatches([(a, b), ...])"
+                "give several inputs that are already cut as one argument: "
+                "fp.Microbatches([(a, b), ...])"
             )
         if not inputs or self._kind is nn.Sequential:
             raise BatchError(
-                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; "
-                "layers with several inputs come in an fp.models.PipeSequential, which spreads "
-                "tuples over their arguments"
+                f"an nn.Sequential takes one input, a tensor or any tree; got {len(inputs)}; for "
+                "layers with several inputs use an fp.models.PipeSequential, which turns tuples "
+                "into arguments"
             )
         return inputs
 
     def _stages(self) -> Stages:
-        """The stages of the layers as they are now."""
+        """Return the stages of the layers as they are now, from the cache if nothing changed."""
         if len(self) != sum(self.balance):
             raise PlanError(
-                f"this Pipe has {len(self)} layers, its balance {list(self.balance)} is for "
-                f"{sum(self.balance)}; wrap them again: fp.Pipe(nn.Sequential(*pipe), ...)"
+                f"this Pipe has {len(self)} layers, but its balance {list(self.balance)} is for "
+                f"{sum(self.balance)} layers; make a new Pipe: fp.Pipe(nn.Sequential(*pipe), ...)"
             )
         model = self[:]
         if self._known is None or not self._known[0].is_current(model):
@@ -347,6 +361,7 @@ class Pipe(Anchored):
         stages = by_flags.get(flags)
         if stages is None:
             stages = Stages(model, self._layout, deferred=self._deferred, merge=self._merge)
+            # Drop the oldest pattern: dicts keep the order of insertion.
             while len(by_flags) >= _KEPT:
                 by_flags.pop(next(iter(by_flags)), None)
             by_flags[flags] = stages
@@ -356,32 +371,32 @@ class Pipe(Anchored):
     # -------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """As ``nn.Module.to`` for a dtype or a memory format.
+        """Change the dtype or the memory format, like ``nn.Module.to``.
 
         Raises:
-            MoveError: for a device.
+            MoveError: an argument is a device.
         """
         if device_asked(*args, **kwargs) is not None:
             raise MoveError(_DENIED)
         return super().to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Pipe:
-        """Refused: the layers stay on the devices of their stages."""
+        """Raise MoveError: the layers stay on the devices of their stages."""
         raise MoveError(_DENIED)
 
     def cpu(self) -> Pipe:
-        """Refused: the layers stay on the devices of their stages."""
+        """Raise MoveError: the layers stay on the devices of their stages."""
         raise MoveError(_DENIED)
 
     def before_change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """See `Anchored`: refused where it is a move. Raises MoveError."""
+        """Raise MoveError if a change of the tensors (`Anchored`) moves them to another device."""
         for device in {tensor.device for tensor in (*self.parameters(), *self.buffers())}:
             if not same_device(change(torch.empty(0, device=device)).device, device):
                 raise MoveError(_DENIED)
 
 
 def _module_faults(sequential: Any) -> list[str]:
-    """What keeps a module from being cut into its layers, as messages."""
+    """List the reasons why a module cannot be cut into its layers."""
     if not isinstance(sequential, nn.Sequential):
         return [
             "the module must be an nn.Sequential, whose layers are cut into stages; got a "
@@ -394,7 +409,7 @@ def _module_faults(sequential: Any) -> list[str]:
     ):
         faults.append(
             f"{kind.__name__} has a forward of its own, which would never be called; give "
-            "nn.Sequential(*layers), and do in a layer what it does"
+            "nn.Sequential(*layers), and move the code of the forward into a layer"
         )
     if names := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(

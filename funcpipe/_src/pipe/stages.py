@@ -1,5 +1,5 @@
-"""The stages of a `Pipe`, made from its layers once, checked before every call, and made again when
-layers changed."""
+"""The stages of a `Pipe`: made from its layers once, checked before every call, and made again
+after a change."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from funcpipe._src.schedules.families import fill_drain
 from funcpipe._src.schedules.transforms import remat
 
 TensorHome: TypeAlias = tuple[nn.Module, str]
-"""Where a tensor lives: its layer, and its name there."""
+"""The place of a tensor: its layer, and its name there."""
 
 CHECKPOINTS = ("always", "except_last", "never")
 
 
 class Stages:
-    """Layers cut into stages, as the layers were when this was made.
+    """Layers cut into stages, as the layers were at construction.
 
     Attributes:
         train: whether any layer is in training mode.
-        stages: one for each entry of the layout.
-        params: for each stage, where its parameters live, by their names in the model.
-        buffers: likewise its state.
-        home: each parameter's first place, (stage, name).
+        stages: one stage for each entry of the layout.
+        params: for each stage, the places of its parameters, by their names in the model.
+        buffers: for each stage, the places of its state.
+        home: the first place of each parameter, (stage, name).
     """
 
     def __init__(
@@ -47,9 +47,8 @@ class Stages:
     ) -> None:
         self.layout, self.merge = layout, merge
         self.train = any(module.training for layer in model for module in layer.modules())
-        parts = cut_sequential(
-            model, layout.balance, deferred=deferred, origin=False
-        )  # Pipe itself compares them
+        # origin=False: Pipe itself compares the attributes before each call.
+        parts = cut_sequential(model, layout.balance, deferred=deferred, origin=False)
         homes: dict[str, TensorHome] = {
             f"{path}.{name}" if path else name: (layer, name)
             for path, layer in model.named_modules(remove_duplicate=False)
@@ -67,11 +66,11 @@ class Stages:
         self.plans: dict[tuple[int, str | None], Plan] = {}
 
     def draw(self) -> bool:
-        """Whether any stage drew random numbers so far."""
+        """Whether any stage has drawn random numbers so far."""
         return any(self.train in stage.seen.draws for stage in self.stages)
 
     def plan(self, num_microbatches: int, checkpoint: str | None) -> Plan:
-        """The plan for a real number of microbatches; ``checkpoint`` None: forwards alone."""
+        """The plan for an actual number of microbatches. ``checkpoint=None``: forwards only."""
         key = (num_microbatches, checkpoint)
         plan = self.plans.get(key)
         if plan is None:
@@ -90,9 +89,9 @@ class Stages:
         return plan
 
     def gather(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[Tree, ...]]:
-        """The parameters and the state of every stage, as they are in the layers now.
+        """Return the parameters and the state of each stage, as they are in the layers now.
 
-        A tensor that stages on several devices hold is copied to those where it does not live.
+        If stages on several devices share a tensor, the tensor is copied to the other devices.
 
         Raises:
             PlacementError: layers were moved.
@@ -108,28 +107,30 @@ class Stages:
                 for name, tensor in tensors.items():
                     if same_device(tensor.device, device):
                         continue
+                    # On another device only a tensor that an earlier stage shares is legal. This
+                    # stage gets a copy of it, and the gradients of both are summed as a tie.
                     if id(tensor) in earlier:
                         tensors[name] = (
                             tensor.detach().to(device).requires_grad_(tensor.requires_grad)
                         )
                     else:
                         faults.append(
-                            f"{name} lies on {tensor.device}, stage {stage} runs on {device}"
+                            f"{name} is on {tensor.device}, but stage {stage} runs on {device}"
                         )
                 earlier.update(held)
                 by_stage.append(tensors)
             trees.append(tuple(by_stage))
         raise_all(
-            "layers of a Pipe stay on the devices of their stages; move them back, or wrap them "
-            "again: fp.Pipe(nn.Sequential(*pipe), ...):",
+            "layers of a Pipe must stay on the devices of their stages; move them back, or make a "
+            "new Pipe: fp.Pipe(nn.Sequential(*pipe), ...):",
             faults,
             PlacementError,
         )
         return trees[0], tuple(state or () for state in trees[1])
 
     def write(self, states: Sequence[Tree]) -> None:
-        """Put the running statistics of a batch into the buffers of the layers, which stay the same
-        tensors."""
+        """Copy the running statistics of a batch into the buffers of the layers. The buffers
+        remain the same tensors."""
         if not self.train:
             return
         with torch.no_grad():
@@ -155,8 +156,8 @@ def _read(home: TensorHome) -> Tensor:
 class ModuleSnapshot:
     """The structure that stages depend on: layers, their attributes and hooks, shared tensors.
 
-    Numbers in tensors are left out. Training flags are separate, because they change often and
-    back: `Pipe` keeps stages for several of them.
+    Numbers in tensors are not included. Training flags are separate, because they change often and
+    back: `Pipe` keeps stages for several patterns of flags.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,8 +171,7 @@ class ModuleSnapshot:
         return tuple([module.training for module in self.modules])
 
     def is_current(self, model: nn.Module) -> bool:
-        """Return whether a model differs from this snapshot in training flags only, or not at
-        all."""
+        """Whether a model equals this snapshot, except for training flags."""
         paths, modules = _named_layers(model)
         if paths != self.paths or not all(map(is_, modules, self.modules)):
             return False
@@ -189,7 +189,7 @@ def _named_layers(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
 
 
 def _pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Names and shapes of all tensors of some modules, and which of them are the same."""
+    """The names and shapes of all tensors of some modules, and which tensors are the same."""
     numbers: dict[int, int] = {}
     out: list[Any] = []
     for module in modules:

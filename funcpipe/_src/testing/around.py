@@ -1,4 +1,4 @@
-"""A stage with a hook around every call of its function, in a run and outside of one."""
+"""Put a hook around every call of a stage's function, in a run and outside of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.stage import Bindable, BoundFn, Stage
 
 StageCall: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
-"""(params, input, extras) -> what the stage returns; a stage that is bound has its own params."""
+"""``(params, input, extras) -> result of the stage``. A bound stage ignores params."""
 
 Hook: TypeAlias = Callable[[StageCall, Tree, Tree, dict[str, Any]], Any]
-"""(call, params, input, extras) -> what the stage returns."""
+"""``(call, params, input, extras) -> result of the stage``."""
 
 
 class HookedFn(Bindable):
-    """The function of a stage with a hook around it; what it declares, draws and is made of stays
-    the same."""
+    """The function of a stage with a hook around it; declarations, draws and parts do not
+    change."""
 
     def __init__(self, stage: Stage, hook: Hook) -> None:
         self.stage, self.hook = stage, hook
@@ -32,7 +32,7 @@ class HookedFn(Bindable):
         return self.hook(self.call, params, x, extras)
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The stage's function bound to parameters and state, with the hook around it."""
+        """Bind the stage's function to parameters and state, with the hook around it."""
         return _BoundAround(self, params, state)
 
     def layers(self) -> Iterable[str]:
@@ -56,7 +56,7 @@ class _BoundAround:
         self.places = self.fn.places
 
     def call(self, params: Tree, x: Tree, extras: dict[str, Any]) -> Any:
-        """Call without the hook; a function that is no module gets new params from it."""
+        """Call without the hook. A plain function gets the params that the hook passes."""
         if isinstance(self.around.stage.fn, Bindable):
             return self.fn(x, **extras)
         return self.around.call(params, x, extras)

@@ -1,5 +1,7 @@
-"""check_stage: calls one stage alone as a run would, and reports every fault that a run would
-meet."""
+"""Check one stage alone: `check_stage` calls it as a run would, and reports each fault.
+
+`probe` calls the stage, `observe` finds the faults.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,23 @@ FAULTS = {
     "unused": "has trainable parameters that no gradient reaches",
     "params": "writes into its parameters",
     "state": "writes into its state",
-    "captured": "changes what it closes over, or closes over parameters",
+    "captured": "changes values that it closes over, or closes over parameters",
     "in-place": "writes into its input",
     "kept": "keeps a tensor of a run after it",
     "random": "draws random numbers that have no key",
     "settings": "changes a setting of the process",
     "deterministic": "gives other numbers at the second call",
-    "structure": "changes the structure, the types or the shapes of what it returns",
+    "structure": "changes the structure, the types or the shapes of its result",
     "rows": "cannot be called with fewer rows, or does not treat rows one by one",
 }
-"""The faults that `check_stage` knows, by the names that ``allow=`` takes."""
+"""The faults that `check_stage` finds, by the names for ``allow=``."""
 
 
 class CheckError(FuncpipeError, AssertionError):
-    """A stage has faults.
+    """Raised by `check_stage` for a stage with faults.
 
     Attributes:
-        faults: all of them, as (name in `FAULTS` or "raises", what is wrong).
+        faults: all faults, as (name in `FAULTS` or "raises", description).
     """
 
     def __init__(self, title: str, faults: Sequence[tuple[str, str]]) -> None:
@@ -51,18 +53,18 @@ class CheckError(FuncpipeError, AssertionError):
 
 @dataclass(frozen=True)
 class StageReport:
-    """What `check_stage` found out about a stage that has no faults.
+    """The report of `check_stage` about a stage without faults.
 
     Attributes:
-        name: of the stage.
-        outputs: each leaf that it returns, as (where, type and shape).
-        num_bytes: of the tensors among them.
-        draws: does it draw random numbers.
-        in_place: what of its input it writes into; a run gives it a copy of its own.
+        name: the name of the stage.
+        outputs: each returned leaf, as (place, type and shape).
+        num_bytes: bytes of the returned tensors.
+        draws: whether the stage draws random numbers.
+        in_place: the inputs that the stage writes into. In a run, the stage gets its own copy.
         unused: trainable parameters that no gradient reaches.
-        rows: "independent" (each row of the outputs follows from its own row of the inputs),
+        rows: "independent" (each row of the outputs depends only on its own row of the inputs),
             "dependent", or "not compared".
-        allowed: the faults that ``allow=`` let pass.
+        allowed: the faults that ``allow=`` permitted.
     """
 
     name: str
@@ -99,18 +101,19 @@ def check_stage(
     independent_rows: bool = False,
     allow: Collection[str] = (),
 ) -> StageReport:
-    """Is this a stage that a run can rely on: pure, deterministic, with gradients for all of its
-    parameters.
+    """Check that a stage is pure, deterministic, and has gradients for all parameters.
 
-    It is called a few times as a run calls it (microbatch 0, microbatch 1, microbatch 0 again as
-    remat does, in a second run, with one row less) and backward. Every fault is reported, each with
-    its name in brackets; `FAULTS` lists them. The stage gets copies, so what you give is not
-    written to.
+    The function calls the stage several times as a run does: microbatch 0, microbatch 1, microbatch
+    0 again as remat does, in a second run, with one row less, and backward. The error lists all
+    faults, each with its name in `FAULTS`. The stage gets copies, so your arguments do not change.
 
-    Not seen is what a stage changes outside of Python (files) or in objects of other packages that
-    it closes over. What only the first call of a shape changes (a table filled once) is no fault. A
-    write into the input is legal in a run and common at the front of modules, so for modules and
-    compositions it is only reported; for a function it is a fault.
+    These changes are not found, or are not faults:
+
+    - Changes outside of Python (files), and in objects of other packages that the stage closes
+      over, are not found.
+    - A change in the first call of a shape only (a table filled once) is not a fault.
+    - A write into the input is a fault for a function. For modules and compositions the write is
+      only reported, because it is legal in a run and common in modules.
 
     >>> import torch, funcpipe as fp
     >>> @fp.stage
@@ -122,27 +125,28 @@ def check_stage(
 
     Args:
         stage, params: the stage and its parameters.
-        x: an input, best of three rows or more: any tree.
-        skips, feeds, state: what the stage declares, as for a direct call.
-        train: what it gets if it takes ``train``.
-        seed: keys its random numbers.
-        trainable: as for ``fp.run``, but of this one stage: None, a bool, a function of (name,
-            leaf), or a tree of bools.
-        independent_rows: a row of the outputs must depend on its own row of the inputs only, as law
-            2 (same as no pipeline) wants. The report says it anyway, unless the stage draws.
-        allow: names of faults to let pass.
+        x: an input, any tree, preferably of three rows or more.
+        skips, feeds, state: the declared values of the stage, as in a direct call.
+        train: the value of ``train`` for a stage that takes it.
+        seed: the seed of the stage's random numbers.
+        trainable: as in `run`, but for this stage only: None, a bool, a function of (name, leaf),
+            or a tree of bools.
+        independent_rows: True: a row of the outputs that depends on other rows of the inputs is a
+            fault. Independent rows are necessary for results equal to one run on the whole batch.
+            The report contains ``rows`` in any case, unless the stage draws.
+        allow: names of faults to permit.
 
     Returns:
-        A report that prints well.
+        A `StageReport`; ``print`` shows it.
 
     Raises:
         PlanError: the arguments do not fit the stage.
-        CheckError: the stage has faults. It is an AssertionError too.
+        CheckError: the stage has faults. CheckError is an AssertionError.
     """
     _check_arguments(stage, skips, feeds, state, allow)
     _check_trees(stage, {"params": params, "x": x, "skips": skips, "feeds": feeds, "state": state})
-    given = params, x, skips or {}, feeds or {}, state
-    probe = Probe(stage, Arguments(*given), train=train, seed=seed, trainable=trainable)
+    arguments = params, x, skips or {}, feeds or {}, state
+    probe = Probe(stage, Arguments(*arguments), train=train, seed=seed, trainable=trainable)
     found = probe.watch.faults
     with torch.enable_grad(), generators_kept():
         cause = probe.run(independent_rows=independent_rows)
@@ -168,7 +172,7 @@ def check_stage(
 def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any) -> None:
     if not isinstance(stage, Stage):
         raise PlanError(
-            f"check_stage takes a stage; got a {type(stage).__name__}; make it one with "
+            f"check_stage takes a stage; got a {type(stage).__name__}; make a stage with "
             "fp.stage(fn) or fp.from_module(module)"
         )
     faults: list[str] = []
@@ -183,7 +187,7 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r}: give a collection of names, allow=[{allow!r}]")
     faults += [
-        f"allow names {name!r}; the faults are {', '.join(FAULTS)}"
+        f"allow contains {name!r}, which is not a fault; the faults are {', '.join(FAULTS)}"
         for name in allow
         if name not in FAULTS
     ]
@@ -191,10 +195,10 @@ def _check_arguments(stage: Any, skips: Any, feeds: Any, state: Any, allow: Any)
 
 
 def _check_trees(stage: Stage, trees: Mapping[str, Tree]) -> None:
-    """Refuse trees that a run would refuse. Raises PlanError."""
+    """Raise PlanError for trees that a run would not accept."""
     faults = [
         fault for name, tree in trees.items() for fault in refuse_hidden(tree, name, *flatten(tree))
     ]
     raise_all(
-        f"check_stage cannot call stage {stage.name!r}; these are no trees of tensors:", faults
+        f"check_stage cannot call stage {stage.name!r}; these are not trees of tensors:", faults
     )

@@ -1,4 +1,4 @@
-"""FaultAt: makes a stage fail on purpose at one action of a run."""
+"""Make a stage fail on purpose at one action of a run: `FaultAt`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Strike: TypeAlias = BaseException | type[BaseException] | Callable[[Tensor], Ten
 
 
 class Fault(Exception):
-    """What `FaultAt` raises unless it is told otherwise."""
+    """The error that `FaultAt` raises by default."""
 
     def __init__(self, message: str = "raised by funcpipe.testing.FaultAt") -> None:
         super().__init__(message)
@@ -28,12 +28,12 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class FaultAt:
-    """Make a stage fail at one action of a run: ``FaultAt(stage, microbatch, kind)(stages) ->
-    stages``.
+    """Make a stage fail at one action of a run.
 
-    The action is the run's own, so no feed has to carry a number, and every schedule, executor,
-    remat and kind of stage works. Called outside of a run the stages do what they did before.
-    Faults add up: each takes stages and gives stages.
+    Call it with stages: ``FaultAt(stage, microbatch, kind)(stages) -> stages``. FaultAt works with
+    all schedules, executors and kinds of stages, and needs no feed, because it reads the action
+    from the run. Outside of a run, the stages behave as before. You can apply several faults: each
+    call takes stages and returns stages.
 
     >>> import torch, funcpipe as fp
     >>> stages = funcpipe.testing.FaultAt(1, 0, "F")([fp.stage(lambda p, x: x), fp.stage(lambda p, x: x)])
@@ -45,22 +45,22 @@ class FaultAt:
     in 1F0 of stage 1 at microbatch 0 on device 1 (cpu)
 
     Args:
-        stage: index of the stage in what it is called on.
-        microbatch: index of the microbatch.
-        kind: F; R (the forward that remat repeats; a plan without remat has none); B (the backward,
-            also where the schedule splits it and it is I); I (only where it is split). The backward
-            of an eager stage whose input needs no gradient is all in W, and so are these then. A
-            `Kind` or its letter.
-        error: what ``raise`` takes, raised once the forward is done, or where the gradients of the
-            outputs arrive. An instance is raised itself, and its traceback then keeps the run's
-            frames as long as the plan has it; a type does not. Or a function: it gets every
-            floating tensor that the forward hands out, or every gradient that the backward begins
-            with, and gives another or None for the same: ``lambda t: t * float("nan")``, ``lambda
-            t: time.sleep(60)``.
+        stage: the index of the failing stage in the given stages.
+        microbatch: the index of the microbatch.
+        kind: the action that fails, as a `Kind` or its letter. F: the forward. R: the forward that
+            remat repeats; a plan without remat has none. B: the backward; in a split backward, I.
+            I: only in a split backward. If the input of an eager stage needs no gradient, the whole
+            backward is in W, and B and I fail there.
+        error: the failure. An exception or its type is raised after the forward, or when the
+            gradients of the outputs arrive. An instance keeps the run's frames in its traceback as
+            long as the plan has it; a type does not. A function is called with each floating tensor
+            that the forward returns, or with each gradient at the start of the backward. It returns
+            a new tensor, or None for the same tensor: ``lambda t: t * float("nan")``, ``lambda t:
+            time.sleep(60)``. Default: `Fault`.
 
     Raises:
-        PlanError: no such stage or kind. W is refused: it goes on with what I has left of a
-            backward.
+        PlanError: the stage or the kind does not exist. W is not possible, because it continues
+            from the state that I leaves.
     """
 
     stage: int
@@ -71,7 +71,7 @@ class FaultAt:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{name} is an index from 0; got {value!r}"
+            f"{name} must be an index from 0; got {value!r}"
             for name, value in (("stage", self.stage), ("microbatch", self.microbatch))
             if not isinstance(value, int) or value < 0
         ]
@@ -81,8 +81,8 @@ class FaultAt:
             faults.append(f"kind is F, B, I or R; got {self.kind!r}")
         if self.kind is Kind.W:
             faults.append(
-                "kind is W, which goes on with what I has left: the gradients of the outputs, "
-                "where faults of a backward strike, have arrived; use 'I'"
+                "kind is W, but W starts after the gradients of the outputs have arrived, which is "
+                "when a fault in a backward is raised; use 'I'"
             )
         if not isinstance(self.error, BaseException) and not callable(self.error):
             faults.append(
@@ -91,7 +91,14 @@ class FaultAt:
         raise_all("no such fault:", faults)
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages, one of them with the fault in it."""
+        """Return the stages, with the fault in one of them.
+
+        Args:
+            stages: a stage, or a tuple or list of stages.
+
+        Raises:
+            PlanError: the argument is not stages, or has too few.
+        """
         sequence = (stages,) if isinstance(stages, Stage) else stages
         if not isinstance(sequence, (tuple, list)):
             raise PlanError(
@@ -100,7 +107,7 @@ class FaultAt:
             )
         if self.stage >= len(sequence):
             raise PlanError(
-                f"FaultAt(stage={self.stage}) was given {len(sequence)} stages; the last is stage "
+                f"FaultAt(stage={self.stage}) got {len(sequence)} stages, so the last stage is "
                 f"{len(sequence) - 1}"
             )
         failing = hooked(sequence[self.stage], self._around)
@@ -112,13 +119,13 @@ class FaultAt:
         if action is None or action.microbatch != self.microbatch:
             return out
         if self.kind in (Kind.B, Kind.I):
+            # Without a gradient the backward never runs, and a test would pass without its fault.
             if torch.is_grad_enabled() and not any(
                 leaf.requires_grad for leaf in leaves(tuple(normalise(out)))
             ):
                 raise PlanError(
-                    f"{self} can never strike: nothing that the stage returns requires a "
-                    "gradient, so its backward is empty; make its parameters trainable "
-                    "(trainable=True)"
+                    f"{self} can never fail: no tensor that the stage returns requires a gradient, "
+                    "so its backward is empty; make its parameters trainable (trainable=True)"
                 )
             return _over(
                 out,
@@ -130,7 +137,7 @@ class FaultAt:
     def _strike(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Raise the error, or change the tensors."""
         if isinstance(self.error, BaseException):
-            raise self.error.with_traceback(None)  # else it would grow with every run
+            raise self.error.with_traceback(None)  # else the traceback would grow with each run
         if isinstance(self.error, type) and issubclass(self.error, BaseException):
             raise self.error
         new: list[Tensor | None] = []
@@ -141,10 +148,10 @@ class FaultAt:
 
 
 class _FailingBackward(torch.autograd.Function):
-    """The identity on the outputs of a stage; the fault strikes when their gradients are there.
+    """The identity on the outputs of a stage, which fails when their gradients arrive.
 
-    One node for all of them: with one for each, or hooks, a backward that raises keeps tensors of
-    its run.
+    One node serves all outputs. With a node or a hook for each output, a backward that raises would
+    keep tensors of its run.
     """
 
     @staticmethod
@@ -165,8 +172,8 @@ class _FailingBackward(torch.autograd.Function):
 def _over(
     out: Any, selects: Callable[[Any], bool], change: Callable[[Sequence[Tensor]], Sequence[Any]]
 ) -> Any:
-    """What a stage returned with the selected tensors changed in one call; one that stands twice
-    stays one."""
+    """Change the selected tensors of a stage's result in one call. A tensor that occurs twice is
+    changed once."""
     result = normalise(out)
     loss = side_loss(result)
     loss_sum = None if loss is None else loss[0]
@@ -180,6 +187,6 @@ def _over(
 
 
 def running() -> Action | None:
-    """The action that a run performs on this thread; None outside of a run."""
+    """The action that a run performs on this thread. None: no run."""
     position = RUNNING.get()
     return None if position is None else Action.parse(position().action.split()[0])

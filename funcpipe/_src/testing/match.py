@@ -1,4 +1,4 @@
-"""assert_matches_sequential: what a plan computes is what a plain loop computes, bit for bit."""
+"""Compare a plan with a plain loop over its stages, bit for bit: `assert_matches_sequential`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.stages.trainable import Trainable
 
 _FIELDS = ("losses", "loss", "weight", "aux", "outputs", "state", "grads", "unused")
-"""The fields of a result in the order of their computation: the first that differs is nearest to
-the cause."""
+"""The fields of a result in the order of their computation, so the first difference is nearest
+to the cause."""
 
 _SHOWN = 10
-"""How many differing leaves a message lists."""
+"""The number of differing leaves that a message lists."""
 
 
 def assert_matches_sequential(
@@ -42,8 +42,9 @@ def assert_matches_sequential(
     executors: Sequence[ExecutorLike] = ("serial", "threads"),
     whole_batch: float | None = None,
 ) -> Result:
-    """Run a plan by each executor and by the oracle; losses, outputs, state and every gradient have
-    the same bits.
+    """Assert that a plan gives bit-identical results with each executor and with `run_sequential`.
+
+    The comparison covers losses, outputs, state and all gradients.
 
     >>> import torch, funcpipe as fp
     >>> stages = [fp.stage(lambda p, x: x * p["w"])] * 2
@@ -54,20 +55,22 @@ def assert_matches_sequential(
     tensor(25.)
 
     Args:
-        plan: with or without a loss.
-        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as for
-            ``fp.run``.
-        executors: which to compare, as for ``fp.run``.
-        whole_batch: also compare loss, outputs and gradients with one microbatch of all rows, to
-            this part of the largest number in each tensor (1e-10 suits float64). It holds for
-            stages that treat rows one by one, draw nothing, and losses that are means, or sums with
-            weights. None: do not compare.
+        plan: a plan, with or without a loss.
+        params, batch, state, feeds, seed, trainable, loss_scale, threads_per_lane: as in `run`.
+        executors: the executors to compare, as in `run`.
+        whole_batch: a tolerance: also compare loss, outputs and gradients with a run of one
+            microbatch of all rows. The tolerance is relative to the largest number of each tensor;
+            1e-10 suits float64. The comparison needs stages that treat rows independently and draw
+            no random numbers, and losses that are means, or sums with weights. None: no such
+            comparison.
 
     Returns:
         The result of the last executor.
 
     Raises:
-        AssertionError: something differs: which leaves, how many of their numbers, by how much.
+        AssertionError: some leaves differ. The message names them, with the number of differing
+            elements and the size of the difference.
+        PlanError: ``executors`` is empty or a string.
     """
     if not executors or isinstance(executors, str):
         raise PlanError(
@@ -93,9 +96,9 @@ def assert_matches_sequential(
             "weight": plan.weight,
             "ties": plan.ties,
         }
-        whole = make_plan(
+        whole_batch_plan = make_plan(
             plan.stages,
-            _in_one_piece(plan.schedule),
+            _single_microbatch(plan.schedule),
             train=plan.train,
             outputs=plan.outputs,
             **shared,
@@ -104,16 +107,16 @@ def assert_matches_sequential(
         title = f"{plan.num_microbatches} microbatches", "one microbatch of all rows"
         _compare(
             result,
-            run_sequential(whole, params, batch, **options),
+            run_sequential(whole_batch_plan, params, batch, **options),
             fields,
             *title,
-            part=whole_batch,
+            tolerance=whole_batch,
         )
     return result
 
 
-def _in_one_piece(schedule: Schedule) -> Schedule:
-    """One microbatch, in one piece, on the same devices."""
+def _single_microbatch(schedule: Schedule) -> Schedule:
+    """The schedule of one microbatch, without slices, on the same devices."""
     if schedule.num_slices == 1:
         return schedule.first(1)
     backward = [
@@ -136,14 +139,14 @@ def _compare(
     name: str,
     reference: str,
     *,
-    part: float | None = None,
+    tolerance: float | None = None,
 ) -> None:
     faults: list[str] = []
     count = 0
     for field in fields:
         a, b = _plain(getattr(result, field)), _plain(getattr(expected, field))
         differing, leaf_count = (
-            ([], 0) if a is b is None else differences(a, b, field, allowed=part)
+            ([], 0) if a is b is None else differences(a, b, field, allowed=tolerance)
         )
         faults += differing
         count += leaf_count
@@ -159,13 +162,13 @@ def _plain(tree: Tree) -> Tree:
 def differences(
     actual: Tree, expected: Tree, root: str, *, allowed: float | None = None
 ) -> tuple[list[str], int]:
-    """A line for each leaf that differs, and how many leaves there are.
+    """Describe each leaf that differs, and count all leaves.
 
     Args:
         actual, expected: the trees.
-        root: what to call them.
-        allowed: None: no bit may differ (but a NaN is a NaN). Else floating numbers may, by this
-            part of the largest.
+        root: the name of the trees in the descriptions.
+        allowed: None: the leaves must be bit-identical, but any NaN equals any NaN. Otherwise: the
+            tolerance of floating numbers, relative to the largest number of a leaf.
     """
     left, spec = flatten(actual)
     right, expected_spec = flatten(expected)
@@ -184,35 +187,39 @@ def differences(
 
 
 def _difference(actual: Any, expected: Any, allowed: float | None) -> str:
-    """How a leaf differs; "" if it does not."""
+    """Describe how a leaf differs; "" if it does not."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         return (
-            "" if _same(actual, expected) else f"{_short(actual)} came, {_short(expected)} expected"
+            ""
+            if _same(actual, expected)
+            else f"{_short_text(actual)} came, {_short_text(expected)} expected"
         )
     if (actual.shape, actual.dtype, actual.device) != (
         expected.shape,
         expected.dtype,
         expected.device,
     ):
-        return f"{_short(actual)} came, {_short(expected)} expected"
-    # One row of bytes per number, which every type has.
+        return f"{_short_text(actual)} came, {_short_text(expected)} expected"
+    # Compare bytes, because they exist for all types and distinguish -0.0 from 0.0.
     a, b = _bytes(actual), _bytes(expected)
     differs = (a != b).any(1)
     if not differs.any():
         return ""
     x, y = _wide(actual), _wide(expected)
     distance = (x - y).abs()
+    # Bits of NaNs differ between kernels without meaning.
     differs &= ~(x.isnan() & y.isnan())
     if allowed is not None:
         largest = y.abs()[y.isfinite()]
         differs &= (x != y) & ~(
             distance <= allowed * float(largest.max() if largest.numel() else 0.0)
         )
-    return _say(x, y, differs, distance, actual.shape) if differs.any() else ""
+    return _describe(x, y, differs, distance, actual.shape) if differs.any() else ""
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Are two leaves that are no tensors equal; those that cannot be compared count as equal."""
+    """Whether two leaves that are not tensors are equal. Leaves that cannot be compared count as
+    equal."""
     if a is b or type(a) is not type(b):
         return a is b
     if hasattr(a, "__dict__"):
@@ -233,7 +240,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to_dense().cpu().to(dtype).reshape(-1)
 
 
-def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.Size) -> str:
+def _describe(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.Size) -> str:
     first = int(differs.nonzero()[0])
     index = [int(axis) for axis in torch.unravel_index(torch.tensor(first), shape)] if shape else []
     errors = distance[differs]
@@ -246,7 +253,7 @@ def _say(x: Tensor, y: Tensor, differs: Tensor, distance: Tensor, shape: torch.S
     )
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     text = repr(value)

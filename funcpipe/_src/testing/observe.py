@@ -1,4 +1,7 @@
-"""Notes what one call of a stage does besides returning its output."""
+"""Observe the side effects of one call of a stage, and note them as faults.
+
+`probe` decides which calls are made.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from funcpipe._src.testing.around import StageCall, hooked
 from funcpipe._src.testing.snapshot import Snapshot, named
 
 Fault = tuple[str, str]
-"""A name from `FAULTS`, or "raises", and what is wrong."""
+"""A name from `FAULTS`, or "raises", and a description."""
 
 
 def _write(switch: Switch, values: tuple[Any, ...]) -> None:
@@ -49,18 +52,18 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         and each.name not in ("torch.set_default_dtype", "torch.set_num_threads")
     },
 }
-"""Of the process, which a stage must not change: how to read each, and to set it."""
+"""Settings of the process, which a stage must not change: functions that read and set each."""
 
 
 class Observer:
-    """A hook around the function of a stage that notes faults and lets the call go on.
+    """A hook around the function of a stage that notes faults and lets the call continue.
 
     Attributes:
-        faults: each once, as they were found.
-        in_place: what of its input the stage wrote into.
-        memory: of all inputs and outputs.
-        connected: did anything that the last call returned require a gradient.
-        parameters: ids of the leaves of autograd that its outputs come from.
+        faults: each fault once, in the order of discovery.
+        in_place: the inputs that the stage wrote into.
+        memory: the storages of all inputs and outputs.
+        connected: whether any tensor of the last result required a gradient.
+        parameters: ids of the autograd leaves that the outputs depend on.
     """
 
     def __init__(self, stage: Stage, *, finite: bool) -> None:
@@ -76,14 +79,13 @@ class Observer:
         self.faults[name, text] = None
 
     def watched(self) -> Stage:
-        """The stage with this hook around it; what runs learn of the stage must not change."""
+        """The stage with this hook. Facts that runs learn about the stage must not change."""
         return hooked(self.stage, self._observe)
 
     def _observe(self, call: StageCall, params: Tree, x: Tree, extras: dict[str, Any]) -> Out:
         """Call the stage, and note its side effects."""
-        params = map_leaves(
-            lambda leaf: leaf, params
-        )  # new containers, so that one fault is not many
+        # New containers: a change of a container in one call must not be found again in the next.
+        params = map_leaves(lambda leaf: leaf, params)
         if self.stage.state:
             extras["state"] = map_tensors(torch.clone, extras["state"])
         state = extras.get("state", ())
@@ -103,13 +105,13 @@ class Observer:
         for name, tree in inputs.items():
             for where in snapshots[name].written(tree, name):
                 self.in_place[where] = None
-                if not isinstance(
-                    self.stage.fn, Bindable
-                ):  # a module or a composition: layers like that are common
+                # Modules and compositions often write into their input, so only functions are at
+                # fault.
+                if not isinstance(self.stage.fn, Bindable):
                     self.note(
                         "in-place",
-                        f"writes into {where}: a run gives it a copy, but a direct call writes "
-                        "into yours; compute out of place",
+                        f"writes into {where}: a run passes a copy, but a direct call changes your "
+                        "tensor; compute out of place",
                     )
         for where in params_before.written(params, "params"):
             self.note("params", f"writes into {where}; compute with a copy")
@@ -141,7 +143,7 @@ class Observer:
         return out
 
     def _returned(self, out: Out) -> Out:
-        """Note the faults of what the stage returned; return it in a form that a run accepts."""
+        """Note the faults of the result, and return it in a form that a run accepts."""
         if out.y is None:
             self.note("output", "returns None; is a return statement missing?")
         allowed = {*self.stage.stash, *self.stage.offers}
@@ -166,7 +168,7 @@ class Observer:
                 self.note("output", fault)
             for where, leaf in zip(locations(tree, root), values, strict=True):
                 if self.finite and is_differentiable(leaf) and not leaf.isfinite().all():
-                    self.note("finite", f"{where} is not finite, for finite inputs")
+                    self.note("finite", f"{where} is not finite although the inputs are finite")
         side = side_loss(out)
         loss = () if side is None else side[0]
         roots = [leaf for leaf in leaves((out.y, stash, loss)) if leaf.requires_grad]
@@ -192,8 +194,8 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def generators_kept() -> Generator[None]:
-    """Give torch and random their states back at the end; inside, torch has one that no stage would
-    choose."""
+    """Restore the states of torch's and Python's generators at the end. Inside, torch has an
+    unusual seed."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0x5EED)

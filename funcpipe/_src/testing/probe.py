@@ -1,4 +1,7 @@
-"""The calls that `check_stage` makes of a stage, and the comparison of their results."""
+"""Make the calls of `check_stage`, and compare their results.
+
+`observe` notes the side effects of each call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from funcpipe._src.testing.snapshot import Snapshot, named
 
 
 class Arguments:
-    """The arguments of a stage: copies, laid out as values between stages are."""
+    """The arguments of a stage: copies, with the layout of values between stages."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Arguments:
         def copy(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            if id(leaf) not in copies:  # what is one tensor stays one
+            if id(leaf) not in copies:  # a tensor that occurs twice gets one copy
                 copies[id(leaf)] = dense(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
             return copies[id(leaf)]
 
@@ -76,7 +79,7 @@ class Arguments:
         )
 
     def first(self, leaf: Any, rows: int) -> Any:
-        """The first rows of a leaf that has as many rows as the input; any other leaf whole."""
+        """The first rows of a leaf that has as many rows as the input; other leaves unchanged."""
         has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
         return leaf[:rows] if has_rows else leaf
 
@@ -86,13 +89,13 @@ class Probe:
 
     Args:
         stage: the stage to check.
-        arguments: of it.
+        arguments: its arguments.
         train, seed, trainable: as in `check_stage`.
 
     Attributes:
-        watch: notes faults, and what is written in place.
-        outputs: the leaves that the stage returns: where, and type and shape.
-        num_bytes: of the tensors among them.
+        watch: notes faults, and inputs that are written in place.
+        outputs: the leaves that the stage returns: place -> type and shape.
+        num_bytes: bytes of the returned tensors.
         draws, unused, rows: see `StageReport`.
     """
 
@@ -105,29 +108,34 @@ class Probe:
         seed: int,
         trainable: Any,
     ) -> None:
-        self.stage, self.given, self.train, self.seed = stage, arguments, train, seed
-        self.wanted = trainable_leaves([arguments.params], _of_one(trainable))[0]
+        self.stage, self.arguments, self.train, self.seed = stage, arguments, train, seed
+        self.wanted = trainable_leaves([arguments.params], _for_all_stages(trainable))[0]
         self.names = locations(arguments.params, "params")
         self.watch = Observer(stage, finite=arguments.finite)
         self.watched = self.watch.watched()
-        self.watched.seen.kept.update((True, False))  # the observer looks after the parameters
+        self.watched.seen.kept.update((True, False))  # the observer itself checks kept parameters
         self.outputs: dict[str, str] = {}
         self.num_bytes = 0
         self.draws, self.rows = False, "not compared"
         self.unused: list[str] = []
 
     def run(self, *, independent_rows: bool) -> BaseException | None:
-        """Make all calls. Returns what the stage raised, or None; after it no more faults are
-        looked for."""
+        """Make all calls. Returns the error of the stage, or None. After an error the check
+        ends."""
         try:
             self._first_call()
+            # Recorded after the first call, because tables that it fills are legal.
             before, captured = self._alive(), Snapshot(Reached(self.stage).found)
-            self._same_again()
+            self._repeated_calls()
             self._fewer_rows(independent_rows)
         except _Raised as raised:
             return raised.__cause__
         reached = Reached(self.stage).found
-        values = [*leaves(self.given.params), *leaves(self.given.state), *captured.values.values()]
+        values = [
+            *leaves(self.arguments.params),
+            *leaves(self.arguments.state),
+            *captured.values.values(),
+        ]
         strided = [
             value for value in values if isinstance(value, Tensor) and value.layout is torch.strided
         ]
@@ -135,7 +143,7 @@ class Probe:
         if self._alive() - before - storages:
             self.watch.note(
                 "kept",
-                "keeps its input, or what it returned, after the run; hand it on instead (stash, "
+                "keeps its input, or its result, after the run; return the tensor instead (stash, "
                 "Out(stats=...))",
             )
         for name in captured.changes(reached):
@@ -148,8 +156,8 @@ class Probe:
             if id(value) in self.watch.parameters:
                 self.watch.note(
                     "captured",
-                    f"closes over {name}, which requires a gradient and will get none; take it "
-                    "from params",
+                    f"closes over {name}, which requires a gradient but gets none; take it from "
+                    "params",
                 )
         return None
 
@@ -168,21 +176,21 @@ class Probe:
             "keys": Keys(self.seed, [self.stage]),
             "shares": Shares((1.0, 1.0), 2.0, False, 1.0, (0.5, 0.5)),
         }
-        bound = EagerBound(self.watched, 0, self.given.params, self.given.state, **options)
-        bound.graphs_to_check = 0  # what a run would refuse is noted here, and the calls go on
+        bound = EagerBound(self.watched, 0, self.arguments.params, self.arguments.state, **options)
+        bound.graphs_to_check = 0  # the observer notes these faults, and the calls continue
         return bound
 
     def _forward(self, bound: EagerBound, microbatch: int) -> StageOut:
         return self._attempt(
-            lambda: bound.forward(self.given.args(self.stage, microbatch), keep=True), "raises"
+            lambda: bound.forward(self.arguments.args(self.stage, microbatch), keep=True), "raises"
         )
 
     def _attempt(self, call: Callable[[], Any], prefix: str) -> Any:
         try:
             return call()
         except Exception as error:
-            # Draws without a key, and buffers that a module writes, are refused by the runtime in
-            # its own words.
+            # The runtime itself raises for draws without a key and for buffers that a module
+            # writes. Its messages already explain the fault.
             known = (
                 "random"
                 if isinstance(error, DrawError)
@@ -197,20 +205,22 @@ class Probe:
             raise _Raised from error
 
     def _first_call(self) -> None:
-        """Call once unjudged, as a table that the first call of a shape fills is no fault; note
-        outputs and draws."""
+        """Call once without judging, because a table that the first call fills is not a fault.
+        Note outputs and draws."""
         bound = self._bind()
         out = self._forward(bound, 0)
         self.draws = self.train in self.watched.seen.draws
-        if self.given.rows > 1:
+        if self.arguments.rows > 1:
             with suppress(Exception):  # `_fewer_rows` reports it
-                bound.forward(self.given.args(self.stage, 0, self.given.rows - 1), keep=False)
+                bound.forward(
+                    self.arguments.args(self.stage, 0, self.arguments.rows - 1), keep=False
+                )
         for name, tree in _parts(out):
             self.outputs |= {place: _shape(leaf) for place, leaf in named(tree, name).items()}
             self.num_bytes += sum(leaf.nbytes for leaf in leaves(tree))
         bound.release()
 
-    def _same_again(self) -> None:
+    def _repeated_calls(self) -> None:
         """Call with microbatch 0, 1, 0 again as remat does, and 0 in a second run: numbers and
         gradients must agree."""
         bound = self._bind()
@@ -241,13 +251,13 @@ class Probe:
     # -------------------------------------------------------------------------------
 
     def _gradients(self, bound: EagerBound, first: StageOut, again: StageOut) -> None:
-        if not any(self.wanted) and not self.given.floating:
+        if not any(self.wanted) and not self.arguments.floating:
             return
         if not self.watch.connected:
             self.watch.note(
                 "gradient",
-                "returns nothing that requires a gradient, though parameters or input could have "
-                "one: it is detached, or computed under no_grad",
+                "returns no tensor that requires a gradient, although parameters or input can have "
+                "one; the result is detached, or computed under no_grad",
             )
             return
         inputs = self._attempt(lambda: self._backward(bound, first), "in its backward raises")
@@ -256,7 +266,7 @@ class Probe:
         repeated = self._attempt(
             lambda: self._backward(bound, again), "in its second backward raises"
         )
-        # The same added to itself is twice the same, exactly.
+        # The sums now contain two equal gradients. x + x is exact, so half of it is exactly x.
         second_grads = [None if grad is None else grad / 2 for grad in bound.params.grads()]
         gradients = {**dict(zip(self.names, first_grads, strict=True)), **inputs}
         for name, gradient in {
@@ -269,22 +279,21 @@ class Probe:
                     f"gives another gradient of {line.replace(':', ' at the second backward:', 1)}",
                 )
         for name, gradient in gradients.items():
-            if self.given.finite and gradient is not None and not gradient.isfinite().all():
+            if self.arguments.finite and gradient is not None and not gradient.isfinite().all():
                 self.watch.note(
-                    "gradient", f"the gradient of {name} is not finite, for finite inputs"
+                    "gradient",
+                    f"the gradient of {name} is not finite although the inputs are finite",
                 )
         for name in self.unused:
             self.watch.note(
                 "unused",
-                f"no gradient reaches {name}; if that is meant, freeze it (requires_grad=False, "
+                f"no gradient reaches {name}; if that is intended, freeze it (requires_grad=False, "
                 "or trainable=)",
             )
-        if self.given.floating and all(
-            inputs[name] is None for name in locations(self.given.x, "x")
+        if self.arguments.floating and all(
+            inputs[name] is None for name in locations(self.arguments.x, "x")
         ):
-            self.watch.note(
-                "gradient", "no gradient reaches x, so stages before this one would never learn"
-            )
+            self.watch.note("gradient", "no gradient reaches x, so earlier stages would not train")
 
     def _backward(self, bound: EagerBound, out: StageOut) -> dict[str, Tensor | None]:
         """The gradients of the inputs by name, for fixed gradients of the outputs."""
@@ -300,7 +309,7 @@ class Probe:
         stash = {name: [some(stashed)] for name, stashed in out.stash.items()}
         with CatchDraws():
             grads, _ = bound.backward(out.residual, some(out.y), stash)
-        trees = [self.given.x, *(self.given.skips[name] for name in self.stage.pop)]
+        trees = [self.arguments.x, *(self.arguments.skips[name] for name in self.stage.pop)]
         roots = ["x", *(f"skips[{name!r}]" for name in self.stage.pop)]
         places = [
             place
@@ -319,14 +328,15 @@ class Probe:
     # -------------------------------------------------------------------------------
 
     def _fewer_rows(self, independent: bool) -> None:
-        """Compare a call with all rows to one without the last: microbatches differ by a row."""
-        fewer = self.given.rows - 1
+        """Compare a call with all rows to a call without the last row, because microbatches
+        differ by a row."""
+        fewer = self.arguments.rows - 1
         if fewer < 1:
             return
         bound = self._bind()
-        whole = self._forward(bound, 0)
+        all_rows = self._forward(bound, 0)
         try:
-            part = bound.forward(self.given.args(self.stage, 0, fewer), keep=False)
+            without_last_row = bound.forward(self.arguments.args(self.stage, 0, fewer), keep=False)
         except Exception as error:
             self.watch.note(
                 "rows",
@@ -336,7 +346,7 @@ class Probe:
         finally:
             bound.release()
         compared, depends = False, list[str]()
-        for (name, a), (_, b) in zip(_parts(part), _parts(whole), strict=True):
+        for (name, a), (_, b) in zip(_parts(without_last_row), _parts(all_rows), strict=True):
             if _kinds(a, sizes=False) != _kinds(b, sizes=False):
                 self.watch.note(
                     "structure",
@@ -344,24 +354,26 @@ class Probe:
                     f"{_show(b)}",
                 )
             elif name not in ("stats", "loss"):  # those are sums over rows
-                cut = map_leaves(lambda leaf: self.given.first(leaf, fewer), b)
+                cut = map_leaves(lambda leaf: self.arguments.first(leaf, fewer), b)
                 for where, x, y in zip(
                     locations(a, name), flatten(a)[0], flatten(cut)[0], strict=True
                 ):
-                    if _shape(x) == _shape(y):  # else its rows are not along its first axis
+                    if _shape(x) == _shape(y):  # otherwise the rows are not along the first axis
                         compared, depends = (
                             True,
                             depends + differences(x, y, where, allowed=_rounding(y))[0],
                         )
-        if not compared or self.draws:  # what a row draws may depend on how many there are
+        if (
+            not compared or self.draws
+        ):  # the numbers drawn for a row may depend on the number of rows
             return
         self.rows = "dependent" if depends else "independent"
         if independent and depends:
             self.watch.note("rows", f"without the last row the others give another {depends[0]}")
 
 
-def _of_one(trainable: Any) -> Trainable:
-    """``trainable`` of one stage in the form that a run takes for all of its stages."""
+def _for_all_stages(trainable: Any) -> Trainable:
+    """Convert ``trainable`` of one stage to the form for all stages of a run."""
     if trainable is None or isinstance(trainable, (bool, str)):
         return trainable
     if callable(trainable):
@@ -393,7 +405,8 @@ def _shape(leaf: Any) -> str:
 
 
 def _kinds(tree: Tree, *, sizes: bool = True) -> tuple[Any, list[Any]]:
-    """The structure, and what each leaf is; without sizes: its type and how many axes it has."""
+    """The structure, and the type and shape of each leaf; without sizes, its type and number of
+    axes."""
     values, spec = flatten(tree)
     if sizes:
         return spec, [_shape(leaf) for leaf in values]
@@ -408,6 +421,6 @@ def _show(tree: Tree) -> str:
 
 
 def _rounding(leaf: Any) -> float:
-    """The part of the largest number by which a row may change with the number of rows: kernels sum
-    in other orders."""
+    """The tolerance for a row under another number of rows, relative to the largest number,
+    because kernels sum in other orders."""
     return torch.finfo(leaf.dtype).eps ** 0.7 if is_differentiable(leaf) else 0.0

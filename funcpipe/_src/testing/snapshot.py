@@ -1,4 +1,4 @@
-"""Snapshots of values by name, that tell later which of them have changed."""
+"""Record values by name, and find later which of them have changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from funcpipe._src.testing.match import differences
 
 
 class Snapshot:
-    """Values by name as they are now; of tensors also their bits, and how often they were written
-    to.
+    """Values by name at the time of construction; for tensors also their bits and their number of
+    writes.
 
     Attributes:
         values: the values themselves.
@@ -28,8 +28,8 @@ class Snapshot:
         self._bits = {name: (_writes(tensor), tensor.detach().clone()) for name, tensor in tensors}
 
     def changes(self, values: Mapping[str, Any]) -> list[str]:
-        """The names that have come or gone, or whose values have changed; a tensor with the same
-        bits has not."""
+        """The names that were added or removed, or whose values changed. A tensor with the same
+        bits is unchanged."""
         common = [name for name in self.values if name in values]
         changed = [name for name in common if self._differs(name, values[name])]
         changed += [
@@ -41,7 +41,7 @@ class Snapshot:
         ]  # a container is named by its length alone
 
     def written(self, tree: Tree, root: str) -> list[str]:
-        """The leaves of a tree, taken as `named` gives them, that were written to or replaced."""
+        """The leaves of a tree, named by `named`, that were written to or replaced."""
         leaves = named(tree, root)
         if leaves.keys() != self.values.keys():
             return [root]
@@ -53,7 +53,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Give tensors the numbers that they had."""
+        """Restore the numbers of tensors."""
         for name, (_, bits) in self._bits.items():
             if differences(self.values[name], bits, "")[0]:
                 self.values[name].data.copy_(bits)

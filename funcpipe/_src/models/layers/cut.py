@@ -1,4 +1,7 @@
-"""A model cut between the blocks of its stack, without a trace: each stage gets its blocks."""
+"""Cut a model between its blocks, without a trace.
+
+`find` finds the blocks, `stage` runs one stage, `traced` is the way with a trace.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.balance import checked_sizes
 from funcpipe._src.models.configs import configs, without_cache, without_capture_hooks
 from funcpipe._src.models.layers.find import TRACED, Layers, find_layers
-from funcpipe._src.models.layers.look import asks
+from funcpipe._src.models.layers.look import asks_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
 from funcpipe._src.models.layers.stage import INPUTS, LayersFn
 from funcpipe._src.models.module import Skeleton, devices_fault, named_tensors, refuse_lazy
@@ -29,31 +32,31 @@ def cut_layers(
     layers: Layers | str | None = None,
     slices: bool = False,
 ) -> tuple[tuple[Stage, dict[str, Any], Any], ...]:
-    """Cut a model between the blocks of its stack; nothing is traced, control flow and custom
-    kernels stay.
+    """Cut a model between its blocks. Nothing is traced, so control flow and custom kernels remain.
 
-    Each stage runs the model's own forward on a copy without numbers, in which what another stage
-    computes is left out: entries and earlier blocks give back what arrived, and the forward is left
-    after the stage's last block. Masks and rotary tables are computed again in each stage from the
-    model's inputs, which travel as a skip. Between stages goes what the last block returned, the
-    last stage returns the model's output.
+    Each stage runs the model's own forward on a copy without numbers. The copy omits the
+    computations of other stages: entries and earlier blocks return the values that arrived, and the
+    forward ends after the stage's last block. Masks and rotary tables are computed again in each
+    stage from the model's inputs, which travel as a skip. The value between stages is the output of
+    the last block. The last stage returns the model's output.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     >>> [(stage.name, sorted(params)) for stage, params, _ in cut_layers(net, [1, 2])]
     [('[0:1]', ['0.bias', '0.weight']), ('[1:3]', ['1.bias', '1.weight', '2.bias', '2.weight'])]
 
     Args:
-        model: on one device, or on meta as a whole.
-        sizes: blocks of each stage.
-        layers: from `find_layers`, or the path of the list.
-        slices: can the stages run slices of a sequence; see `split`.
+        model: a model on one device, or as a whole on meta.
+        sizes: the number of blocks of each stage.
+        layers: the result of `find_layers`, or the path of the list.
+        slices: whether the stages can run slices of a sequence; see `split`.
 
     Returns:
-        For each stage the stage, the model's own parameters by the model's names, and copies of its
-        buffers (() for none). A parameter that several stages need is in each of them: tie them.
+        For each stage: the stage, the model's own parameters by the model's names, and copies of
+            its buffers (() for none). A parameter that several stages need is in each of them; tie
+            them.
 
     Raises:
-        PlanError: sizes or model do not fit; everything that is wrong is listed.
+        PlanError: sizes or model do not fit. The message lists all faults.
     """
     refuse_lazy(model)
     skips = skips_of(model)
@@ -67,10 +70,10 @@ def cut_layers(
     faults += _model_faults(model, stack, split=counts != [len(stack)])
     if skips.inside:
         faults.append(
-            "it has skippable layers, whose values do not follow the stack; make an nn.Sequential "
-            "of it, or stages with fp.from_module"
+            "it has skippable layers, whose skips cannot cross cuts between blocks; make it an "
+            "nn.Sequential, or make stages with fp.from_module"
         )
-    raise_all(f"{type(model).__name__} cannot be cut so:", faults)
+    raise_all(f"{type(model).__name__} cannot be cut between its blocks:", faults)
     caches = SliceCaches(model, len(stack)) if slices else None
     skeleton = Skeleton(model, ModuleAttributes(model))
     without_cache(skeleton.module, model)
@@ -112,18 +115,19 @@ def _model_faults(model: nn.Module, stack: Layers, *, split: bool) -> list[str]:
 
 
 def _configured(model: nn.Module) -> list[str]:
-    """Faults of the model's configurations: what they collect or draw across all blocks."""
+    """List faults of the model's configurations: settings that collect or draw across all
+    blocks."""
     faults: list[str] = []
     for config in configs(model):
         for name, value in vars(config).items():
-            if asks(name, value):
+            if asks_for_all_blocks(name, value):
                 faults.append(
-                    f"config.{name.lstrip('_')} is {value}: it collects something of every block, "
-                    f"and a stage sees its own only; set it to False, or {TRACED}"
+                    f"config.{name.lstrip('_')} is {value}, which collects values of all blocks, "
+                    f"but a stage has only its own blocks; set it to False, or {TRACED}"
                 )
             elif "layerdrop" in name and isinstance(value, float) and value > 0 and model.training:
                 faults.append(
-                    f"config.{name} is {value}: which blocks are left out is drawn in the loop "
-                    "over all of them; set it to 0"
+                    f"config.{name} is {value}: the model draws which blocks to skip in its loop "
+                    "over all blocks, but a stage has only its own blocks; set it to 0"
                 )
     return list(dict.fromkeys(faults))

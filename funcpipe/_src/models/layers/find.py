@@ -1,4 +1,4 @@
-"""The stack of blocks in a model, and what stands before and after it."""
+"""Find the list of blocks in a model, and the modules that run before and after it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from funcpipe._src.models.module import syntax_of
 from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
-"""What messages advise for a model that a layer cut cannot cut."""
+"""The advice in messages about a model that cannot be cut between blocks."""
 
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Where a model's stack of blocks is, and which other modules with numbers of their own run
-    before and after it.
+    """The place of a model's blocks, and the other modules with parameters around them.
 
-    What has no numbers to train (rotary tables, dropout between the parts) runs in every stage and
-    is not listed.
+    Modules without parameters and statistics (rotary tables, dropout) run in every stage and are
+    not listed. `find_layers` makes a Layers; correct it if the guess is wrong.
 
     Attributes:
-        path: of the list that holds the blocks; "" if it is the model itself.
+        path: the path of the list that contains the blocks; "" if the model itself is the list.
         names: the path of each block, in order.
-        entry: modules that run before the first block (embeddings); the first stage holds them.
-        exit: modules that run after the last block (norm, pooler, head); the last stage holds them.
-            A module in both is held by both.
-        carry: entries whose outputs later stages need as well, besides the value that goes through
-            the blocks; they travel with the inputs.
+        entry: modules that run before the first block (embeddings). The first stage has them.
+        exit: modules that run after the last block (norm, pooler, head). The last stage has them. A
+            module in ``entry`` and ``exit`` is in both stages.
+        carry: modules of ``entry`` whose outputs later stages need too, besides the value that goes
+            through the blocks. These outputs travel with the inputs.
     """
 
     path: str
@@ -66,13 +65,15 @@ def find_layers(
     exit: Iterable[str] = (),
     carry: Iterable[str] = (),
 ) -> Layers:
-    """The stack of a model: from the plan that transformers publish with it, else the list of like
-    blocks.
+    """Find the list of blocks of a model, and the modules before and after it.
 
-    A list of blocks of one class that holds at least twice the parameters of any other such list is
-    the stack; lists inside of blocks do not count. What runs before it and what after it is read
-    from the plan, or from the order in which the source of a forward names the modules, or else in
-    which they are registered. A run tells where that is wrong.
+    If transformers publishes a pipeline plan with the model, the plan decides. Otherwise the list
+    is the one whose blocks have the same class and at least twice the parameters of any other such
+    list. Lists inside blocks do not count.
+
+    The order of the other modules comes from the plan. Without a plan, it is the order in which the
+    source of a forward names the modules, or the order of registration. If the order is wrong, `run`
+    raises an error.
 
     >>> class Decoder(nn.Module):
     ...     def __init__(self):
@@ -84,14 +85,19 @@ def find_layers(
     <Layers 'layers': blocks 3: 0, 1, 2; entry embed; exit head>
 
     Args:
-        model: any module whose forward runs the blocks of one list one after the other.
-        path: of the list; None: find it.
-        entry: modules that run before the stack, whatever their place in the model.
-        exit: modules that run after it, likewise; one in both runs on both sides.
-        carry: entries whose outputs later stages need, see `Layers`.
+        model: any module whose forward runs the blocks of one list in order.
+        path: the path of the list. None: find it.
+        entry: paths of modules that run before the blocks, whatever their place in the model.
+        exit: paths of modules that run after the blocks. A path in ``entry`` and ``exit`` runs on
+            both sides.
+        carry: paths of entry modules whose outputs later stages need; see `Layers`.
+
+    Returns:
+        A `Layers`, for ``fp.split(model, layers=)``.
 
     Raises:
-        PlanError: no list or several, an encoder-decoder, names that the model does not have.
+        PlanError: the model has no list of blocks or several, is an encoder-decoder, or lacks a
+            given path.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"find_layers takes an nn.Module; got a {type(model).__name__}")
@@ -120,8 +126,8 @@ def find_layers(
 
 
 def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
-    """The pipeline plan that a model brings: path -> names of what it takes and of what it
-    gives."""
+    """Read the pipeline plan of a transformers model: path -> names of its inputs and of its
+    outputs."""
     plan, prefix = getattr(model, "_pp_plan", None), ""
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
@@ -137,13 +143,13 @@ def _published(model: nn.Module) -> dict[str, tuple[set[str], set[str]]]:
 
 
 def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
-    """The path of the stack. Raises PlanError with the candidates where there is none or several
-    fit."""
+    """Return the path of the list of blocks. Raises PlanError, with the candidates, for none or
+    several."""
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PlanError(
-            f"{kind} is an encoder-decoder: every block of the decoder takes what the encoder "
-            f"gives, but one value goes through the stages of a layer cut; {TRACED}"
+            f"{kind} is an encoder-decoder: every block of the decoder needs the output of the "
+            f"encoder, but stages cut between blocks pass on a single value; {TRACED}"
         )
     planned = [path for path in plan if isinstance(model.get_submodule(path), _STACKS)]
     if len(planned) == 1:
@@ -163,6 +169,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
             f"one class to cut between; name one (layers=path), or {TRACED}"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
+    # Two lists of similar size (an encoder and a decoder) are ambiguous, so the user decides.
     if len(ranked) > 1 and candidates[ranked[0]] < 2 * candidates[ranked[1]]:
         listed = [
             (
@@ -193,8 +200,8 @@ def _sides(
     entry: Sequence[str],
     exit: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules with numbers before and after the stack, by the caller, the plan, the source, or
-    their order."""
+    """The modules with parameters before and after the blocks, from the caller, the plan, the
+    source, or their order."""
     gives = plan[path][1] if path in plan else set[str]()
     before, after = list(entry), list(exit)
     outer = ""
@@ -209,11 +216,14 @@ def _sides(
                 continue
             late = names.index(name) > names.index(step)
             sides = used.get(name, (not late, late))
-            if full in plan and gives:  # a module that takes what the stack gives comes after it
+            if (
+                full in plan and gives
+            ):  # a module that reads an output of the blocks comes after them
                 late = bool(plan[full][0] & gives)
                 sides = (not late, late)
             before += [full] if sides[0] else []
             behind += [full] if sides[1] else []
+        # Inner levels come first: a module of an inner level runs before those of outer levels.
         after[len(exit) : len(exit)] = behind
         outer = f"{outer}.{step}" if outer else step
     return tuple(before), tuple(after)
@@ -265,19 +275,19 @@ def _used(node: ast.AST) -> Iterator[str]:
 
 
 def _owns_numbers(module: nn.Module) -> bool:
-    """Whether it has parameters, or statistics that training changes."""
+    """Whether a module has parameters, or statistics that training changes."""
     return any(True for _ in module.parameters()) or any(
         DeferredBatchNorm.converts(part) for part in module.modules()
     )
 
 
 def within(path: str, root: str) -> bool:
-    """Whether a path is that of a module inside another, or the same."""
+    """Whether a path is the same as another, or below it."""
     return not root or path == root or path.startswith(f"{root}.")
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """The children by name; one that stands twice has both names."""
+    """The children by name; a child that occurs twice has both names."""
     return {name: child for name, child in children_of(module).items() if child is not None}
 
 

@@ -2,7 +2,7 @@
 
 A stage runs its own blocks only, so values that a model collects over all blocks would be
 incomplete. If flags ask for such values, the stage raises PlanError before anything runs. In the
-last stage, a dispatch mode follows values that blocks hand out beside their output. Examples are a
+last stage, a dispatch mode follows values that blocks pass on beside their output. Examples are a
 list that blocks append to, and an attribute that the model's end sums up.
 """
 
@@ -22,19 +22,21 @@ from funcpipe._src.core.tree import Tree, map_tensors, tensors_in
 from funcpipe._src.models.layers.unknown import Unknown, is_write
 
 _BY_NUMBER = ("output_hidden_states", "output_attentions")
-"""Flags that take numbers of layers as well as True."""
+"""Flags that take indices of layers as well as True."""
 
 
-def asks(name: str, value: Any) -> bool:
-    """Whether a flag of a configuration or of a call asks for something of every block."""
-    name = name.lstrip("_")  # where a configuration has a property of the name
+def asks_for_all_blocks(name: str, value: Any) -> bool:
+    """Whether a flag of a configuration or of a call asks for values of all blocks."""
+    name = name.lstrip("_")  # a configuration stores a property under "_name"
     return (value is True and name.startswith("output_")) or (
         name in _BY_NUMBER and value is not None and value is not False
     )
 
 
-def asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The arguments of a call that ask for something of every block."""
+def arguments_for_all_blocks(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """List the arguments of a call that ask for values of all blocks."""
     arguments = kwargs
     if any(isinstance(value, (bool, int, list)) for value in args):
         try:
@@ -43,21 +45,21 @@ def asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
                 **kwargs,
             }
         except (TypeError, ValueError):
-            return []  # the call itself says what is wrong
+            return []  # the call itself will raise a better error
     return [
         name
         for name, value in arguments.items()
-        if asks(name, value) or (name == "use_cache" and value is True)
+        if asks_for_all_blocks(name, value) or (name == "use_cache" and value is True)
     ]
 
 
 class SideOutputs(WatchingMode):
-    """A dispatch mode that follows tensors that blocks hand out beside their output, through all
+    """A dispatch mode that follows tensors that blocks pass on beside their output, through all
     operations.
 
     A tensor is followed if a block made it or got it, or if an operation computed it from a
-    followed tensor. Outputs of blocks are not followed: copies take their places. Numbers that a
-    block reads from a tensor (``item``) and keeps cannot be followed.
+    followed tensor. Outputs of blocks are not followed: copies replace them. Numbers that a block
+    reads from a tensor (``item``) and keeps cannot be followed.
     """
 
     supports_higher_order_operators = True
@@ -65,12 +67,11 @@ class SideOutputs(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._inside = False
-        self._memory: dict[
-            int, StorageWeakRef
-        ] = {}  # of followed tensors; the weak reference reserves the number
-        self._views: dict[
-            int, Tensor
-        ] = {}  # followed by identity, because others use the same memory
+        # Storages of followed tensors. The weak reference reserves the storage's number: without
+        # it, a new storage could get the number of a freed one.
+        self._memory: dict[int, StorageWeakRef] = {}
+        # Tensors followed by identity, because tensors that are not followed share their memory.
+        self._views: dict[int, Tensor] = {}
 
     def block(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Tree:
         """Call a block, and return copies of its output."""
@@ -81,7 +82,7 @@ class SideOutputs(WatchingMode):
             out = call(*args, **kwargs)
         finally:
             self._inside = outer
-        with without_modes():  # these copies are no operations of the model
+        with without_modes():  # the mode must not follow these copies
             return map_tensors(lambda tensor: tensor.clone() if _memory(tensor) else tensor, out)
 
     def follows(self, tensor: Any) -> bool:
@@ -98,7 +99,9 @@ class SideOutputs(WatchingMode):
         if not (self._inside or followed):
             return out
         if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
-            raise PlanError("a number is read from what blocks hand out beside their output")
+            raise PlanError(
+                "the model reads a number from values that blocks pass on beside their output"
+            )
         known = {_memory(tensor) for tensor in given}
         writes = is_write(func)
         for tensor in tensors_in(out):

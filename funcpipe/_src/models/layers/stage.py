@@ -1,8 +1,8 @@
-"""One stage of a layer cut: the model's forward on a private copy that has the stage's tensors
-only.
+"""Run one stage of a model that is cut between blocks: the model's forward on a private copy.
 
-The stage's blocks run. Blocks of other stages return their input, and tensors of other stages are
-`Unknown`. An output that depends on one raises PlanError, in every call.
+The copy has only the stage's tensors. The stage's blocks run. Blocks of other stages return their
+input, and tensors of other stages are `Unknown`. An output that depends on an Unknown raises
+PlanError, in every call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from funcpipe._src.core.tree import (
 from funcpipe._src.data.stage import Out
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.layers.find import TRACED, Layers, within
-from funcpipe._src.models.layers.look import SideOutputs, asked
+from funcpipe._src.models.layers.look import SideOutputs, arguments_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
 from funcpipe._src.models.layers.stub import Leave, intercept, outer_paths, stub
 from funcpipe._src.models.layers.unknown import (
@@ -48,17 +48,17 @@ from funcpipe._src.models.skippable import Skips
 from funcpipe._src.models.traced.signature import as_call
 
 INPUTS = "inputs"
-"""The skip in which the model's inputs travel from the first stage to all others."""
+"""The skip in which the model's inputs travel from the first stage to all other stages."""
 
 
 class LayersFn(ModuleFn):
     """Some blocks of a model as a function of their parameters.
 
     Attributes:
-        cut: the stack, and the modules before and after it.
-        first, last: the stage's blocks, ``last`` excluded.
+        cut: the blocks, and the modules before and after them.
+        first, last: the stage's blocks, without ``last``.
         verified: (training, with gradients) for each mode in which a forward was verified.
-        caches: what makes the caches of slices; None: it runs whole sequences only.
+        caches: makes the caches of slices. None: the stage runs whole sequences only.
     """
 
     def __init__(
@@ -78,13 +78,15 @@ class LayersFn(ModuleFn):
             for alias, buffer in shape.module.named_buffers(remove_duplicate=False)
             if not is_differentiable(buffer) and alias.rpartition(".")[0] not in shape.norms
         }
-        aliases = {alias for alias in shape.canonical if self._holds(alias, table=alias in tables)}
+        aliases = {
+            alias for alias in shape.canonical if self._has_tensor(alias, table=alias in tables)
+        }
         super().__init__(shape, skips, aliases, spread=True)
 
     @property
     def sliceable(self) -> bool:
-        """Models of transformers attend to all that they see, unless they were cut to run
-        slices."""
+        """Whether the stage can run slices. A transformers model attends to its whole input, so
+        it needs caches."""
         library: Any = sys.modules.get("transformers")
         return (
             self.caches is not None
@@ -92,12 +94,12 @@ class LayersFn(ModuleFn):
             or not isinstance(self.skeleton, library.PreTrainedModel)
         )
 
-    def _holds(self, alias: str, *, table: bool) -> bool:
-        """Does the stage hold a tensor: one of its blocks, of its end of the stack, or of modules
-        that all stages run.
+    def _has_tensor(self, alias: str, *, table: bool) -> bool:
+        """Whether the stage has a tensor of its blocks, of its end of the model, or of modules that
+        all stages run.
 
-        Every stage holds tables of ints and masks of both ends: they are small, and forwards read
-        them from outside.
+        Every stage has the integer tables and masks of both ends, because they are small and
+        forwards read them from outside.
         """
         cut = self.cut
         prefix = f"{cut.path}." if cut.path else ""
@@ -113,12 +115,12 @@ class LayersFn(ModuleFn):
         return (before and self.first == 0) or (after and self.last == len(cut))
 
     def copy(self) -> LayersCopy:
-        """A private copy that runs the stage."""
+        """Make a private copy that runs the stage."""
         return LayersCopy(self)
 
     def layers(self) -> list[str]:
-        """The paths of the modules that only this stage runs: shared ones draw nothing twice, and
-        name no stage."""
+        """The paths of the modules that only this stage runs. Shared modules would give two
+        stages the same name and draws."""
         cut = self.cut
         roots = list(cut.names[self.first : self.last])
         roots += cut.entry if self.first == 0 else ()
@@ -137,20 +139,19 @@ class LayersCopy(ModuleCopy):
         super().__init__(owner)
         cut = owner.cut
         self.cut, self.first, self.last, self.caches = cut, owner.first, owner.last, owner.caches
-        self.carried: Tree = None  # what the slice before handed on
+        self.carried: Tree = None  # the carry of the previous slice
         self.arguments: dict[str, Any] = {}  # of the model's forward, where slices may run
         self.device: torch.device | None = None  # the device of `Unknown` tensors
         self.is_first_call = False  # the first in this mode, over all copies
-        self.side_outputs: SideOutputs | None = (
-            None  # follows tensors that blocks hand out, in a checked call
-        )
+        # Follows tensors that blocks pass on beside their output, in a checked call.
+        self.side_outputs: SideOutputs | None = None
         self.outer = {path: self.module.get_submodule(path) for path in outer_paths(cut.path)}
         around = [
             layer
             for path, layer in self.module.named_modules()
             if path != cut.path and not any(within(path, name) for name in cut.names)
         ]
-        self.sleepers = around if self.first else []
+        self.evaluation_layers = around if self.first else []
         self.unhooked: list[str] = []  # blocks of other stages whose hooks this stage does not run
         self._reset()
         self._put_stubs()
@@ -158,8 +159,8 @@ class LayersCopy(ModuleCopy):
         self._set_train(self.train)
 
     def install(self, params: Params, state: State) -> Self:
-        """Put tensors in the places of the stage's parameters and buffers, `Unknown` tensors in all
-        other places."""
+        """Put tensors in the places of the stage's parameters and buffers, and `Unknown` tensors
+        in all other places."""
         super().install(params, state)
         tensor = next(iter([*params.values(), *(state or {}).values()]), None)
         device = tensor.device if tensor is not None else torch.device("cpu")
@@ -176,17 +177,17 @@ class LayersCopy(ModuleCopy):
         """Clear the state of a call."""
         self.running = self.begun = False
         self.at = 0  # the next block that should run
-        self.x: Tree = None  # what the stage before returned
+        self.x: Tree = None  # the output of the previous stage
         self.earlier: Tree = None  # the output of earlier blocks: ``x`` without numbers
-        self.travelling: list[
-            tuple[str, Tree]
-        ] = []  # (path, output) of each call of an entry, in order
+        # (path, output) of each call of an entry, in order.
+        self.travelling: list[tuple[str, Tree]] = []
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
-        """The stage's output on one microbatch, and the skip for later stages."""
+        """Return the stage's output on one microbatch, and the skip for later stages."""
         inputs, travelling = extras["skips"][INPUTS] if self.first else (x, ())
         travels = self.first == 0 and self.last < len(self.cut)
-        # What a forward writes in place into its inputs, the forwards of later stages write again.
+        # A copy-on-write clone: if a forward writes in place into its inputs, the forwards of later
+        # stages repeat the write, so they need the original values.
         kept = map_tensors(cow_clone, inputs) if travels else None
         mode = self.train, torch.is_grad_enabled()
         self.is_first_call = mode not in self.owner.verified and not under_transform()
@@ -210,8 +211,11 @@ class LayersCopy(ModuleCopy):
     def _forward(
         self, x: Tree, inputs: Tree, travelling: tuple[Any, ...]
     ) -> tuple[Tree, tuple[Any, ...]]:
-        """Return the output of the stage's last block, or of the model; in the first stage also
-        travelling entries."""
+        """Run the model's forward up to the stage's last block.
+
+        Returns the output of that block, or of the model. In the first stage also the travelling
+        entries.
+        """
         args, kwargs = as_call(inputs)
         self._refuse_collecting(args, kwargs)
         if self.caches is not None:
@@ -220,7 +224,7 @@ class LayersCopy(ModuleCopy):
             self.arguments = kwargs
         for path, layer in self.outer.items():
             self.places[id(layer)] = path or "forward"
-        for table in self.asleep:
+        for table in self.evaluation_tables:
             table["training"] = False
         self.running, self.x, self.travelling = True, x, list(travelling)
         try:
@@ -233,9 +237,10 @@ class LayersCopy(ModuleCopy):
         except Exception as error:
             if self.unhooked and not isinstance(error, PlanError):
                 error.add_note(
-                    f"In this stage the blocks {', '.join(self.unhooked)} hand on what arrived, "
-                    "and their hooks do not run. A model that collects what its blocks return "
-                    f"cannot be cut so; {TRACED}"
+                    f"In this stage the blocks {', '.join(self.unhooked)} only pass on their "
+                    "input, "
+                    "and their hooks do not run. A model that collects the outputs of its blocks "
+                    f"cannot be cut between blocks; {TRACED}"
                 )
             raise
         finally:
@@ -244,33 +249,33 @@ class LayersCopy(ModuleCopy):
         if self.last < len(self.cut) or reached < self.first:
             raise PlanError(
                 f"the forward of {type(self.module).__name__} ended without "
-                f"{self.cut.names[min(reached, self.last - 1)]!r}: it does not run the blocks of "
-                f"{self.cut.path!r} one after the other; {TRACED}"
+                f"{self.cut.names[min(reached, self.last - 1)]!r}, so it does not run the blocks "
+                f"of {self.cut.path!r} one after the other; {TRACED}"
             )
         return self.caches.without(y) if self.caches is not None else y, ()
 
     def _begin(self) -> None:
-        """Note that the stack has begun: the modules around it draw again."""
+        """Note that the blocks have begun: the modules around them draw random numbers again."""
         self.begun = True
-        for table in self.asleep:
+        for table in self.evaluation_tables:
             table["training"] = True
 
     def _set_train(self, train: bool) -> None:
         super()._set_train(train)
-        # Before the stack, later stages repeat what the first one did: for shapes and masks,
-        # without drawing.
-        self.asleep = [vars(layer) for layer in self.sleepers if layer.training]
+        # Before the blocks, later stages repeat the first stage's work to get shapes and masks. In
+        # evaluation mode these modules draw no random numbers a second time.
+        self.evaluation_tables = [vars(layer) for layer in self.evaluation_layers if layer.training]
 
     # -- blocks, and entries that travel
     # -------------------------------------------------------------------------------
 
     def _put_stubs(self) -> None:
-        """Put callbacks to this object in the places of the copy's blocks. Attributes of all
-        modules stay."""
+        """Replace the forwards of the copy's blocks by callbacks to this object. All attributes
+        of modules remain."""
         cut = self.cut
-        proxy = cast(
-            "LayersCopy", weakref.proxy(self)
-        )  # no cycle: who drops this drops the tensors
+        # A weak proxy avoids a reference cycle: tensors are freed as soon as this object is
+        # dropped.
+        proxy = cast("LayersCopy", weakref.proxy(self))
         for number, name in enumerate(cut.names):
             block = self.module.get_submodule(name)
             if self.first <= number < self.last:
@@ -278,9 +283,8 @@ class LayersCopy(ModuleCopy):
                 continue
             self.unhooked += [repr(name)] if hooks_of(block) else []
             stub(block, partial(LayersCopy._foreign_block, proxy, number))
-            for (
-                layer
-            ) in block.modules():  # numbers left by an earlier forward of the model are stale
+            # Tensors that an earlier forward of the model left in attributes are stale.
+            for layer in block.modules():
                 kept = {
                     key: value for key, value in vars(layer).items() if isinstance(value, Tensor)
                 }
@@ -293,8 +297,8 @@ class LayersCopy(ModuleCopy):
                     intercept(layer, partial(LayersCopy._without_hooks, proxy))
 
     def _foreign_block(self, number: int, /, *args: Any, **kwargs: Any) -> Tree:
-        """The forward of another stage's block: the one just before this stage returns what
-        arrived."""
+        """The forward of another stage's block. The block just before this stage returns the
+        value that arrived."""
         if number >= self.first or number != self.at:
             raise PlanError(
                 f"{self.cut.names[number]!r} runs where "
@@ -332,7 +336,7 @@ class LayersCopy(ModuleCopy):
         return out
 
     def _between(self) -> None:
-        """Have the modules around the stack draw other random numbers after each block."""
+        """Let the modules around the blocks draw other random numbers after each block."""
         for path, layer in self.outer.items():
             self.places[id(layer)] = f"{path or 'forward'}#{self.at}"
 
@@ -355,11 +359,11 @@ class LayersCopy(ModuleCopy):
             expected = (
                 f"{self.travelling[0][0]!r} should"
                 if self.travelling
-                else "nothing more did in the first stage"
+                else "no other module did in the first stage"
             )
             raise PlanError(
-                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}: every "
-                f"stage must do the same there; {TRACED}"
+                f"{root!r} runs before the blocks of {self.cut.path!r} where {expected}; every "
+                f"stage must run the same modules there; {TRACED}"
             )
         _, record = self.travelling.pop(0)
         return (
@@ -371,7 +375,7 @@ class LayersCopy(ModuleCopy):
     def _without_hooks(self, call: partial[Any], /, *args: Any, **kwargs: Any) -> Tree:
         """Call a module inside an entry of a later stage.
 
-        Before the blocks its hooks do not run: the first stage ran them.
+        Before the blocks, its hooks do not run, because the first stage ran them.
         """
         return (
             call.args[0].forward(*args, **kwargs)
@@ -383,7 +387,7 @@ class LayersCopy(ModuleCopy):
     # -------------------------------------------------------------------------------
 
     def _refuse_unknown(self, y: Tree) -> None:
-        """Refuse an output that depends on values that only other stages have. Raises PlanError."""
+        """Raise PlanError for an output that depends on tensors of other stages."""
         found = first_unknown(y)
         if found is not None:
             place = (
@@ -400,72 +404,74 @@ class LayersCopy(ModuleCopy):
             raise self._refusal(f"{place} depends on", found.source)
 
     def _refusal(self, need: str, source: str) -> PlanError:
-        """Make the error of a stage that needs numbers of another stage."""
+        """Make the error of a stage that needs numbers of another stage, with the remedy."""
         cut = self.cut
         call = "layers=fp.models.find_layers(model, "
         entries = [root for root in cut.entry if within(source, root)]
         exits = [root for root in cut.exit if within(source, root)]
         if exits and not entries:
-            remedy = f"if {exits[0]!r} runs before the blocks, say so: {call}entry={exits}); else "
+            remedy = (
+                f"if {exits[0]!r} runs before the blocks, give {call}entry={exits}); otherwise "
+            )
         elif entries:
             remedy = (
-                f"if {entries[0]!r} runs after the blocks, say so: {call}exit={entries}); if both "
-                f"ends use it: {call}entry={entries}, exit={entries}); if later blocks use what "
-                f"it returns, let that travel: {call}carry={entries}); else "
+                f"if {entries[0]!r} runs after the blocks, give {call}exit={entries}); if both "
+                f"ends use it, give {call}entry={entries}, exit={entries}); if later blocks use "
+                f"its output, let the output travel: {call}carry={entries}); otherwise "
             )
         else:
             remedy = ""
         return PlanError(
             f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
-            f"than what the block before them returned: {need} {source!r}, which another stage "
+            f"than the output of the previous block: {need} {source!r}, which another stage "
             f"has; {remedy}{TRACED}"
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:
-        """Raise PlanError for an output made from tensors that blocks hand out beside their output.
+        """Raise PlanError for an output made from tensors that blocks pass on beside their output.
 
-        The last stage has its own blocks only, so values that a model collects over all of them
+        The last stage has its own blocks only, so values that a model collects over all blocks
         would be incomplete.
         """
         for place, leaf in zip(locations(y, "output"), flatten(y)[0], strict=True):
             if side_outputs.follows(leaf):
                 raise PlanError(
-                    f"{place} is made of what blocks hand out beside their output (collected by "
-                    "hooks or in a list, or kept as attributes), and the last stage has its own "
-                    f"blocks only, so it would be incomplete; do without it, or {TRACED}"
+                    f"{place} is made of values that blocks pass on beside their output (collected "
+                    "by hooks or in a list, or kept as attributes), but the last stage has only "
+                    f"its own blocks, so {place} would be incomplete; do without it, or {TRACED}"
                 )
 
     def _gives_output(self) -> bool:
-        """Is this the last of several stages."""
+        """Whether this is the last of several stages."""
         return bool(self.first) and self.last == len(self.cut)
 
     def _refuse_collecting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
             self.first == 0
             and self.last < len(self.cut)
-            and (names := asked(self.module.forward, args, kwargs))
+            and (names := arguments_for_all_blocks(self.module.forward, args, kwargs))
         ):
             raise PlanError(
-                f"the inputs ask for {names}, which are collected from all blocks, and a stage "
-                f"sees its own only; leave them out, or {TRACED}"
+                f"the inputs ask for {names}, which are collected from all blocks, but a stage "
+                f"has only its own blocks; leave them out, or {TRACED}"
             )
 
     def _refuse_region(self) -> None:
-        """Refuse to leave the forward from inside of torch.utils.checkpoint. Raises PlanError."""
+        """Raise PlanError if the forward would end inside torch.utils.checkpoint."""
         for frame in frames() if self.is_first_call else ():
             if frame.f_code is LayersCopy._forward.__code__:
                 break
             if frame.f_code in REGIONS:
                 raise PlanError(
                     f"{type(self.module).__name__} runs its blocks inside torch.utils.checkpoint, "
-                    "which a stage cannot leave; switch that off, and make plans with "
+                    "which a stage cannot leave; turn checkpointing off, and make plans with "
                     "fp.schedules.remat(schedule)"
                 )
 
 
 def _shape_only(leaf: Any) -> Any:
-    """Replace a leaf that can have a gradient by an empty tensor with its shape behind one more
-    axis."""
+    """Replace a leaf that can have a gradient by an empty tensor that keeps the leaf's shape
+    after an axis of size 0."""
     return leaf.new_empty((0, *leaf.shape)) if is_differentiable(leaf) else leaf
 
 

@@ -20,7 +20,7 @@ class Leave(BaseException):
 
 
 def stub(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward and drop its hooks, which are for the stage that has the
+    """Replace a module's forward and drop its hooks, because they run in the stage that has the
     module."""
     vars(layer)["forward"] = forward
     drop_hooks(layer)
@@ -47,6 +47,6 @@ def intercept(layer: nn.Module, called: Callable[..., Any]) -> None:
 
 
 def outer_paths(path: str) -> list[str]:
-    """The paths of the modules around a list: the model's own first."""
+    """The paths of the modules that contain a list, the model itself first."""
     steps = path.split(".") if path else []
     return [".".join(steps[:depth]) for depth in range(len(steps))]

@@ -1,11 +1,10 @@
-"""Tensors of other stages in a stage of a layer cut, with shape, type and device, but without
-numbers.
+"""Stand-ins for tensors of other stages: shape, type and device, but no numbers.
 
-A stage of such a cut runs the model's own forward, which also uses tensors of other stages:
-parameters of embeddings, and outputs of earlier blocks. In their places are `Unknown` tensors.
-Every operation with one returns `Unknown` tensors, computed on the meta device, so data flow
-between stages is exact. An output is either right or `Unknown`, which raises PlanError. The result
-depends on no numbers, so it is the same in every call.
+A stage that is cut between blocks runs the model's own forward, which also uses tensors of other
+stages: parameters of embeddings, and outputs of earlier blocks. `Unknown` tensors replace them.
+Each operation with an Unknown returns Unknown tensors, computed on the meta device. So the data
+flow between stages is exact: an output is either right, or Unknown and raises PlanError. The
+outcome does not depend on numbers, so it is the same in every call.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _FILLS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     _ATEN.full_like: lambda args: args[1],
     _ATEN.new_full: lambda args: args[2],
 }
-"""Operations that need a tensor's shape and type alone, with the number that they fill in: their
+"""Operations that need only a tensor's shape and type, with the number that they fill in. Their
 results are known."""
 
 
 class UnknownValueError(PlanError):
-    """A forward needs the numbers of a tensor that another stage has."""
+    """Raised if a forward needs the numbers of a tensor that another stage has."""
 
     def __init__(self, source: str, need: str) -> None:
         super().__init__(f"it {need}, which another stage has")
@@ -51,8 +50,10 @@ class UnknownValueError(PlanError):
 
 
 class Outline(NamedTuple):
-    """The known facts of an `Unknown` tensor: shape, strides and type. Equal outlines give equal
-    results."""
+    """The known facts of an `Unknown` tensor: shape, strides and type.
+
+    Equal outlines give equal results, so outlines are cache keys.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,7 +75,7 @@ class Outline(NamedTuple):
         return cls(tuple(size), tuple(steps)[::-1] if size else (), dtype)
 
     def on(self, device: str | torch.device) -> Tensor:
-        """Make a tensor of this outline, with numbers not set."""
+        """Make a tensor of this outline with arbitrary numbers."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
@@ -107,8 +108,8 @@ class Unknown(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of an operation, without numbers. Raises UnknownValueError where
-        numbers are needed."""
+        """Return the result of an operation, without numbers. Raises UnknownValueError if the
+        operation needs numbers."""
         kwargs = dict(kwargs or {})
         first = next(
             tensor
@@ -119,9 +120,8 @@ class Unknown(Tensor):
             args[place] if place < len(args) else kwargs.get(each.name)
             for place, each in _written(func)
         ]
-        if any(
-            not isinstance(tensor, Unknown) for tensor in tensors_in(written)
-        ):  # its numbers would be wrong
+        # A write of unknown numbers into a known tensor would make its numbers wrong.
+        if any(not isinstance(tensor, Unknown) for tensor in tensors_in(written)):
             raise UnknownValueError(
                 first.source, f"writes numbers ({func.name()}) into a tensor of this stage,"
             )
@@ -135,6 +135,7 @@ class Unknown(Tensor):
             tuple((name, _map(_outline, value)) for name, value in kwargs.items()),
         )
         try:
+            # Arguments that cannot be hashed bypass the cache.
             outcome = _outcome if _is_hashable(known) else _outcome.__wrapped__
             out = outcome(func, *known, kinds=_map(type, known))
         except Exception as error:
@@ -239,8 +240,10 @@ def is_write(func: Any) -> bool:
 
 
 def _as_places(indices: Any) -> list[Any]:
-    """Replace masks among indices by positions: their number depends on the mask's numbers, which
-    are known."""
+    """Replace masks among indices by positions.
+
+    The number of positions depends on the mask's numbers, and masks here are known.
+    """
     out: list[Any] = []
     for index in indices:
         is_mask = (

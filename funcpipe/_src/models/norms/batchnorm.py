@@ -1,9 +1,9 @@
-"""Batch norm whose statistics are handed back instead of written: deferred state.
+"""Batch norm that returns its statistics instead of writing them, so that they can be deferred.
 
-A forward normalises by its own microbatch, as ``nn.BatchNorm`` would, and gives its size, mean and
-variance. Once per batch the statistics of all microbatches are merged (Chan, Golub, LeVeque 1979)
-and committed: the new state is that of ``nn.BatchNorm``'s own update applied once to all inputs
-that the layer saw.
+A forward normalises by its own microbatch, as ``nn.BatchNorm`` does, and returns the size, mean and
+variance of the microbatch. Once per batch, `BatchNorm.commit` merges the statistics of all
+microbatches (Chan, Golub, LeVeque 1979). The new state equals one update by ``nn.BatchNorm`` on all
+inputs of the batch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Moments(NamedTuple):
     """Statistics of some values per channel.
 
     Attributes:
-        size: how many values.
-        mean: [C]; of few values, or where the layer keeps less than float32, float64 where the
-            device has it.
+        size: the number of values per channel.
+        mean: [C]. float64, if there are few values or the layer has less than float32 precision,
+            and the device supports float64.
         var: [C], unbiased.
     """
 
@@ -38,7 +38,13 @@ class Moments(NamedTuple):
 
 
 class BatchNorm:
-    """``batch_norm``: the function, with ``init`` and ``commit`` for its state beside it."""
+    """The type of `batch_norm`: a function with ``init`` and ``commit`` for its state.
+
+    >>> state = fp.models.batch_norm.init(3)
+    >>> y, stats = fp.models.batch_norm(torch.randn(8, 3), None, None, state)
+    >>> fp.models.batch_norm.commit(state, [stats])["num_batches_tracked"]
+    tensor(1)
+    """
 
     def __call__(
         self,
@@ -50,7 +56,9 @@ class BatchNorm:
         train: bool = True,
         eps: float = 1e-5,
     ) -> tuple[Tensor, tuple[Moments, ...]]:
-        """Normalise over every dimension but the second, 1d, 2d and 3d alike; nothing is written.
+        """Normalise each channel over all other dimensions, without writing to the state.
+
+        The function works for 1d, 2d and 3d inputs.
 
         >>> state = batch_norm.init(3)
         >>> y, stats = batch_norm(torch.randn(8, 3), None, None, state)
@@ -58,18 +66,19 @@ class BatchNorm:
         tensor(1)
 
         Args:
-            x: [N, C, ...].
-            weight: [C], or None.
-            bias: [C], or None.
-            state: ``running_mean`` and ``running_var``, each [C]; see `init`.
-            train: by the microbatch's statistics (True) or by the running ones.
+            x: the input, [N, C, ...].
+            weight: the scale, [C]. None: 1.
+            bias: the shift, [C]. None: 0.
+            state: a dict with ``running_mean`` and ``running_var``, each [C]; see `init`.
+            train: True: normalise by the statistics of this microbatch. False: by the running
+                statistics.
             eps: added to the variance.
 
         Returns:
-            The output, and the statistics to give to `commit` (empty in evaluation).
+            The output, shaped like ``x``, and the statistics for `commit`; empty in evaluation.
 
         Raises:
-            BatchError: training with one value per channel, which has no variance.
+            BatchError: training with a single value per channel, which has no variance.
         """
         call = NormCall(
             x, state["running_mean"], state["running_var"], weight, bias, train, eps=eps
@@ -79,7 +88,13 @@ class BatchNorm:
     def init(
         self, num_features: int, *, device: Any = None, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """The state of a fresh layer: mean 0, variance 1, no batches seen."""
+        """Return the state of a new layer: mean 0, variance 1, no batches.
+
+        Args:
+            num_features: the number of channels, C.
+            device: the device of the tensors. None: torch's default.
+            dtype: the type of mean and variance. None: torch's default.
+        """
         return {
             "running_mean": torch.zeros(num_features, device=device, dtype=dtype),
             "running_var": torch.ones(num_features, device=device, dtype=dtype),
@@ -96,9 +111,13 @@ class BatchNorm:
         """Return the state after one batch.
 
         Args:
-            state: before.
+            state: the state before the batch; it does not change.
             stats: for each microbatch, in order, the statistics of each call of the layer.
-            momentum: of the running averages; None: the plain average of all batches.
+            momentum: the weight of this batch in the running averages. None: the plain average of
+                all batches.
+
+        Returns:
+            A new dict with the same keys.
         """
         for calls in zip_longest(*stats):  # the n-th calls of all microbatches make one update
             _, mean, var = merge([call for call in calls if call is not None])
@@ -121,10 +140,10 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
             "batch norm in training needs more than one value per channel, but a microbatch has "
             f"shape {tuple(x.shape)}; use fewer microbatches, or a larger batch"
         )
-    # torch's own kernel fills these: momentum 1 makes the running statistics those of the
-    # microbatch.
+    # torch's own kernel fills these two: with momentum 1 the "running" statistics are exactly the
+    # statistics of this microbatch. So the forward is bit-identical to nn.BatchNorm.
     lifted = under_transform()
-    if lifted:  # made from x, so that vmap batches them where it batches x
+    if lifted:  # made from x, so that vmap gives them a batch dimension if x has one
         sample_mean, sample_var = [
             x.new_zeros(like.shape, dtype=like.dtype) for like in (mean, var)
         ]
@@ -133,33 +152,34 @@ def _normalised(call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
     y = torch.batch_norm(
         x, weight, bias, sample_mean, sample_var, True, 1.0, eps, torch.backends.cudnn.enabled
     )
-    # All else waits for the commit: small operations cost a lane more than they cost there, where
-    # one serves all.
+    # All other operations wait for the commit, which does them once for all microbatches. Here they
+    # would cost the lane time for each microbatch.
     if not _is_fine(x, count, sample_mean, lifted=lifted):
         sample_mean = x.detach().mean([0, *range(2, x.dim())], dtype=wide(x))
     return y, (Moments(count, sample_mean, sample_var),)
 
 
 _MANY = 256
-"""Of so many values torch's mean in float32 is good enough."""
+"""From this number of values on, torch's mean in float32 is precise enough."""
 
 
 def _is_fine(x: Tensor, count: int, by_kernel: Tensor, *, lifted: bool) -> bool:
-    """Is the mean of each channel by torch's kernel good enough for merging, which needs it finer
-    than running means are.
+    """Whether the kernel's mean of each channel is precise enough for merging.
 
-    Means of n values differ by their deviation over the root of n, and float32 rounds a mean to
-    some 1e-7 of itself. So where a mean is 1e4 deviations large the variance of all is right to
-    some 1e-4 with many values. Of few the mean is made anew in float64; of many that would take as
-    long as batch norm itself, for torch copies them all first. It is made anew also on a CPU where
-    channels lie next to each other (channels_last): the kernel's mean is much coarser there.
+    Merging needs more precision than running means do. Means of n values differ by their deviation
+    over the root of n, and float32 rounds a mean by about 1e-7 of itself. So with many values, the
+    merged variance has a relative error of about 1e-4 if the mean is 1e4 deviations large.
+
+    For few values, the caller computes the mean again in float64. For many values that would take
+    as long as batch norm itself, because torch copies them first. On a CPU with channels_last the
+    kernel's mean is much less precise, so the caller computes it again too.
     """
-    many = type(count) is int and count >= _MANY  # in an export that is for any size it is no int
+    many = type(count) is int and count >= _MANY  # in an export for any batch size it is symbolic
     return many and by_kernel.dtype.itemsize >= 4 and (not x.is_cpu or lifted or x.is_contiguous())
 
 
 def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...]]:
-    """`batch_norm` for a call of torch's in the layer at this path, which errors name."""
+    """Call batch norm for the layer at this path; errors contain the path."""
     try:
         return _normalised(call)
     except BatchError as error:
@@ -169,7 +189,7 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
 def updated(
     state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None
 ) -> dict[str, Tensor]:
-    """The state after one update by this mean and variance, each [C]."""
+    """Return the state after one update by this mean and variance, each [C]."""
     tracked = state.get("num_batches_tracked")
     new = dict(state)
     if tracked is not None:
@@ -186,7 +206,7 @@ def updated(
 
 
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
-    """How many values there are together, their mean, [C], and their unbiased variance, [C].
+    """Merge statistics: the number of values, their mean [C], and their unbiased variance [C].
 
     >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
@@ -199,7 +219,7 @@ def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
 def merge_rows(
     sizes: Sequence[int], means: Tensor, variances: Tensor
 ) -> tuple[int, Tensor, Tensor]:
-    """`merge` of statistics whose means, and whose variances, are the rows of one matrix."""
+    """Do `merge` for means and variances that are the rows of two matrices, [parts, C]."""
     means, variances = means.to(wide(means)), variances.to(wide(means))
     if len(sizes) == 1:
         return sizes[0], means[0], variances[0]
@@ -218,11 +238,13 @@ def merge_rows(
 
 
 _Sums: TypeAlias = tuple[int, Tensor, Tensor]
-"""How many values, their mean, and the sum of squared distances from it. Counts stay Python's: one
-in a tensor would have to be copied to a device."""
+"""The number of values, their mean, and the sum of squared distances from the mean. The number
+is a Python int: a tensor would need a copy to the device."""
 
 
 def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
+    # With equal sizes, the mean of the means is exact. The squares are those within the parts plus
+    # those between their means.
     mean = means.mean(0)
     return (
         size * len(means),
@@ -232,13 +254,13 @@ def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
 
 
 def _together(first: _Sums, second: _Sums) -> _Sums:
-    """The sums of two sets of values together, by Chan, Golub, LeVeque 1979."""
+    """Merge the sums of two sets of values, by Chan, Golub, LeVeque 1979."""
     count, other = first[0], second[0]
     total, delta = count + other, second[1] - first[1]
     mean = first[1] + delta * (other / total)
-    mean = torch.where(
-        delta.isfinite(), mean, first[1] + second[1]
-    )  # inf and nan as a sum of all has them
+    # If a mean is inf or nan, inf - inf would make nan of inf. A plain sum gives inf and nan as one
+    # mean over all values would.
+    mean = torch.where(delta.isfinite(), mean, first[1] + second[1])
     return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
 
 

@@ -1,5 +1,7 @@
-"""What the batch norm layers of a module stage hand back of a microbatch, and how it is committed
-once per batch."""
+"""Commit the statistics of a module stage's batch norm layers, once per batch.
+
+`norm_layers` collects the statistics, `batchnorm` has the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ from funcpipe._src.models.norms.batchnorm import Moments, merge_rows, updated
 
 _RUNNING = ("running_mean", "running_var")
 _TRACKED = "num_batches_tracked"
-"""What the state of a layer has, by torch's names."""
+"""The names of the state of a layer, by torch's convention."""
 
 
 class Running(NamedTuple):
     """The names of the buffers that one batch norm updates.
 
     Attributes:
-        mean, var: of the running statistics.
-        tracked: of the number of batches; None: it is not counted.
+        mean, var: the names of the running statistics.
+        tracked: the name of the number of batches. None: batches are not counted.
     """
 
     mean: str
@@ -43,13 +45,13 @@ class NormStats(NamedTuple):
     """The statistics of one batch norm layer over one microbatch, and how they are committed.
 
     Attributes:
-        moments: of each of its calls.
-        momentum: of the running averages; None: the plain average of all batches.
-        counted: is the batch counted.
+        moments: the statistics of each call of the layer.
+        momentum: the momentum of the running averages. None: the plain average of all batches.
+        counted: whether the batch is counted.
     """
 
     IS_APART = True
-    """Nothing here has a graph, and the layer keeps none of it."""
+    """No value here has a graph, and the layer keeps none of them."""
 
     moments: tuple[Moments, ...]
     momentum: float | None
@@ -70,11 +72,11 @@ class CommitLayers:
         self.norms, self.deferred = dict(norms), deferred
 
     def written(self) -> list[str]:
-        """The names of the buffers that it may change."""
+        """The names of the buffers that the commit may change."""
         return [name for names in self.norms.values() for name in names if name is not None]
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """The module's buffers after one batch."""
+        """Return the module's buffers after one batch."""
         new, alike = dict(state), dict[Any, list[_Seen]]()
         for path, names in self.norms.items():
             norms: list[NormStats] = [
@@ -93,9 +95,9 @@ class _Seen(NamedTuple):
 
     Attributes:
         updates: the statistics of each update, in order.
-        momentum: of the running averages; None: the plain average of all batches.
-        state: of the layer, before the batch.
-        keys: for each name in it that of the buffer.
+        momentum: the momentum of the running averages. None: the plain average of all batches.
+        state: the state of the layer before the batch, by torch's names.
+        keys: maps torch's names to the names of the buffers.
     """
 
     updates: list[list[Moments]]
@@ -112,7 +114,7 @@ class _Seen(NamedTuple):
         *,
         deferred: bool,
     ) -> _Seen:
-        """What the layer saw whose buffers have these names."""
+        """Collect the statistics of the layer whose buffers have these names."""
         tracked = names.tracked if norms[-1].counted else None
         named = dict(zip((*_RUNNING, _TRACKED), (names.mean, names.var, tracked), strict=True))
         keys = {name: key for name, key in named.items() if key is not None and key in state}
@@ -126,8 +128,8 @@ class _Seen(NamedTuple):
         )
 
     def kind(self) -> Any:
-        """Layers for which this is equal are committed together: all but their numbers is the
-        same."""
+        """The group key of a layer. Layers with equal keys differ only in their numbers and are
+        committed together."""
         calls = [
             (size, mean.dtype, var.dtype) for update in self.updates for size, mean, var in update
         ]
@@ -140,14 +142,13 @@ class _Seen(NamedTuple):
 
 
 def _committed(layers: Sequence[_Seen]) -> dict[str, Tensor]:
-    """The buffers of layers of one kind after a batch, as if they were one: what is small costs by
-    the operation."""
+    """Update the buffers of layers of one kind as one layer, because small operations cost time
+    per operation."""
     first = layers[0]
     joined = {name: torch.cat([layer.state[name] for layer in layers]) for name in _RUNNING}
-    state = {
-        **first.state,
-        **joined,
-    }  # with how often the first was updated: who asks for that has no other beside it
+    # The counter is the first layer's. Only momentum=None reads it, and such a layer is alone in
+    # its group.
+    state = {**first.state, **joined}
     for number, update in enumerate(first.updates):
         calls = [layer.updates[number][place] for place in range(len(update)) for layer in layers]
         means = torch.cat([call.mean for call in calls]).view(len(update), -1)

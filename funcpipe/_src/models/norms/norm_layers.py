@@ -1,4 +1,5 @@
-"""Batch norm layers of a stage's private copy, which hand their statistics back."""
+"""Batch norm layers of a stage's private copy, which return their statistics instead of writing
+buffers."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from funcpipe._src.models.norms.batchnorm import Moments, batch_norm_at
 from funcpipe._src.models.norms.norm_commit import NormStats, Running
 from funcpipe._src.models.norms.written_buffers import (
     BATCH_NORMS,
-    Hearing,
     NormCall,
+    NormInterceptor,
     refuse_writes,
     version,
 )
@@ -25,15 +26,16 @@ from funcpipe._src.models.norms.written_buffers import (
 
 @dataclass
 class Deferral:
-    """What a deferred layer has besides its own attributes; one attribute, so that it hides none of
-    them.
+    """The extra data of a deferred layer.
+
+    The layer keeps it in one attribute, so that it hides no attribute of the user's class.
 
     Attributes:
-        path: of the layer.
-        kind: its class.
-        momentum: of its running averages.
-        counted: does it count batches.
-        collected: the statistics of this microbatch; None: they do not count.
+        path: the path of the layer.
+        kind: the original class of the layer.
+        momentum: the momentum of its running averages.
+        counted: whether the layer counts batches.
+        collected: the statistics of this microbatch. None: they do not count.
     """
 
     path: str
@@ -43,32 +45,33 @@ class Deferral:
     collected: list[Moments] | None = None
 
     def take(self) -> NormStats:
-        """Take out the statistics of one microbatch; what comes later, in a backward, does not
-        count."""
+        """Take the statistics of one microbatch. Statistics of later calls, in a backward, do
+        not count."""
         moments, self.collected = tuple(self.collected or ()), None
         return NormStats(moments, self.momentum, self.counted)
 
 
 class DeferredBatchNorm(AnyBatchNorm):
-    """A batch norm layer of a stage's private copy: collects statistics instead of writing its
+    """A batch norm layer of a stage's private copy that collects statistics instead of writing its
     buffers.
 
-    Its class is this one before the layer's own, so that what a user's subclass brings stays.
+    The layer's class becomes a subclass of this class and of its own class, so methods of a user's
+    subclass remain.
     """
 
     deferral: Deferral
 
     @classmethod
     def convert(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """Turn a layer of a private copy into a deferred one, in place; the names of its
-        buffers."""
+        """Turn a layer of a private copy into a deferred layer, in place. Returns the names of
+        its buffers."""
         vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
         layer.__class__ = _deferred(type(layer))
         return Running.of(layer, path)
 
     @staticmethod
     def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
-        """Is this a layer whose running statistics can be deferred."""
+        """Whether the running statistics of a layer can be deferred."""
         return (
             isinstance(layer, AnyBatchNorm)
             and layer.track_running_stats
@@ -77,22 +80,20 @@ class DeferredBatchNorm(AnyBatchNorm):
 
     @staticmethod
     def has_own_forward(kind: type[nn.Module]) -> bool:
-        """Whether a class has another forward than torch's."""
+        """Whether a class overrides torch's forward."""
         return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class made at run time cannot be found by pickle: it is made again.
+        # Pickle cannot find a class that was made at run time, so unpickling makes it again.
         return (_blank, (self.deferral.kind,), self.__dict__)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        """Normalise as ``nn.BatchNorm`` does, without writing a buffer."""
         check_dimensions(self, input)
         if self.training and isinstance(self, nn.SyncBatchNorm):
             refuse_processes(self)
-        tensors = {
-            **parameters_of(self),
-            **buffers_of(self),
-        }  # a layer takes long to find its attributes
+        # Direct table lookups: nn.Module.__getattr__ is slow, and this runs for each microbatch.
+        tensors = {**parameters_of(self), **buffers_of(self)}
         mean, var, weight, bias = [
             tensors[name] if name in tensors else getattr(self, name) for name in _TENSORS
         ]
@@ -102,26 +103,28 @@ class DeferredBatchNorm(AnyBatchNorm):
 
 
 _TENSORS = ("running_mean", "running_var", "weight", "bias")
-"""What a call of batch norm gets of a layer, in this order."""
+"""The tensors of a layer that a call of batch norm gets, in this order."""
 
 
 class _OwnForward(DeferredBatchNorm):
-    """A deferred layer whose class has a forward of its own: its calls of torch's batch norm are
-    deferred.
+    """A deferred layer whose class overrides forward: its calls of torch's batch norm are deferred.
 
-    The forward counts batches on a copy of the counter that is dropped.
+    The forward counts batches on a copy of the counter, which is dropped.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The layer's own forward; its calls of torch's batch norm go to `_hear`."""
+        """Run the layer's own forward; its calls of torch's batch norm go to `_defer_call`."""
         counter = buffers_of(self).get("num_batches_tracked")
+        # The forward counts on a copy. Whether it counts at all shows in the copy's version.
         scratch = buffers_of(self)["num_batches_tracked"] = (
             None if counter is None else counter.clone()
         )
         start = version(scratch)
         try:
-            with Hearing(
-                {id(self.running_mean), id(self.running_var)}, BATCH_NORMS, partial(_hear, self)
+            with NormInterceptor(
+                {id(self.running_mean), id(self.running_var)},
+                BATCH_NORMS,
+                partial(_defer_call, self),
             ):
                 y = self.deferral.kind.forward(self, *args, **kwargs)
             left = buffers_of(self)["num_batches_tracked"]
@@ -133,8 +136,8 @@ class _OwnForward(DeferredBatchNorm):
         return y
 
 
-def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    """Defer a call of torch's batch norm in training. Raises PlanError where its buffers are not
+def _defer_call(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
+    """Defer a call of torch's batch norm in training. Raises PlanError if its buffers are not
     the layer's."""
     deferral = layer.deferral
     if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
@@ -142,7 +145,7 @@ def _hear(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
             deferral.kind.__name__,
             [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"],
         )
-    if layer.momentum is not None:  # else the call's momentum comes from the counter
+    if layer.momentum is not None:  # with None, the forward computes momentum from the counter
         deferral.momentum = call.momentum
     return _normalise(layer, call)
 
@@ -156,7 +159,7 @@ def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
 
 
 def _moved(after: Tensor | None, before: Tensor | None) -> bool:
-    """Was a counter written to under inference mode, where torch counts no versions."""
+    """Whether a counter was written to under inference mode, where torch counts no versions."""
     return (
         after is not None
         and before is not None
@@ -166,12 +169,12 @@ def _moved(after: Tensor | None, before: Tensor | None) -> bool:
 
 
 def refuse_processes(layer: nn.SyncBatchNorm) -> None:
-    """Raises PlanError where statistics would be shared with other processes."""
+    """Raise PlanError if the layer would share statistics with other processes."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if distributed and torch.distributed.get_world_size(layer.process_group) > 1:
         raise PlanError(
-            "SyncBatchNorm shares the statistics of each microbatch with other processes, whose "
-            "lanes may be elsewhere in their schedules; use nn.BatchNorm"
+            "SyncBatchNorm exchanges the statistics of each microbatch with other processes, but "
+            "their lanes may be at another action of the schedule; use nn.BatchNorm"
         )
 
 

@@ -1,4 +1,5 @@
-"""Finds the buffers that a module's forward writes, also by operations that count no version."""
+"""Find the buffers that a module's forward writes, also by operations that do not change a
+tensor's version."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class NormCall(NamedTuple):
-    """The arguments of a norm of torch that writes running statistics, by torch's names."""
+    """The arguments of a torch norm that writes running statistics, by torch's names."""
 
     input: Tensor
     running_mean: Tensor | None = None
@@ -32,15 +33,15 @@ class NormCall(NamedTuple):
 
     @property
     def tensors(self) -> set[int]:
-        """The ids of the tensors that it writes."""
+        """The ids of the tensors that the call writes."""
         return {id(self.running_mean), id(self.running_var)} if self.training else set()
 
 
 _HIGH = ["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"]
 _LOW = ["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"]
 BATCH_NORMS: Mapping[Any, Sequence[str]] = {F.batch_norm: _HIGH, torch.batch_norm: _LOW}
-"""The arguments of the functions that write running statistics of a batch; torch counts no version
-for these writes."""
+"""Functions that write running statistics of a batch, with their arguments. These writes do not
+change versions."""
 
 NORMS: Mapping[Any, Sequence[str]] = {
     **BATCH_NORMS,
@@ -50,12 +51,12 @@ NORMS: Mapping[Any, Sequence[str]] = {
 _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
-class Hearing(TorchFunctionMode):
-    """While it is on, calls of ``norms`` with one of these tensors (ids) as running statistics go
-    to ``answer``.
+class NormInterceptor(TorchFunctionMode):
+    """A mode that sends calls of ``norms`` to ``answer`` if their running statistics are among
+    ``tensors`` (ids).
 
-    ``norms`` has the names of each function's arguments; what ``answer`` returns is the result of
-    the call.
+    ``norms`` has the names of each function's arguments. The value that ``answer`` returns is the
+    result of the call.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class Hearing(TorchFunctionMode):
 
 
 def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
-    """Run a forward that must not write its buffers: its result, and whether their bits could be
-    compared.
+    """Run a forward that must not write its buffers. Returns its result, and whether their bits
+    could be compared.
 
-    Versions do not suffice: torch's norms, and writes into ``.data``, count none.
+    Versions are not enough, because torch's norms and writes into ``.data`` do not change them.
 
     Raises:
-        PlanError: it wrote; a norm is refused before it does.
+        PlanError: the forward wrote a buffer. A norm raises before it writes.
     """
 
     def refuse(call: NormCall) -> Any:
         refuse_writes(who, [name for name, buffer in buffers.items() if id(buffer) in call.tensors])
 
     before = _kept(buffers)
-    with Hearing({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
+    with NormInterceptor({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
         result = forward()
     if before is None:
         return result, False
@@ -112,31 +113,31 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
 
 
 def refuse_writes(who: str, names: Sequence[str]) -> None:
-    """Raises PlanError if there are any names of buffers that a forward writes."""
+    """Raise PlanError if there are any names of buffers that a forward writes."""
     if names:
         raise PlanError(
-            f"the forward of {who} writes into its buffers {list(names)}, and the order of "
-            "microbatches must not matter; only batch norm layers (nn.BatchNorm and what "
-            "inherits from it) are deferred by themselves. Trace it, fp.split(model, ..., "
-            "example=...), which takes writes that do not depend on the inputs, and others with "
-            "commit=; make it a function stage that returns its statistics in Out(stats=...) and "
-            "folds them in commit=... (fp.models.batch_norm is one); or put the layer in "
-            "evaluation mode"
+            f"the forward of {who} writes into its buffers {list(names)}, but results must not "
+            "depend on the order of microbatches; only batch norm layers (nn.BatchNorm and its "
+            "subclasses) are deferred automatically. Trace the model with fp.split(model, ..., "
+            "example=...), which accepts writes that do not depend on the inputs, and other "
+            "writes with commit=; or write a function stage that returns statistics in "
+            "Out(stats=...) and folds them in commit=... (see fp.models.batch_norm); or put the "
+            "layer in evaluation mode"
         )
 
 
 def version(tensor: Tensor | None) -> int:
-    """How often a tensor was written to; under inference mode torch does not count."""
+    """The number of writes into a tensor; 0 under inference mode, where torch does not count."""
     return 0 if tensor is None or tensor.is_inference() else writes_into(tensor)
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Does a tensor have numbers: it belongs to no trace, and is not on meta."""
+    """Whether a tensor has numbers: it belongs to no trace and is not on meta."""
     return not (isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta)
 
 
 def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
-    """Copy buffers to detect later writes; None where no comparison is possible."""
+    """Copy buffers to detect later writes. None: no comparison is possible."""
     if under_transform() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     ):
@@ -153,8 +154,8 @@ def _kept(buffers: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
 
 
 def _is_as_before(buffer: Tensor, kept: Any) -> bool:
-    """Return whether a buffer has its old bits. Numbers are compared as integers, because NaN
-    equals nothing."""
+    """Whether a buffer is unchanged. Numbers are compared as integers, because NaN differs from
+    itself."""
     if not isinstance(kept, Tensor):
         return was_written(buffer) == kept
     return torch.equal(_as_integers(buffer), _as_integers(kept))

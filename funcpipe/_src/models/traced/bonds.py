@@ -1,5 +1,5 @@
-"""Operations of a traced forward that stay in one stage, as writes in place with their targets;
-where cuts may fall."""
+"""Find operations of a traced forward that must stay in one stage, and the positions where cuts
+may lie."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from funcpipe._src.models.traced.traced import Norm
 
 @dataclass(frozen=True)
 class Bond:
-    """Operations that no cut may part.
+    """Operations that must be in one stage.
 
     Attributes:
-        nodes: in order.
-        wrote: for a write in place the operation that does it; ``nodes`` are then what it writes
-            into and itself.
-        buffer: the buffer that they write or read, where that is why.
-        norm: the batch norm layer that they are calls of, where that is why.
+        nodes: the operations, in order.
+        wrote: for a write in place: the writing operation. ``nodes`` are then its target and
+            itself.
+        buffer: the buffer that the operations write or read, if a buffer is the reason.
+        norm: the batch norm layer that the operations call, if a layer is the reason.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -32,15 +32,15 @@ class Bond:
     norm: str = ""
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
-        """The message where operations have these stages and a cut parts the bond; "" where none
-        does."""
+        """The message if a cut separates the operations, for these stages of operations; "" if
+        none does."""
         parts = sorted({stages[node] for node in self.nodes})
         if len(parts) < 2:
             return ""
         if self.norm:
             return (
-                f"the batch norm layer {self.norm!r} runs in stages {parts}, and its statistics "
-                "could not be one"
+                f"the batch norm layer {self.norm!r} runs in stages {parts}, so its statistics "
+                "would be separate"
             )
         if self.wrote is None:
             return (
@@ -54,8 +54,8 @@ class Bond:
 
 
 def bonds(captured: Captured) -> list[Bond]:
-    """The operations that stay together: for writes in place, then for buffers, then for batch
-    norms."""
+    """List the operations that stay together: for writes in place, then for buffers, then for
+    batch norms."""
     body = captured.body
     inside = set(body)
     writes: list[Bond] = []
@@ -104,7 +104,7 @@ def free(captured: Captured) -> list[bool]:
 
 
 def moved(places: Sequence[int], allowed: Sequence[bool]) -> list[int]:
-    """Each place, or the nearest one where a stage may begin, the later of two; 0 stays.
+    """Move each place to the nearest place where a stage may begin, of two the later; 0 stays.
 
     >>> moved([0, 2, 3], [True, True, False, False, True])
     [0, 1, 4]

@@ -1,9 +1,9 @@
-"""Finds Python ``autograd.Function``s in a trace: export keeps what they compute and forgets their
+"""Find Python ``autograd.Function``s in a trace, because export keeps their forward but loses their
 backward.
 
-Nothing is patched for this. While export traces, its tensors carry the graph of autograd, in which
-such a function is a node of its own class. Inside of operations over functions (``torch.cond``)
-there is no such graph; there the stack traces of the nodes say that torch traced a custom function.
+Nothing is patched. While export traces, its tensors carry the autograd graph, in which such a
+function is a node of its own class. Inside operations over functions (``torch.cond``) there is no
+such graph; there, the stack traces of the nodes show that torch traced a custom function.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _ADVICE = {
         "the backward of torch.utils.checkpoint(use_reentrant=True); use use_reentrant=False, or "
         "fp.schedules.remat"
     ),
-    HOOK_FUNCTION: "hooks on the backward of modules; take them off, and look at result.grads",
+    HOOK_FUNCTION: "hooks on the backward of modules; remove them, and use result.grads",
 }
-_NAMELESS = "an autograd.Function inside of torch.cond or the like"
+_NAMELESS = "an autograd.Function inside torch.cond or a similar operation"
 
 
 def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
-    """The Python functions that the gradients of these values would pass through, by their full
-    names.
+    """The Python functions that the gradients of these values would pass through, by full names.
 
-    One under ``no_grad``, or whose result no output depends on, is not among them: its backward is
-    never called.
+    Functions under ``no_grad``, and functions that no output depends on, are not included, because
+    their backward is never called.
     """
     names: set[str] = set()
     for node in nodes_of(output for output in outputs if isinstance(output, Tensor)):
@@ -46,24 +45,24 @@ def on_the_way_to(outputs: Iterable[Any]) -> set[str]:
 
 
 def refuse(names: set[str], module: fx.GraphModule) -> None:
-    """Refuse a trace that forgot the backward of the functions `on_the_way_to` its outputs. Raises
-    PlanError."""
+    """Raise PlanError for a trace that lost the backward of the functions `on_the_way_to` its
+    outputs."""
     known = [advice for name, advice in _ADVICE.items() if name in names]
     if known:
-        raise PlanError(f"the model cannot be traced: export forgets {' and '.join(known)}")
+        raise PlanError(f"the model cannot be traced: export loses {' and '.join(known)}")
     if any(_has_one_inside(part) for part in module.modules()):
         names = names | {_NAMELESS}
     if names:
         raise PlanError(
             f"the model uses {', '.join(sorted(names))}: export traces through a Python "
-            "autograd.Function and forgets its backward, so gradients would be wrong in silence; "
-            "wrap it as a torch.library.custom_op with register_autograd, or cut without "
-            "tracing: split(model, num_stages) without example="
+            "autograd.Function and loses its backward, so gradients would be silently wrong; "
+            "wrap the function as a torch.library.custom_op with register_autograd, or cut "
+            "without tracing: split(model, num_stages) without example="
         )
 
 
 def _has_one_inside(part: Any) -> bool:
-    """Whether a graph has operations that torch traced in a custom function inside of an operation
+    """Whether a graph has operations that torch traced in a custom function, inside an operation
     over functions."""
     if not isinstance(part, fx.GraphModule):
         return False

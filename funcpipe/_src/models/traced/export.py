@@ -1,9 +1,9 @@
-"""A whole forward as one graph, by ``torch.export``: every tensor of the model an input, nothing of
-the model touched.
+"""Trace a whole forward as one graph by ``torch.export``, with all tensors of the model as inputs.
 
-The non-strict training IR is taken as it is. Its functionalised twin would be purer, but drops
-``no_grad`` and autocast regions, and with them the right gradients; purity comes back at the
-borders of the stages (`graph`). What export gets wrong in silence raises here, with the way out.
+The graph is the non-strict training IR. The functionalised IR would be purer, but it drops
+``no_grad`` and autocast regions, and the right gradients with them. `graph` restores purity at the
+borders of the stages. If export would be silently wrong, this module raises PlanError with the
+remedy.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Captured:
     """A model's forward as one graph over flat values.
 
     Attributes:
-        module: the graph; its placeholders are parameters, buffers, constants and the leaves of the
+        module: the graph. Its placeholders are parameters, buffers, constants and the leaves of the
             inputs.
-        sources: placeholder -> ("param" | "buffer", its first name in the model) or ("const", the
-            placeholder); inputs are not in it.
-        consts: placeholder -> a tensor that the forward uses and nobody registered.
+        sources: maps a placeholder to ("param" | "buffer", its first name in the model) or
+            ("const", the placeholder). Inputs are not included.
+        consts: maps a placeholder to a tensor that the forward uses and that is not registered.
         outputs: for each leaf of the output ("value", a node's name) or ("constant", itself).
         signature: how inputs become values, and values the output.
-        written: buffers (first names) that the forward writes, batch norm's apart.
-        evaluation: was all of the model in evaluation mode.
+        written: first names of the buffers that the forward writes, without batch norm's.
+        evaluation: whether the whole model was in evaluation mode.
         commits: the user's ``commit=`` functions, by first names of buffers.
     """
 
@@ -63,7 +63,7 @@ class Captured:
     commits: Mapping[str, CommitBuffer]
 
     def sample_output(self) -> Any:
-        """The model's output on the example, its tensors without numbers."""
+        """The model's output on the example, with tensors without numbers."""
         nodes = {node.name: node for node in self.module.graph.nodes}
         leaves = [
             nodes[result].meta.get("val") if kind == "value" else result
@@ -78,18 +78,19 @@ class Captured:
 
 
 def split_point() -> None:
-    """Mark a place in a model's forward where `split` cuts it; does nothing anywhere else.
+    """Mark a place in a model's forward where `split` cuts the model.
 
-    Only a trace sees it: give ``example=``. ``at``, ``balance`` and ``policy`` say otherwise where
-    to cut, and win.
+    The function does nothing outside of a trace, so give ``fp.split(example=)``. ``at``,
+    ``balance`` and ``policy`` override the marks.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
     ...         x = x + 1
     ...         fp.models.split_point()
     ...         return x * 2
-    >>> Net()(1)
-    4
+    >>> split = fp.split(Net(), example=torch.ones(4, 2))
+    >>> len(split.stages)
+    2
     """
     if _capturing.on:
         _marker()()
@@ -104,15 +105,14 @@ _capturing = _Capturing()
 
 @cache
 def _marker() -> Any:
-    """The operation that stands for a `split_point` in a graph; registered when it is first
-    needed."""
+    """The operation that represents a `split_point` in a graph, registered at its first use."""
     torch.library.define("funcpipe::split_point", "() -> ()")
     torch.library.impl("funcpipe::split_point", "default", lambda: None)
     return fx.has_side_effect(torch.ops.funcpipe.split_point.default)
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Is this node a `split_point`."""
+    """Whether a node is a `split_point`."""
     return node.target is _marker()
 
 
@@ -128,11 +128,11 @@ def callers(model: nn.Module) -> list[str]:
 
 
 def shell(model: nn.Module) -> nn.Module:
-    """A copy of the model's structure around the very same tensors: writing attributes on it leaves
-    the model alone.
+    """Copy the model's structure around the same tensors, so that attributes can be written without
+    changing the model.
 
-    It keeps no cache of keys and values, whatever its configuration says: a cache is for
-    generating, cannot leave a stage, and would be filled anew by every microbatch.
+    The copy has no cache of keys and values, whatever its configuration. A cache is for generating,
+    cannot leave a stage, and would be filled again by every microbatch.
     """
     copy = copied(model)
     without_cache(copy, model)
@@ -147,17 +147,17 @@ def capture(
     axes: Sequence[int | None] | None = None,
     commit: Mapping[str, CommitBuffer] | None = None,
 ) -> Captured:
-    """Trace a model on an example.
+    """Trace a model on an example. The model does not change.
 
     Args:
-        model: in the mode in which it shall run; untouched.
-        args, kwargs: of its forward.
-        axes: for each leaf of (args, kwargs) the dimension that is its number of rows, which is
-            kept open, or None; None: trace for just the rows of the example.
+        model: the model, in the mode in which the stages will run.
+        args, kwargs: the arguments of its forward.
+        axes: for each leaf of (args, kwargs) the dimension of its rows, which stays dynamic, or
+            None. None for all: trace for exactly the rows of the example.
         commit: functions ``(old, written, rows) -> new`` by names of buffers, as in `split`.
 
     Raises:
-        PlanError: with the reason and the way out.
+        PlanError: the model cannot be traced. The message has the reason and the remedy.
     """
     from torch.export.graph_signature import InputKind
 
@@ -188,7 +188,7 @@ def capture(
                     f"{target or name} is a {spec.kind.name.lower().replace('_', ' ')}, which "
                     "cannot be cut"
                 )
-    raise_all("the traced model uses what stages cannot hold:", faults)
+    raise_all("the traced model uses objects that stages cannot contain:", faults)
     nodes = {node.name: node for node in program.graph.nodes}
     placeholders = {number: nodes[name] for number, name in zip(flat.tensors, inputs, strict=True)}
     for number, node in placeholders.items():
@@ -217,10 +217,10 @@ def capture(
         name for name in written if ("buffer", name) in dependent and name not in commits
     )
     raise_all(
-        "the forward writes what depends on the inputs into buffers, and what a whole batch "
-        "leaves there is not known, for a counter adds up and an average does not; say it, "
-        "split(..., commit={name: fn}), with fp.models.mean_by_rows, fp.models.sum_of_changes, or "
-        "a function (old, written, rows) -> new of what each microbatch wrote, and its rows:",
+        "the forward writes values that depend on the inputs into buffers, but funcpipe does not "
+        "know how to combine the microbatches' values: counters add up, averages do not; give "
+        "split(..., commit={name: fn}) with fp.models.mean_by_rows, fp.models.sum_of_changes, or a "
+        "function (old, written, rows) -> new:",
         [f"{name!r}" for name in unknown],
     )
     refit(module, norms)
@@ -240,7 +240,7 @@ def _commits(
     unknown names."""
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     faults = [
-        f"{name!r} is no buffer of it{similar(name, buffers)}"
+        f"{name!r} is not a buffer of the model{similar(name, buffers)}"
         for name in commit
         if name not in buffers
     ]
@@ -250,17 +250,18 @@ def _commits(
         if not callable(fn)
     ]
     raise_all(
-        f"commit has functions (old, written, rows) -> new for buffers of {type(model).__name__}:",
+        "commit needs functions (old, written, rows) -> new for buffers of "
+        f"{type(model).__name__}:",
         faults,
     )
     return {canonical[name]: fn for name, fn in commit.items()}
 
 
 def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
-    """Have torch's batch norm layers trace as one operation: at every path the buffers they would
-    update, and momentum.
+    """Let torch's batch norm layers trace as one operation.
 
-    Of layers with a forward of their own only those that average over all batches.
+    Returns, for each path, the buffers that the layer would update, and its momentum. Of layers
+    that override forward, only those that average over all batches are included.
     """
     opened: dict[str, tuple[Running, float | None]] = {}
     layers: dict[int, tuple[Running, float | None]] = {}
@@ -272,11 +273,10 @@ def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
             and (plain or layer.momentum is None)
         ):
             layers[id(layer)] = Running.of(layer, path), layer.momentum
-            layer.momentum = 0.1  # None would read the counter's number, which a graph cannot
+            layer.momentum = 0.1  # None would read the number in the counter, which a trace cannot
             layer.num_batches_tracked = None  # the commit counts
-            if plain and isinstance(
-                layer, nn.SyncBatchNorm
-            ):  # alone in its process it is a plain one
+            # Without other processes, SyncBatchNorm computes the same as BatchNorm.
+            if plain and isinstance(layer, nn.SyncBatchNorm):
                 refuse_processes(layer)
                 vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
         if id(layer) in layers:
@@ -289,7 +289,7 @@ def _norms(
     sources: Mapping[str, tuple[str, str]],
     opened: Mapping[str, tuple[Running, float | None]],
 ) -> dict[fx.Node, Norm]:
-    """The `Norm` for the place of each batch norm that updates buffers. Raises PlanError."""
+    """Make the `Norm` for each batch norm that updates buffers. Raises PlanError."""
     norms: dict[fx.Node, Norm] = {}
     known: dict[str, tuple[Running, float | None]] = {}
     faults: list[str] = []
@@ -309,7 +309,7 @@ def _norms(
 
 
 def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the buffers that only instance norms write: they are averages over rows."""
+    """Return the buffers that only instance norms write. They are averages over rows."""
     writers: dict[str, set[bool]] = {}
     for node, root in writes_of(module):
         kind, name = sources.get(root.name, ("", ""))
@@ -319,7 +319,7 @@ def _of_instance_norms(module: fx.GraphModule, sources: Mapping[str, tuple[str, 
 
 
 def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
-    """Refuse written buffers that share memory: each stage has its own. Raises PlanError."""
+    """Raise PlanError for written buffers that share memory, because each stage has its own."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     where: dict[int, list[str]] = {}
     for name, buffer in buffers.items():
@@ -333,17 +333,16 @@ def _refuse_views(model: nn.Module, written: frozenset[str]) -> None:
 
 
 class _Flat:
-    """A forward from the tensors of its inputs to its output's leaves: export sees no container of
-    the user's.
+    """A forward from the tensors of its inputs to the leaves of its output.
 
-    Our trees know more containers than export's, and leaves that are no tensors are constants of a
-    trace in any case.
+    So export sees no container of the user. Our trees accept more containers than export does, and
+    leaves that are not tensors are constants of a trace in any case.
 
     Attributes:
-        leaves, spec: of the example, (args, kwargs).
-        axes: for each leaf the dimension of its rows, None for none.
-        names: of the leaves.
-        out_spec: of the output, after the trace.
+        leaves, spec: the leaves and structure of the example, (args, kwargs).
+        axes: for each leaf the dimension of its rows, or None.
+        names: the names of the leaves.
+        out_spec: the structure of the output, after the trace.
         functions: Python autograd.Functions between the inputs and the output, after the trace.
     """
 
@@ -376,16 +375,16 @@ class _Flat:
         self.functions: set[str] = set()
 
     def check_rows(self) -> None:
-        """Refuse an example for any number of rows that has fewer than two. Raises PlanError."""
+        """Raise PlanError if an example for any number of rows has fewer than two."""
         for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True):
             if axis is not None and leaf.shape[axis] < 2:
                 raise PlanError(
-                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with two "
-                    "rows or more, so that the number of rows stays open, or any_rows=False"
+                    f"{name} of the example has {leaf.shape[axis]} rows; give an example with at "
+                    "least two rows, so that the number of rows stays dynamic, or any_rows=False"
                 )
 
     def rows(self) -> list[str]:
-        """The leaves that have rows, with the dimension where that is not the first."""
+        """The names of the leaves that have rows, with the dimension if that is not the first."""
         pairs = zip(self.names, self.axes, strict=True)
         return [
             f"dimension {axis} of {name}" if axis else name
@@ -394,8 +393,8 @@ class _Flat:
         ]
 
     def open_rows(self) -> Any:
-        """For ``torch.export``: the number of rows of every tensor is one symbol; None where none
-        has rows."""
+        """The dynamic shapes for ``torch.export``: all numbers of rows are one symbol. None: no
+        tensor has rows."""
         batch = torch.export.Dim("batch")
         opened = [
             None if self.axes[number] is None else {self.axes[number]: batch}
@@ -404,7 +403,7 @@ class _Flat:
         return tuple(opened) if any(opened) else None
 
     def call(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """The forward with these tensors in the places of the example's."""
+        """Run the forward with these tensors in the places of the example's."""
         inputs = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
             inputs[number] = tensor
@@ -415,7 +414,7 @@ class _Flat:
 
 
 def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
-    """The name of a leaf of (args, kwargs): its parameter's, then its keys."""
+    """The name of a leaf of (args, kwargs): its parameter's name, then its keys."""
     side, first, *rest = path
     if side == 0:
         first = parameters[first] if first < len(parameters) else f"argument{first}"
@@ -423,8 +422,8 @@ def _leaf_name(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
 
 
 def _export(model: nn.Module, flat: _Flat) -> Any:
-    """The program of the forward. Its inputs require gradients, so that custom functions on them
-    are seen too."""
+    """Export the forward. Its inputs require gradients, so that custom functions on them are
+    found too."""
     example = tuple(flat.leaves[number] for number in flat.tensors)
     opened = flat.open_rows()
     shapes = None if opened is None else {"tensors": opened}
@@ -454,7 +453,7 @@ def _export(model: nn.Module, flat: _Flat) -> Any:
 
 
 def _reason(error: Exception, rows: Sequence[str]) -> str:
-    """The message of a failed trace: the cause, what to do, and the first line of torch's error."""
+    """The message of a failed trace: the cause, the remedy, and the first line of torch's error."""
     text = str(error).strip()
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     otherwise = (
@@ -467,8 +466,8 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
         or "Could not guard" in text
     ):
         why = (
-            "its Python code branches on the numbers in a tensor, so one graph cannot stand for "
-            "it; use torch.where or torch.cond"
+            "its Python code branches on the numbers in a tensor, which one graph cannot "
+            "represent; use torch.where or torch.cond"
         )
     elif (
         "Constraints violated" in text
@@ -482,18 +481,18 @@ def _reason(error: Exception, rows: Sequence[str]) -> str:
             "and any_rows=False"
         )
     else:
-        why = "torch.export does not take it"
+        why = "torch.export does not support it"
     return (
         f"the model cannot be traced: {why}. torch says: {type(error).__name__}: {first[:300]}. "
-        f"Else {otherwise}"
+        f"Otherwise {otherwise}"
     )
 
 
 def _written(
     module: fx.GraphModule, sources: Mapping[str, tuple[str, str]], norms: Mapping[fx.Node, Norm]
 ) -> frozenset[str]:
-    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants or
-    inputs."""
+    """The buffers that the forward writes. Raises PlanError for writes to parameters, constants
+    or inputs."""
     written: set[str] = set()
     faults: list[str] = []
     statistics = {name for norm in norms.values() for name in norm.running[:2]}
@@ -501,7 +500,7 @@ def _written(
         kind, name = sources.get(root.name, ("", ""))
         fault = {
             "param": f"it writes into its parameter {name!r}",
-            "const": f"it writes into the tensor {name!r}, which no register_buffer made its state",
+            "const": f"it writes into the tensor {name!r}, which is not a registered buffer",
             "input": f"it writes into its input {name!r}; clone it first",
         }.get(kind, "")  # none for a value of the forward
         if kind == "buffer":

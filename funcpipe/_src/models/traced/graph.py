@@ -1,5 +1,8 @@
 """Cut a traced forward into stages: values that only the next stage reads are its input, all others
-are skips."""
+are skips.
+
+`bonds` finds where cuts may lie, `traced` runs a stage.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,12 @@ class CutEdge(NamedTuple):
     """A value that goes from one stage to others.
 
     Attributes:
-        name: of the value in the traced graph.
-        source: the stage that makes it.
-        targets: the stages that read it.
-        dtype, shape: of one microbatch; ``rows`` where the size is open. "int" and () for a number.
-        row_bytes: for one row if the first dimension is open, else in all.
+        name: the name of the value in the traced graph.
+        source: the stage that computes the value.
+        targets: the stages that read the value.
+        dtype, shape: the type and shape for one microbatch, with ``rows`` for the dynamic size.
+            "int" and () for a number.
+        row_bytes: bytes of one row if the first dimension is dynamic, otherwise of the whole value.
     """
 
     name: str
@@ -42,13 +46,13 @@ class CutEdge(NamedTuple):
 
     @property
     def skip(self) -> bool:
-        """Whether it passes over a stage or has several readers."""
+        """Whether the value passes over a stage or has several readers."""
         return self.targets != (self.source + 1,)
 
 
 def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> list[int]:
-    """The numbers of the nodes that begin a stage where cuts are named. Raises PlanError with every
-    fault."""
+    """The indices of the nodes that begin a stage, for cuts by name. Raises PlanError with all
+    faults."""
     body = captured.body
     layers = [layers_of(captured.module, node) for node in body]
     known = [name for name, _ in model.named_modules() if name]
@@ -56,7 +60,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
     faults: list[str] = []
     for name, side in at.items():
         if side not in ("before", "after"):
-            faults.append(f"at[{name!r}] is 'before' or 'after'; got {side!r}")
+            faults.append(f"at[{name!r}] must be 'before' or 'after'; got {side!r}")
             continue
         hits = [i for i, inside in enumerate(layers) if any(_within(path, name) for path in inside)]
         if not hits:
@@ -81,7 +85,7 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
             )
         elif not _computes(body[:start]) or not _computes(body[start:]):
             faults.append(
-                f"at[{name!r}] {side}: nothing is computed {side} it, so a stage would be empty"
+                f"at[{name!r}] {side}: no operation runs {side} it, so a stage would be empty"
             )
         else:
             starts[start] = name
@@ -90,13 +94,13 @@ def positions(captured: Captured, at: Mapping[str, str], model: nn.Module) -> li
 
 
 def marked(captured: Captured) -> list[int]:
-    """The numbers of the calls of `split_point`. Raises PlanError where a stage would be empty."""
+    """The indices of the calls of `split_point`. Raises PlanError if a stage would be empty."""
     body = captured.body
     markers = [i for i, node in enumerate(body) if is_marker(node)]
     if markers and not all(_computes(body[a:b]) for a, b in pairwise([0, *markers, len(body)])):
         raise PlanError(
-            "a split_point() stands before the first operation of the forward, after the last "
-            "one, or beside another split_point(), so a stage would be empty; take it out"
+            "a split_point() is before the first operation of the forward, after the last "
+            "operation, or next to another split_point(), so a stage would be empty; remove it"
         )
     return markers
 
@@ -114,8 +118,8 @@ def _computes(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Cutter:
-    """A captured graph with a stage for each of its nodes. Raises PlanError where a cut parts what
-    belongs together."""
+    """A captured graph with a stage for each node. Raises PlanError if a cut separates
+    operations of a `Bond`."""
 
     def __init__(self, captured: Captured, starts: Collection[int]) -> None:
         self.captured, self.module = captured, captured.module
@@ -125,7 +129,9 @@ class _Cutter:
         for index, node in enumerate(captured.body):
             self.last += index in starts
             self.stage[node] = self.last
-        for node in captured.body:  # a part of a result stays with the node that makes the result
+        # An item of a tuple result stays with the node that computes the tuple: a tuple cannot
+        # cross a border.
+        for node in captured.body:
             if node.target is operator.getitem:
                 self.stage[node] = self.stage.get(node.all_input_nodes[0], self.stage[node])
         self.readers: dict[fx.Node, set[int]] = {}
@@ -136,10 +142,12 @@ class _Cutter:
             if kind == "value":
                 self.readers.setdefault(self.nodes[name], set()).add(self.last)
         faults = [fault for bond in bonds(captured) if (fault := bond.fault(self.stage))]
-        raise_all("these cuts part what belongs together; move them:", faults)
+        raise_all(
+            "these cuts separate operations that must be in one stage; move the cuts:", faults
+        )
 
     def crossing(self) -> list[tuple[fx.Node, int, tuple[int, ...]]]:
-        """(value, stage that makes it, stages that read it) of each value that leaves its stage."""
+        """List each value that leaves its stage, as (value, source stage, reading stages)."""
         out: list[tuple[fx.Node, int, tuple[int, ...]]] = []
         for node in self.module.graph.nodes:
             if node.op in ("get_attr", "output") or node.name in self.captured.sources:
@@ -154,13 +162,16 @@ class _Cutter:
 def cut(
     captured: Captured, starts: Collection[int], model: nn.Module
 ) -> tuple[list[tuple[Stage, Any, Any]], list[CutEdge]]:
-    """The stages of a captured model, each with params and state, and the values between them.
+    """Make the stages of a captured model, each with params and state, and the values between them.
 
-    ``starts`` are the numbers of the nodes that begin a stage, the first apart.
+    Args:
+        captured: the traced model.
+        starts: the indices of the nodes that begin a stage, without the first stage.
+        model: the model, for its tensors.
 
     Raises:
-        PlanError: a cut parts what belongs together: a write in place from its value, the calls of
-            a batch norm layer.
+        PlanError: a cut separates a write in place from its target, or the calls of a batch norm
+            layer.
     """
     cutter = _Cutter(captured, starts)
     crossing = cutter.crossing()
@@ -182,6 +193,7 @@ def _part(
     last = stage == cutter.last
     received = [edge for edge in edges if stage in edge.targets]
     leaving = [edge for edge in edges if edge.source == stage]
+    # Only values for exactly the next stage go along the pipeline. All others are skips.
     straight = tuple(edge.name for edge in received if not edge.skip)
     ends = captured.outputs if last else ()
     outgoing = dict.fromkeys(
@@ -222,7 +234,7 @@ def _part(
 
 
 def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tuple[str, int] | None:
-    """The first value from outside with an axis of rows, and that axis; None: there is none."""
+    """The first outside value with an axis of rows, and that axis. None: there is none."""
     for kind, name in takes:
         sample = nodes[name].meta.get("val") if kind in ("x", "skip") else None
         for axis, size in enumerate(sample.shape if isinstance(sample, Tensor) else ()):
@@ -234,8 +246,8 @@ def _rows(nodes: Mapping[str, fx.Node], takes: Sequence[tuple[str, str]]) -> tup
 def _graph(
     cutter: _Cutter, stage: int, straight: set[str], outgoing: Mapping[str, None]
 ) -> tuple[fx.GraphModule, list[tuple[str, str]], list[str]]:
-    """One stage's nodes as a graph module, the sources of its arguments, and the names of its
-    results."""
+    """Return one stage's nodes as a graph module, the sources of its arguments, and the names of
+    its results."""
     graph, root = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
     takes: list[tuple[str, str]] = []
@@ -246,9 +258,8 @@ def _graph(
     needed |= dict.fromkeys(
         cutter.nodes[name] for name in outgoing if name in cutter.captured.sources
     )
-    for value in sorted(
-        needed, key=lambda value: value.op == "get_attr"
-    ):  # placeholders come first in a graph
+    # Placeholders first: a graph must begin with them.
+    for value in sorted(needed, key=lambda value: value.op == "get_attr"):
         if value.op == "get_attr":
             _attach(root, cutter.module, str(value.target))
             env[value] = graph.node_copy(value)
@@ -271,7 +282,8 @@ def _attach(root: nn.Module, module: fx.GraphModule, path: str) -> None:
 
 
 def _title(cutter: _Cutter, stage: int) -> str:
-    """A stage's name: its first and last innermost layer, as in ``model.layers.2..model.norm``."""
+    """The name of a stage: its first and last innermost layer, as in
+    ``model.layers.2..model.norm``."""
     paths = [
         layer_of(node).partition("@")[0] for node, owner in cutter.stage.items() if owner == stage
     ]
@@ -296,7 +308,7 @@ def _edge(value: fx.Node, source: int, targets: tuple[int, ...]) -> CutEdge:
 
 
 def row_bytes(sample: Any) -> int:
-    """Bytes of a traced tensor for one row; of all of it where the number of rows is fixed."""
+    """Bytes of a traced tensor for one row; of the whole tensor if the number of rows is fixed."""
     count = 1
     for size in sample.shape:
         count *= size if isinstance(size, int) else 1

@@ -1,5 +1,5 @@
-"""Reading a traced graph: which layer made a node, what shares memory, what writes, what regions
-hold."""
+"""Read a traced graph: the layer of a node, shared memory, writes in place, and the contents of
+regions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VIEWING = torch.Tag.maybe_aliasing_or_mutating
 
 
 _NORMS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
-"""They write their fourth and fifth argument if the sixth is True, and do not say so."""
+"""They write their fourth and fifth argument if the sixth is True, but their schema does not
+declare it."""
 
 
 def op_of(module: nn.Module, node: fx.Node) -> Any:
-    """The operation of a node, also where a module stands in its place; None for what is none of
-    torch's."""
+    """The operation of a node, also if a module replaces it. None: not an operation of torch."""
     op = (
         getattr(_attribute(module, node.target), "op", None)
         if node.op == "call_module"
@@ -32,8 +32,8 @@ def op_of(module: nn.Module, node: fx.Node) -> Any:
 
 
 def _arguments(op: Any, node: fx.Node) -> list[tuple[Any, fx.Node]]:
-    """(declared argument, value) for each value that an operation is given, in lists and by keyword
-    too."""
+    """List (declared argument, value) for each value that an operation gets, in lists and by
+    keyword too."""
     named = {argument.name: argument for argument in schema(op).arguments}
     pairs = [
         *zip(schema(op).arguments, node.args, strict=False),
@@ -56,9 +56,8 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         if node.target is operator.getitem:
             roots[node] = roots[node.args[0]]
         elif op is not None:
-            viewing = (
-                _VIEWING in op.tags and op not in _NORMS
-            )  # theirs says that they write, their result is new
+            # The norms have the tag because they write buffers. Their result is new memory.
+            viewing = _VIEWING in op.tags and op not in _NORMS
             aliased = [
                 value for argument, value in _arguments(op, node) if argument.alias_info is not None
             ]
@@ -70,10 +69,11 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
-    """Each batch norm in training, also inside regions, with what it is given for its running mean
-    and variance.
+    """Map each batch norm in training, also inside regions, to its arguments for running mean and
+    variance.
 
-    Of a region's what the region is given; None where it is made inside.
+    Inside a region, the arguments are the values that the region gets. None: the value is computed
+    inside.
     """
     norms: dict[fx.Node, tuple[Any, Any]] = {}
     for node in module.graph.nodes:
@@ -90,8 +90,8 @@ def norms_of(module: fx.GraphModule) -> dict[fx.Node, tuple[Any, Any]]:
 def writes_of(
     module: fx.GraphModule, apart: Container[fx.Node] = ()
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """(node, what it writes into) for each write in place, also inside regions; nodes in ``apart``
-    left out."""
+    """List (node, target) for each write in place, also inside regions, without the nodes in
+    ``apart``."""
     roots = roots_of(module)
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in module.graph.nodes:
@@ -115,8 +115,8 @@ def writes_of(
 
 
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Operations that run one function as it is; others choose one by a number, so all that they write
-depends on it."""
+"""Operations that run one function unchanged. Others choose a function by a number, so all
+writes depend on the number."""
 
 
 def dependents_of(
@@ -153,8 +153,8 @@ def dependents_of(
 def regions_of(
     module: fx.GraphModule, node: fx.Node
 ) -> list[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
-    """The bodies that a higher-order operation runs (no_grad, cond), and what their placeholders
-    stand for."""
+    """List the bodies that a higher-order operation runs (no_grad, cond), with the values for
+    their placeholders."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
     flat: list[fx.Node] = []
@@ -186,8 +186,8 @@ def layer_of(node: fx.Node) -> str:
 
 
 def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
-    """The paths of all modules that were running when a node was made, also with the number of the
-    call."""
+    """The paths of all modules that were running when a node was made, also with the number of
+    the call."""
     paths: set[str] = set()
     for key, (path, _) in _stack(node).items():
         paths |= {str(path), f"{path}@{key.rpartition('@')[2]}" if "@" in str(key) else f"{path}@0"}
@@ -198,7 +198,7 @@ def layers_of(module: fx.GraphModule, node: fx.Node) -> set[str]:
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
-    """The modules around a node, outermost first; export makes up a name where it knows none."""
+    """The modules around a node, outermost first, without the names that export invents."""
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return {
         key: entry for key, entry in stack.items() if not str(entry[0]).startswith(NAMELESS_LAYER)

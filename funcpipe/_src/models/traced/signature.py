@@ -1,5 +1,5 @@
-"""The signature of a traced model: what the trace assumed of its inputs, and the structure of its
-output."""
+"""The signature of a traced model: what the trace assumed about the inputs, and the structure of
+the output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from funcpipe._src.core.tree import Spec, Tree, flatten, unflatten
 
 @dataclass(frozen=True)
 class Guard:
-    """What the trace assumed of one leaf of the inputs.
+    """The assumptions of a trace about one leaf of the inputs.
 
     Attributes:
-        name: of the leaf in the graph.
-        constant: the leaf itself, if it is no tensor.
-        dtype: its type.
+        name: the name of the leaf in the graph.
+        constant: the leaf itself, if it is not a tensor.
+        dtype: the type of the tensor. None for a constant.
         shape: for each dimension its size, or (symbol, least, most).
     """
 
@@ -40,18 +40,19 @@ class Guard:
 
     @property
     def rows(self) -> int | None:
-        """The dimension that is the number of rows; None for none."""
+        """The dimension that is the number of rows. None: there is none."""
         return next((dim for dim, size in enumerate(self.shape) if not isinstance(size, int)), None)
 
     def faults(self, value: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
-        """How a leaf differs from what was traced."""
+        """Describe how a leaf differs from the traced leaf."""
         if self.dtype is None:
             same = value is self.constant or (
                 type(value) is type(self.constant) and value == self.constant
             )
             traced = (
-                f"{self.name} was {self.constant!r} when it was traced, and is a part of the "
-                "graph since"
+                f"{self.name} was {self.constant!r} in the trace, and the graph contains this "
+                "value "
+                "as a constant"
             )
             return [] if same else [f"{traced}; got {value!r}"]
         if not isinstance(value, Tensor):
@@ -73,13 +74,14 @@ class Guard:
                 out.append(f"{self.name} has {size} rows and {first[1]} has {first[0]}")
             elif not least <= size <= most:
                 out.append(
-                    f"{self.name} has {size} in dimension {dim}; the trace holds for {least} to "
-                    f"{most}"
+                    f"{self.name} has size {size} in dimension {dim}; the trace is valid for "
+                    f"{least} "
+                    f"to {most}"
                 )
         return out
 
     def several(self) -> Guard:
-        """The guard for two rows and more."""
+        """The guard for at least two rows."""
         shape = tuple(
             size if isinstance(size, int) else (size[0], max(2, size[1]), size[2])
             for size in self.shape
@@ -105,13 +107,13 @@ def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """How a model's inputs are flattened, and how its output is built from flat values.
+    """The flattening of a model's inputs, and the structure of its output.
 
     Attributes:
-        guards: one for each leaf of the inputs.
-        keywords: of the forward, as the example gave them.
-        in_spec: of (args, kwargs).
-        out_spec: of the output.
+        guards: a guard for each leaf of the inputs.
+        keywords: the keywords of the forward, as in the example.
+        in_spec: the structure of (args, kwargs).
+        out_spec: the structure of the output.
     """
 
     guards: tuple[Guard, ...]
@@ -120,13 +122,13 @@ class Signature:
     out_spec: Spec
 
     def values(self, x: Tree) -> dict[str, Any]:
-        """The leaves of the inputs by name. Raises BatchError where they are not what was
-        traced."""
+        """The leaves of the inputs by name. Raises BatchError if they differ from the traced
+        inputs."""
         args, kwargs = as_call(x)
         if set(kwargs) != set(self.keywords):
             raise BatchError(
                 f"the model was traced with the keywords {sorted(self.keywords)}; got "
-                f"{sorted(kwargs)}; split it again with such an example"
+                f"{sorted(kwargs)}; call fp.split again with an example that has these keywords"
             )
         leaves, spec = flatten((args, kwargs))
         if spec != self.in_spec:
@@ -138,26 +140,26 @@ class Signature:
             for fault in guard.faults(leaf, sizes)
         ]
         raise_all(
-            "the inputs are not like the example that the model was traced with (split it again "
-            "with one that is):",
+            "the inputs differ from the example of the trace; call fp.split again with an example "
+            "like these inputs:",
             faults,
             BatchError,
         )
         return {guard.name: leaf for guard, leaf in zip(self.guards, leaves, strict=True)}
 
     def output(self, leaves: Sequence[Any]) -> Any:
-        """The model's output, built from its leaves."""
+        """Build the model's output from its leaves."""
         return unflatten(self.out_spec, leaves)
 
 
 def as_call(x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as arguments of a forward: a mapping goes by keyword, a tuple or anything else by
-    position."""
+    """Turn inputs into arguments of a forward: a mapping by keyword, a tuple or any other value
+    by position."""
     if isinstance(x, Mapping):
         return (), {str(key): value for key, value in x.items()}
     return (tuple(x) if type(x) is tuple else (x,)), {}
 
 
 def as_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-    """The inputs that `as_call` made these arguments of."""
+    """Invert `as_call`."""
     return kwargs or (args[0] if len(args) == 1 else args)

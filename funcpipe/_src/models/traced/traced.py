@@ -1,5 +1,8 @@
-"""One traced stage: a graph over flat values as a stage function; its draws, its statistics, its
-devices."""
+"""Run one traced stage: a graph over flat values as a stage function, with its draws, statistics
+and devices.
+
+`export` makes the graph of the whole model, `graph` cuts it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ from funcpipe._src.models.traced.signature import Signature
 
 
 class _Mode(threading.local):
-    """The call that runs a graph on this thread: its mode, and where its norms collect
-    statistics."""
+    """The mode of the graph call on this thread, and the dict that collects the statistics of
+    its norms."""
 
     train = True
     norms: dict[str, NormStats] | None = None
@@ -38,11 +41,10 @@ _mode = _Mode()
 
 
 class Draw(nn.Module):
-    """An operation that draws random numbers, or behaves otherwise in training: it follows the
-    run's ``train``.
+    """An operation that draws random numbers, or differs between training and evaluation.
 
-    A module, so that keyed randomness finds it on the stack: draws are keyed by the path of the
-    layer that drew in the model.
+    It follows the run's ``train``. It is a module, so that keyed randomness finds it on the stack:
+    the key of a draw is the path of the layer in the model.
     """
 
     def __init__(self, op: Any, path: str, flag: int | None, rate: int | None) -> None:
@@ -59,7 +61,7 @@ class Draw(nn.Module):
         super().__setstate__({**state, "op": op})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operation; in evaluation with its training switched off."""
+        """Run the operation; in evaluation without its training behaviour."""
         if _mode.train:
             return self.op(*args, **kwargs)
         arguments = list(args)
@@ -71,12 +73,13 @@ class Draw(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch norm in training whose statistics are handed back: deferred state.
+    """Batch norm in training that returns its statistics: deferred state.
 
     Attributes:
-        path: of its layer; of the buffer with its running mean, if that has a name of its own.
-        running: the buffers that it would update.
-        momentum: of that update; None: the plain average of all batches.
+        path: the path of its layer; or the name of the buffer with the running mean, if that has
+            its own name.
+        running: the buffers that batch norm would update.
+        momentum: the momentum of the update. None: the plain average of all batches.
         eps: added to the variance.
     """
 
@@ -88,7 +91,7 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *rest: Any
     ) -> Tensor:
-        """As ``nn.BatchNorm`` does, without touching a buffer."""
+        """Normalise as ``nn.BatchNorm`` does, without writing a buffer."""
         y, stats = batch_norm_at(
             self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps)
         )
@@ -99,8 +102,8 @@ class Norm(nn.Module):
 
 
 def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
-    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove the
-    assertions of export."""
+    """Replace operations of a graph and its regions by `Draw` and these `Norm`, and remove
+    export's assertions."""
     drawn: dict[str, int] = {}
 
     def visit(graph_module: fx.GraphModule) -> None:
@@ -108,9 +111,9 @@ def refit(module: fx.GraphModule, norms: Mapping[fx.Node, Norm]) -> None:
             for body, _ in regions_of(graph_module, node):
                 visit(body)
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph_module.graph.erase_node(
-                    node
-                )  # device and type of the example; guards say it better
+                # It checks device and type of the example. The guards of `Signature` check the same
+                # with a better message.
+                graph_module.graph.erase_node(node)
                 continue
             layer = norms.get(node) or _draw(node, layer_of(node), drawn)
             if layer is not None:
@@ -141,9 +144,8 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
     rate = rate if rate is not None and rate < len(node.args) and node.args[rate] else None
     if not (trains or torch.Tag.nondeterministic_seeded in op.tags):
         return None
-    path = (
-        path or "forward"
-    )  # of the model itself: a draw without a path would be keyed by its stage
+    # A draw of the model itself: without a path its key would depend on the stage, so on the cuts.
+    path = path or "forward"
     nth = drawn[path] = drawn.get(path, -1) + 1
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
@@ -152,25 +154,26 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
 class GraphFn(PartFn):
     """A part of a traced model as a function of its parameters.
 
-    It names no layers: each draw has its own path in the model, wherever the cuts are.
+    The function names no layers. Each draw has its own path in the model, wherever the cuts are.
 
     Attributes:
-        takes: for each argument of the graph where it comes from: ("x" | "skip" | "param" | "buffer" | "const", name).
-        x: names of the values that come from the stage before; one alone comes bare, several as a
+        takes: the source of each argument of the graph: ("x" | "skip" | "param" | "buffer" |
+            "const", name).
+        x: names of the values from the previous stage. A single value comes alone, several as a
             dict.
         y: names of the values that only the next stage reads.
         stash: names of the values that later stages read.
-        writes: buffers that it writes.
-        norms: the batch norms in it whose statistics are deferred.
-        rows: the value, of those that it takes, whose axis tells how many rows a microbatch has;
-            None: all have as many.
-        results: names of what the graph returns.
-        ends: for the last stage, where each leaf of the model's output is: ("value", number) or
-            ("constant", itself).
-        evaluation: it was traced with all of the model in evaluation mode, and is always run as it
-            was traced.
-        evaluates: traced in training, does it compute in evaluation mode what the model does; that
-            is compared first.
+        writes: buffers that the graph writes.
+        norms: the batch norms of the graph with deferred statistics.
+        rows: a value and its axis that give the number of rows of a microbatch. None: all
+            microbatches have the same number.
+        results: names of the graph's results.
+        ends: for the last stage, the source of each leaf of the model's output: ("value", number)
+            or ("constant", itself).
+        evaluation: True: the whole model was in evaluation mode in the trace, and the graph always
+            runs as traced.
+        evaluates: True: the graph was traced in training, and a comparison showed that it computes
+            the model's evaluation mode too.
     """
 
     module: fx.GraphModule
@@ -203,21 +206,23 @@ class GraphFn(PartFn):
         return "traced graph"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
-        """The function with its parameters; the graph itself keeps nothing, so all runs share
+        """Bind the function to its parameters. The graph itself keeps nothing, so all runs share
         it."""
         self.check(params, state)
         return BoundGraph(self, params)
 
     def run(self, params: Mapping[str, Tensor], x: Tree, extras: Mapping[str, Any]) -> Any:
-        """Run the graph on one microbatch; returns its output, in an `Out` where it has stash or
+        """Run the graph on one microbatch. Returns the output, in an `Out` if it has a stash or
         statistics."""
         train = bool(extras.get("train", False))
         if not (train or self.evaluation or self.evaluates):
             raise PlanError(
-                "this stage was traced in training mode and cannot run in evaluation mode: the "
-                "model does something else there; split it again after model.eval()"
+                "this stage was traced in training mode and cannot run in evaluation mode, because "
+                "the model computes something else there; call model.eval() and split it again"
             )
         state = extras.get("state") or {}
+        # The graph writes these buffers in place, and microbatches must not see each other's
+        # writes.
         fresh = {name: state[name].clone() for name in self.writes}
         module, consts = self._on(params, state, x)
         inputs = (
@@ -231,6 +236,8 @@ class GraphFn(PartFn):
         }
         collected: dict[str, NormStats] | None = {} if train and self.norms else None
         before = _mode.train, _mode.norms
+        # A graph traced in evaluation mode runs as traced: in mode ``train``, `Draw` changes no
+        # argument.
         _mode.train, _mode.norms = train or self.evaluation, collected
         try:
             results = module(*[sources.get(source, inputs)[name] for source, name in self.takes])
@@ -254,8 +261,8 @@ class GraphFn(PartFn):
     def _on(
         self, params: Mapping[str, Tensor], state: Mapping[str, Tensor], x: Tree
     ) -> tuple[fx.GraphModule, Any]:
-        """The graph and its constants on the stage's device; the trace names the device of the
-        example."""
+        """Return the graph and its constants on the stage's device. The trace contains the
+        device of the example."""
         held = [*params.values(), *state.values()] or flatten(x)[0]
         device = next((leaf.device for leaf in held if isinstance(leaf, Tensor)), self.device)
         if device == self.device:
@@ -286,17 +293,25 @@ class BoundGraph:
 
 
 CommitBuffer = Callable[[Tensor, tuple[Tensor, ...], tuple[int, ...]], Tensor]
-"""``(old, written, rows) -> new`` of a buffer: what it was, what each microbatch wrote, and how
-many rows that had."""
+"""``(old, written, rows) -> new``: the next value of a buffer from its old value, each
+microbatch's value, and each microbatch's number of rows."""
 
 
 def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """Commit an average over rows: the mean of the microbatches' values, weighted by their rows.
 
-    Use it in ``split(commit={name: fn})``.
+    Use it in ``fp.split(commit={name: fn})`` for a buffer that is an average.
 
     >>> fp.models.mean_by_rows(torch.zeros(1), [torch.ones(1), torch.full((1,), 4.0)], [2, 1])
     tensor([2.])
+
+    Args:
+        old: the buffer before the batch; only its type is used.
+        written: the value that each microbatch wrote.
+        rows: the number of rows of each microbatch.
+
+    Returns:
+        The new buffer.
     """
     parts = [
         value.to(wide(value)) * (count / sum(rows))
@@ -306,22 +321,31 @@ def mean_by_rows(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) ->
 
 
 def sum_of_changes(old: Tensor, written: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Commit a counter: the old number plus the change that each microbatch made.
+    """Commit a counter: the old number plus the change of each microbatch.
 
-    Use it in ``split(commit={name: fn})``.
+    Use it in ``fp.split(commit={name: fn})`` for a buffer that counts.
 
     >>> fp.models.sum_of_changes(torch.tensor([5]), [torch.tensor([7]), torch.tensor([6])], [2, 1])
     tensor([8])
+
+    Args:
+        old: the buffer before the batch. Each microbatch started from it.
+        written: the value that each microbatch wrote.
+        rows: the number of rows of each microbatch; not used.
+
+    Returns:
+        The new buffer.
     """
     return old + torch.stack([value - old for value in written]).sum(0).to(old.dtype)
 
 
 class CommitGraph:
-    """The commit of a traced stage: batch norm layers, and the other buffers that its forward
+    """The commit of a traced stage: its batch norm layers, and the other buffers that its forward
     writes.
 
-    Every microbatch wrote these buffers from the same old state. If a value does not depend on the
-    inputs, all microbatches wrote the same one. For the others ``commits`` has a function each.
+    Each microbatch wrote these buffers from the same old state. If a value does not depend on the
+    inputs, all microbatches wrote the same value. For the other buffers, ``commits`` has a function
+    each.
     """
 
     def __init__(
@@ -334,8 +358,8 @@ class CommitGraph:
         self.commits = {name: commits[name] for name in written if name in commits}
 
     def __call__(self, state: dict[str, Tensor], stats: tuple[Tree, ...]) -> dict[str, Tensor]:
-        """Return the buffers after one batch. Raises PlanError where a function returns another
-        kind of tensor."""
+        """Return the buffers after one batch. Raises PlanError if a function returns a tensor of
+        another shape or type."""
         collected = [entry for entry in stats if entry]
         if not collected:
             return state
@@ -348,8 +372,9 @@ class CommitGraph:
             made: Any = new[name]
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (old.shape, old.dtype):
                 raise PlanError(
-                    f"commit[{name!r}] gave a {type(made).__name__}{_form(made)}, and the buffer "
-                    f"is a tensor{_form(old)}; let it return such a tensor"
+                    f"commit[{name!r}] returned a {type(made).__name__}{_form(made)}, but the "
+                    "buffer "
+                    f"is a tensor{_form(old)}; return a tensor of that shape and type"
                 )
         return new
 
@@ -359,7 +384,7 @@ def _form(value: Any) -> str:
 
 
 def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx.GraphModule:
-    """A copy of a graph, its regions too, that makes its tensors on another device."""
+    """Copy a graph and its regions so that they make their tensors on another device."""
 
     def swap(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value

@@ -1,4 +1,4 @@
-"""A traced graph as a row of units: runs of operations of one block, for policies."""
+"""Divide a traced graph into units for policies: runs of operations of one block."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ def units_of_graph(
     *,
     movable: bool,
 ) -> tuple[Units, list[int]]:
-    """The units, and the number of the node at which each begins.
-
-    ``movable``: a unit that no stage can begin with begins at the nearest operation that one can
-    (`free`), and is one with its neighbour where that is all of it; then any cut between units is
-    legal.
+    """Return the units, and the index of the node at which each begins.
 
     A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer
-    outside of any. Of lists in lists the outermost counts, unless that gives fewer units with
+    outside of any list. Of nested lists the outermost counts, unless that gives fewer units with
     parameters than stages.
+
+    Args:
+        captured: the traced model.
+        model: the model.
+        num_stages: the wanted number of stages, if known.
+        measure: measures the seconds of units with given bounds.
+        movable: True: a unit at which no stage can begin starts at the nearest possible operation
+            (`free`). If that leaves nothing of the unit, it is merged with its neighbour. So any
+            cut between units is legal.
     """
     lists = [
         path
@@ -61,9 +66,8 @@ def _units(
     }
     starts: list[int] = []
     names: list[str] = []
-    for number, name in enumerate(
-        blocks
-    ):  # what a container does between its layers belongs to the layer before
+    # Operations of a container between its layers belong to the layer before them.
+    for number, name in enumerate(blocks):
         if name not in containers and (not names or name != names[-1]):
             names.append(name)
             starts.append(number if starts else 0)
@@ -91,7 +95,7 @@ def _units(
 
 
 def _block(path: str, lists: Sequence[str]) -> str:
-    """The entry of the outermost list that a layer belongs to, or the layer itself."""
+    """The entry of the outermost list that contains a layer, or the layer itself."""
     for container in lists:
         prefix = f"{container}." if container else ""
         if path.startswith(prefix) and path != container:
@@ -100,7 +104,7 @@ def _block(path: str, lists: Sequence[str]) -> str:
 
 
 def _alive(captured: Captured, body: Sequence[fx.Node], stop: int) -> int:
-    """Bytes of a row of what is made before a position and read after it."""
+    """Bytes per row of the values that are computed before a position and read after it."""
     before = set(body[:stop])
     alive = {value for node in body[stop:] for value in node.all_input_nodes if value in before}
     return sum(
