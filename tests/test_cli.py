@@ -452,7 +452,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw one_f_one_b --stages 2 --microbatches 2", "the families are fill-drain"),
         ("draw nothing.json", "No such file"),
         ("draw .", "is no family"),
-        ("draw broken.json", "broken.json: this is no JSON"),
+        ("draw broken.json", "broken.json: the text is not JSON"),
         ("draw broken.txt", "broken.txt: write stage"),
         ("draw binary.csv", "decode"),
         ("draw a.json --stages 2", "says its own counts"),
@@ -465,7 +465,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw rematted.json --remat", "has R already"),
         (
             "draw looped-bfs --stages 3 --microbatches 2 --devices 2",
-            "num_devices divides num_stages",
+            "num_devices must divide num_stages",
         ),
         ("draw a.json --cost speed=1", "'speed' is no cost; costs are forward"),
         ("draw a.json --cost forward=1,forward=2", "is given twice"),
@@ -486,7 +486,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("search --devices 4 --microbatches 0", "a whole number from 1; got '0'"),
         (
             "search --devices 4 --microbatches 8 --stages 3",
-            "num_devices is at most the number of stages",
+            "num_devices must be at most the number of stages",
         ),
         ("search --devices 999999 --microbatches 999999", "more than 1000000 forwards"),
         ("search --devices 4 --microbatches 8 --device-memory 0", "a number above 0; got '0'"),
@@ -502,7 +502,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ),
         (
             "search --devices 4 --microbatches 8 --placement 0,1",
-            "num_devices is at most the number of stages",
+            "num_devices must be at most the number of stages",
         ),
         (
             "search --devices 4 --microbatches 8 --stages 6 --placement v",
@@ -513,7 +513,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
             "one for each of 4 stages",
         ),
         ("search --devices 4 --microbatches 8 --cost skips=1", "skips stand in a file only"),
-        ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth is more than 0"),
+        ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth must be more than 0"),
         ("search --devices 4 --microbatches 8 --objective bubble", "invalid choice: 'bubble'"),
         ("search --devices 4 --microbatches 8 --evaluations 0", "a whole number from 1; got '0'"),
         ("search --devices 4 --microbatches 8 --seconds 0", "a number above 0; got '0'"),
@@ -552,7 +552,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("demo --remat -1", "--remat names stages 0 to 3; got -1"),
         ("demo --remat x", "invalid int value: 'x'"),
         ("demo --device nowhere", "--device nowhere: "),
-        ("demo --devices 5", "num_devices is at most num_stages"),
+        ("demo --devices 5", "num_devices must be at most num_stages"),
         ("demo --seed -1", "--seed is a whole number from 0"),
     ],
 )

@@ -40,12 +40,12 @@ def scaled(params, x, *, scale):
     [
         (
             nn.Linear,
-            r"Linear is a class, and a stage is made of an instance: fp.from_module\(Linear\(...\)\)",
+            r"Linear is a class; make a stage from an instance: fp.from_module\(Linear\(...\)\)",
         ),
         (Net, r"Net is a class.*fp.stage\(Net\(...\)\)"),
         (nn.Linear(4, 4), "stage, params, state = fp.from_module"),
         (fp.stage(Net().forward), "'forward' is a stage already"),
-        (lambda x: x, r"takes 1 arguments by position, and is called with two, fn\(params, x\)"),
+        (lambda x: x, r"takes 1 arguments by position, but is called with two, fn\(params, x\)"),
         (Net.forward, r"takes self: give the method of an instance, fp.stage\(net.method\)"),
         (scaled, r"needs 'scale' besides params and x.*functools.partial\(fn, scale=...\)"),
         (lambda params, x, mask: x, "needs 'mask' besides params and x.*feeds="),
@@ -307,7 +307,8 @@ def test_compose_and_apply_take_stages():
     whole, stages, params = parts()
     x, _ = batch()
     with pytest.raises(
-        fp.PlanError, match=r"compose takes stages, compose\(first, second\); among them came: list"
+        fp.PlanError,
+        match=r"compose takes stages, compose\(first, second\); got other objects: list",
     ):
         fp.compose(list(stages))
     with pytest.raises(fp.PlanError, match="came: function; make them with fp.stage"):
@@ -319,7 +320,8 @@ def test_compose_and_apply_take_stages():
         (lambda params, x: x, "function"),
     ):
         with pytest.raises(
-            fp.PlanError, match=rf"apply takes stages, apply\(\[first, second\].*came: {came}"
+            fp.PlanError,
+            match=rf"apply takes stages, apply\(\[first, second\].*got other objects: {came}",
         ):
             fp.apply(given, params, x)
     one, own, _ = fp.from_module(nn.Linear(4, 4))

@@ -75,7 +75,7 @@ def test_another_number_of_stages_is_refused(count: int) -> None:
 
 def test_a_schedule_that_is_not_legal_is_refused_as_a_schedule() -> None:
     """make_plan checks: a ScheduleError, as the numbers alone show it."""
-    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 stands"):
+    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 appears"):
         make_plan(plain(1), Schedule.parse("0F1"))
 
 

@@ -78,7 +78,7 @@ def problems_of(
     cost.check_stages(stages)
     if stages < devices:
         raise ScheduleError(
-            f"num_devices is at most the number of stages; got {devices} devices for {stages} "
+            f"num_devices must be at most the number of stages; got {devices} devices for {stages} "
             "stages"
         )
     limits = limits_of(memory_limit, devices)
