@@ -97,7 +97,10 @@ def test_one_string_is_not_a_row_of_names(word):
             r"stage 0 and others are one function, made in a loop.*'s' was 1.0 .* is 100.0 now",
         ),
         ([torch.tanh, torch.relu], "'s' was tanh when the stage was made, and is relu now"),
-        ([nn.ReLU(), nn.Tanh()], r"'s' was ReLU\(\) .* is Tanh\(\) now.*hold it in a default"),
+        (
+            [nn.ReLU(), nn.Tanh()],
+            r"'s' was ReLU\(\) .* is Tanh\(\) now.*bind the variable by a default",
+        ),
         ([torch.ones(4), torch.zeros(4)], r"'s' was .* when the stage was made"),
         ([{"scale": 1.0}, {"scale": 2.0}], "'s' was {'scale': 1.0}"),
     ],

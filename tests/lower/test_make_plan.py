@@ -137,12 +137,12 @@ def test_every_wrong_tie_is_listed() -> None:
     ]
     assert [
         "ties do not fit the stages (stage 0, stage 1):",
-        "group 0: (5, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 0: (5, 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
         "group 1 has 1 member; a tie has two or more",
-        "group 2: (0, 'w') stands in group 0 already",
-        "group 3: ('0', 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
-        "group 3: (1, 'v', 2) is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
-        "group 4: (-1, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 2: (0, 'w') is in group 0 already",
+        "group 3: ('0', 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 3: (1, 'v', 2) is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 4: (-1, 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
     ] == faults_of(plain(2), fill_drain(2, 2), ties=ties)
 
 

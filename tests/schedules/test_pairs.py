@@ -209,7 +209,7 @@ def test_torch_has_pairs_of_a_forward_and_a_backward_alone() -> None:
     assert str(schedule) == "0F0 0F1 (0F2 0B0) (0B1 0F3) 0B2 0B3"
     assert text == fp.schedules.to_torch_csv(schedule)
     with pytest.raises(
-        fp.ScheduleError, match=r"\(1F1 1F2\) overlaps: .* fp.schedules.unpair\(schedule\)"
+        fp.ScheduleError, match=r"\(1F1 1F2\) overlaps, .* fp.schedules.unpair\(schedule\)"
     ):
         fp.schedules.to_torch_csv(PAIRED)
 
