@@ -451,12 +451,12 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw 1F1B --stages 2 --microbatches 2", "did you mean 1f1b?"),
         ("draw one_f_one_b --stages 2 --microbatches 2", "the families are fill-drain"),
         ("draw nothing.json", "No such file"),
-        ("draw .", "is no family"),
+        ("draw .", "is neither a family"),
         ("draw broken.json", "broken.json: the text is not JSON"),
         ("draw broken.txt", "broken.txt: write stage"),
         ("draw binary.csv", "decode"),
-        ("draw a.json --stages 2", "says its own counts"),
-        ("draw cost.json", "it goes to --cost"),
+        ("draw a.json --stages 2", "has its own counts"),
+        ("draw cost.json", "give it as --cost"),
         ("draw a.json --width 39", "at least 40"),
         ("draw a.json --output a.png", "does not end in .svg or .txt"),
         ("draw a.json --output no/a.svg", "there is no folder no"),
@@ -467,7 +467,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
             "draw looped-bfs --stages 3 --microbatches 2 --devices 2",
             "num_devices must divide num_stages",
         ),
-        ("draw a.json --cost speed=1", "'speed' is no cost; costs are forward"),
+        ("draw a.json --cost speed=1", "'speed' is not a cost; costs are forward"),
         ("draw a.json --cost forward=1,forward=2", "is given twice"),
         ("draw a.json --cost forward=fast", "forward is a number; got 'fast'"),
         ("draw a.json --cost forward=nan", "forward is a number from 0"),
@@ -512,7 +512,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
             "search --devices 2 --microbatches 8 --stages 4 --cost cost3.json",
             "one for each of 4 stages",
         ),
-        ("search --devices 4 --microbatches 8 --cost skips=1", "skips stand in a file only"),
+        ("search --devices 4 --microbatches 8 --cost skips=1", "skips can be given in a file only"),
         ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth must be more than 0"),
         ("search --devices 4 --microbatches 8 --objective bubble", "invalid choice: 'bubble'"),
         ("search --devices 4 --microbatches 8 --evaluations 0", "a whole number from 1; got '0'"),
@@ -827,6 +827,6 @@ def test_slices(capsys):
     assert "1F1B, 3 slices" in text
     said = facts(shown(capsys, "search --devices 2 --microbatches 2 --slices 3 --evaluations 30"))
     assert said["lower bound"].endswith("nothing shorter exists")
-    assert "zbv is of whole microbatches: leave out --slices" in refused(
+    assert "zbv does not support slices: leave out --slices" in refused(
         capsys, "draw zbv --stages 4 --microbatches 2 --slices 2"
     )

@@ -412,7 +412,7 @@ def test_a_found_schedule_runs():
         ({"placement": "zigzag"}, "placement is 'line', 'loop', 'v', or the device of each stage"),
         ({"placement": 5}, "placement is 'line', 'loop', 'v', or the device of each stage; got 5"),
         ({"evaluations": True}, "evaluations must be a whole number; got True"),
-        ({"placement": [0, 0, 2]}, "every one of 0 to 1; got"),
+        ({"placement": [0, 0, 2]}, "all devices from 0 to 1; got"),
         ({"cost": fp.Cost([1, 2, 3], [1, 2])}, "backward_input has 2 numbers"),
     ],
 )
