@@ -314,7 +314,9 @@ def test_compose_and_apply_take_stages():
         match=r"compose takes stages, compose\(first, second\); got other objects: list",
     ):
         fp.compose(list(stages))
-    with pytest.raises(fp.PlanError, match="came: function; make them with fp.stage"):
+    with pytest.raises(
+        fp.PlanError, match="got other objects: function; make stages with fp.stage"
+    ):
         fp.compose(lambda params, x: x)
     plan = plan_of(stages)
     for given, came in (
@@ -338,7 +340,7 @@ def test_params_of_a_composition_are_one_tuple():
     plan = plan_of([both], loss=F.mse_loss)
     with pytest.raises(
         fp.PlanError,
-        match=r"composition of 2 stages \(a, b\) is a tuple with one tree per stage; got a dict",
+        match=r"composition of 2 stages \(a, b\) must be a tuple with one tree per stage; got a dict",
     ):
         fp.run(plan, (W,), (X, ZEROS))
     with pytest.raises(fp.PlanError, match=r"got 2; for one stage that is \(params,\)"):

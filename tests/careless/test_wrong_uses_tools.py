@@ -337,11 +337,17 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "number them from 0"),
         (
             lambda: fp.Schedule(["0F0 0B0"]),
-            r"a tuple of Actions; got str; Schedule.parse reads text",
+            r"one tuple of Actions per device; got str; Schedule.parse reads text",
         ),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule("0F0 0B0"), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)), r"a tuple of Actions; got Action$"),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule({0: []}), r"a tuple of Actions; got dict$"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: fp.Schedule("0F0 0B0"),
+            r"one tuple of Actions per device; got str; Schedule.parse reads text",
+        ),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)),
+            r"one tuple of Actions per device; got Action$",
+        ),  # pyright: ignore[reportArgumentType]
+        (lambda: fp.Schedule({0: []}), r"one tuple of Actions per device; got dict$"),  # pyright: ignore[reportArgumentType]
         (
             lambda: fp.schedules.from_torch_csv("schedule.csv"),
             "row 1: 'schedule.csv' is not an action",
@@ -359,7 +365,7 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         (lambda: fp.schedules.remat(setup()[1]), r"fp.schedules.remat\(plan.schedule\)"),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]),
-            r"keep is a function \(action\) -> bool",
+            r"keep must be a function \(action\) -> bool",
         ),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)),
@@ -369,7 +375,7 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             lambda: fp.schedules.offload(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
             "is computed again or moved, not both",
         ),
-        (lambda: fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=0), "from 1; got 0"),
+        (lambda: fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=0), "at least 1; got 0"),
         (lambda: fp.simulate(parts()[1]), "simulate takes a plan or a schedule; got a tuple"),
         (
             lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), 3.0),

@@ -111,8 +111,8 @@ def test_a_stage_cannot_pop_what_it_stashes_itself() -> None:
 def test_devices_are_one_for_each_lane(count: int) -> None:
     """Both counts are named, with the call that makes the right number."""
     expected = (
-        f"the schedule has 2 devices, but devices= names {count}; give one for each (the same may "
-        "stand many times), or fp.devices(2)"
+        f"the schedule has 2 devices, but devices= names {count}; give one for each (a device "
+        "may appear several times), or fp.devices(2)"
     )
     assert [expected] == faults_of(plain(2), fill_drain(2, 2), devices=["cpu"] * count)
 

@@ -363,6 +363,7 @@ class Cost:
                 "both takes two tuples (kind, stage, share), such as (fp.Kind.F, 0, 1.0), with "
                 f"stages of the cost; got {one!r} and {other!r}"
             ) from None
+        # sum(alone) - sum(waits) is the computing time of both actions.
         return max(sum(alone) - sum(waits), sum(waits), *alone)
 
     @property
@@ -442,8 +443,10 @@ class Cost:
         fields: dict[str, Any] = {
             name: value if name in kept else sums(value) for name, value in vars(self).items()
         }
+        # Without B, the halves may be implicit ones of each layer, which must be added up, too.
         if self.backward is None:
             fields |= {name: sums(self._half(name)) for name in _HALVES}
+        # The output of a stage, and the hop after it, are those of its last layer.
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
             fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])

@@ -86,6 +86,7 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
         f"funcpipe/saves/{path}",
         ",".join(map(str, sorted(members))),
     )
+    # compare_set is atomic: of several pipelines that claim at once, one wins, the others see it.
     found = store.compare_set(key, "", mine).decode()
     while found != mine:
         others = tuple(map(int, found.split(",")))

@@ -117,6 +117,7 @@ class Lowered:
             return number * count + piece if piece < limits[number] else None
 
         codes = [kept(code) for code in self.order]
+        # A pair stays a pair only if both of its actions are kept.
         pairs = (
             pair
             for code, pair in zip(self.order, pairwise(codes), strict=False)
@@ -234,6 +235,7 @@ def read_again(
         (position in the order, wire) of each such read.
     """
     readers = Counter((call.lane, wire) for call in calls for wire, _ in call.reads)
+    # Only values with several readers on one lane can be read again. Most programs have none.
     shared = {place for place, number in readers.items() if number > 1 and place[0] in lanes}
     if not shared:
         return set()
@@ -248,6 +250,7 @@ def read_again(
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
     later: set[tuple[int, int, int]] = set()
+    # Backwards through the order: `later` has the values that are read after this position.
     for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
         number, piece = divmod(code, num_pieces)
         lane = calls[number].lane
@@ -292,6 +295,7 @@ def _crossings(
     ]
     for position, code in enumerate(lowered.order):
         number, microbatch = divmod(code, count)
+        # Sender and receiver both follow this order, so they choose the same slots without talking.
         for wire, pool in reads[number]:
             if (position, wire) not in again:
                 pool.append(slots[lowered.calls[number].lane][wire * count + microbatch])
@@ -390,6 +394,7 @@ class _Writer:
             where[base + microbatch] = slot = self._take(kind)
             writes.append(slot)
         add(Run(form.number, microbatch, tuple(reads), tuple(writes)))
+        # Frees come before sends: a send may block, and meanwhile others could not fill our slots.
         if done:
             self._free(done)
         for base, to, there in form.sends:

@@ -60,6 +60,8 @@ def handover_of(spans: Iterable[Span]) -> Handover:
         links = bisect_right(ends, start) - bisect_right(ends, before)
         needs = [need for other in action.needs() if (need := spans_of.get(other)) is not None]
         sent = max((need.end for need in needs if need.device != device), default=0.0)
+        # If the last value arrived after the device was free, the device waited for the hop.
+        # Otherwise the gap is host time.
         if action not in joined and not links:
             if sent and sent >= before:
                 hops.append((key, start - sent))

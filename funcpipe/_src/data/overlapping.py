@@ -17,6 +17,7 @@ def time_worked(spans: Iterable[Span], num_devices: int) -> tuple[float, ...]:
     """Return the time that each device computes. Overlapping actions count once."""
     worked, until = [0.0] * num_devices, [0.0] * num_devices
     for device, start, end, action in sorted(spans, key=itemgetter(1)):
+        # Only the part after `until` counts, so that overlapping actions are not counted twice.
         if action[0] not in MOVES and end > until[device]:
             worked[device] += end - max(start, until[device])
             until[device] = end

@@ -108,6 +108,7 @@ class Plan:
         parts.append(
             str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__))
         )
+        # Functions are left out: their hashes differ between processes.
         declared = [
             (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry)
             for s in self.stages

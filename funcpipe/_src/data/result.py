@@ -193,6 +193,7 @@ class Timeline:
             needs = [
                 other for need in span.action.needs() if (other := spans.get(need)) is not None
             ]
+            # The action started when the latest of these ended: that one is before it on the path.
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [choice for choice in choices if choice[1].action not in visited]

@@ -414,6 +414,7 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
 def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
     """Return an order without the counted actions (U) that no other action needs, renumbered."""
     out: list[Action] = []
+    # U are numbered per stage, so dropping one renumbers all later U of its stage.
     served, times = serving(order), Counter[int]()
     for action in order:
         if action.kind not in COUNTED:

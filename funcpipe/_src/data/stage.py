@@ -452,6 +452,7 @@ def stage(
     label = name or getattr(fn, "__name__", "")
     arguments = arguments_of(fn)
     keywords = keywords_of(arguments or ())
+    # All lambdas have the same name, which would give their stages the same random numbers.
     new = Stage(
         fn,
         "" if label == "<lambda>" else label,

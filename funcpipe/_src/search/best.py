@@ -117,6 +117,7 @@ class Best:
             bench = self._benches[id(problem)] = Bench(problem)
         joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
         score = bench.score(coded(schedule.orders, problem.num_slices), joined)
+        # Scores are much cheaper than simulations, so most candidates end here.
         if score is None or score.value >= self.value * (1 - ROUNDING):
             return
         value, timeline = score.value, None
@@ -242,6 +243,8 @@ class Best:
                 self.cut = self.cut or solved.late
                 if solved.orders is not None:
                     self.offer(problem, Schedule(solved.orders, "search"), "exact")
+                # The solver's bound must not exceed a schedule that exists: its model would be
+                # wrong, and so would all proofs.
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
                     raise FuncpipeError(
                         f"internal error: the solver's bound is {solved.bound}, above "

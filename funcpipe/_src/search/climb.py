@@ -62,8 +62,10 @@ def climb(
     while not budget.spent and best.score.value > good * (1 + ROUNDING):
         if len(pool) > 1 and budget.evaluations > together:
             pool = [min(pool)]
+        # The members of the pool take turns, so that one early winner does not take all evaluations.
         turn = (turn + 1) % len(pool)
         attempted = attempt(_changed(problem, pool[turn].rules, rng))
+        # Equal scores are accepted: they let the search leave a plateau.
         if attempted is not None and attempted.score <= pool[turn].score:
             pool[turn] = attempted
             if attempted.score.value < best.score.value * (1 - ROUNDING):

@@ -102,6 +102,8 @@ class _Ruled(Simulation):
                 continue
             remaining -= 0 if code == R else 2 if code == B else 1
             receiver = self.begin(number, code, stage, now, drop=drop)
+            # A receiver that waits without an end time has no event. Without this one it would
+            # sleep forever.
             if self.idle[receiver]:
                 heappush(events, (now, receiver))
             heappush(events, (self.devices[number].free, number))

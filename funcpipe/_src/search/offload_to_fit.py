@@ -43,6 +43,7 @@ def offload_to_fit(
             for device in over
             if (place := _longest(problem, timeline, device, away)) is not None
         }
+        # A device above its limit without a residual to move cannot be helped.
         if len(chosen) < len(over):
             return None
         away |= chosen

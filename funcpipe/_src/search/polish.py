@@ -294,6 +294,7 @@ def polish(
     if best is None:
         return
     tries = 0
+    # Changes that are rejected before scoring spend no evaluation, so tries are bounded separately.
     while not budget.spent and best.value > good * (1 + ROUNDING) and tries < 20 * budget.most:
         tries += 1
         device = rng.randrange(len(lanes))
@@ -304,6 +305,7 @@ def polish(
         lanes[device], joined[device] = changed, changed.joined
         budget.spend()
         score = bench.score([lane.actions for lane in lanes], joined)
+        # Changes with an equal score are kept: they let the search leave a plateau.
         if score is None or score > best:
             lanes[device], joined[device] = lane, places
             continue

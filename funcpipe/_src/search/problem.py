@@ -278,6 +278,7 @@ class Budget:
     def spend(self) -> None:
         """Count one evaluation."""
         self.evaluations += 1
+        # Only the budget of the whole search reports progress.
         if self._whole is not None:
             self._whole.spend()
         elif self.told.on:

@@ -64,6 +64,7 @@ class Windows:
                 if row[0] not in (F, R) or row[0] == twice
                 for tail, head in zip(self.tails[row], self.heads[row], strict=True)
             ]
+            # By falling tail: each prefix has all actions whose tail is at least `tail`.
             windows.sort(key=itemgetter(0), reverse=True)
             longest: list[tuple[float, float]] = []
             for tail, equal in groupby(windows, key=itemgetter(0)):
@@ -188,6 +189,7 @@ def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[fl
                     start = max(start, starts[row][number - 1] + length)
                 for other, delay in rows.follows[row]:
                     start = max(start, starts[other][number] + rows.lengths[other] + delay)
+                # At least one alternative holds, so only the weakest of their bounds is valid.
                 soonest = inf
                 for counts in rows.after[row][number]:
                     parts = [

@@ -226,10 +226,12 @@ class Play:
         end = send.to, send.into
         if end not in self.free:
             raise _endless(lane, f"slot {send.into} of lane {send.to}, which is not freed before")
+        # Plan order frees a slot before it is filled again, so the slot must be in `free`.
         free = self.free.pop(end)
         if self.bounded:
             lane.now = _latest([lane.now, free])
         size, latency = self._crossing(value, send.to)
+        # Values on one directed link cross one after the other.
         crossed = lane.now.time
         if size and self.cost.bandwidth:
             way = lane.program.lane, send.to

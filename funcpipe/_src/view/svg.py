@@ -143,6 +143,7 @@ def _legend(
     out = ['<g class="legend">']
     x = MARGIN
     for colours, word in entries:
+        # Text widths are estimated: an SVG without scripts cannot measure its letters.
         swatches = 12 * len(colours) + (6 if colours else 0)
         width = swatches + _LETTER * len(word)
         if x > MARGIN and x + width > frame.width - MARGIN:

@@ -279,6 +279,7 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
             shares[None] = idle
         for kind, share in shares.items():
             owed[kind] += share
+        # Rounded, so that equal claims do not depend on rounding errors of sums.
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
         shown.append(best or (_IDLE if column < end else " "))
