@@ -447,7 +447,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw 1f1b --stages x --microbatches 3", "a whole number from 1; got 'x'"),
         ("draw 1f1b --stages 999999999 --microbatches 999999999", "more than 1000000 forwards"),
         ("compare --stages 999999 --microbatches 999999", "more than 1000000 forwards"),
-        ("draw 1f1b", "say --stages and --microbatches"),
+        ("draw 1f1b", "give --stages and --microbatches"),
         ("draw 1F1B --stages 2 --microbatches 2", "did you mean 1f1b?"),
         ("draw one_f_one_b --stages 2 --microbatches 2", "the families are fill-drain"),
         ("draw nothing.json", "No such file"),

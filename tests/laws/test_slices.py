@@ -536,7 +536,7 @@ def test_a_composition_sees_carries_that_do_not_fit():
     )
     for part, text in (
         (silent, "takes a carry and returned none"),
-        (loud, "returned a carry, and its function"),
+        (loud, "returned a carry but its function"),
     ):
         plan = fp.make_plan(
             [fp.compose(part, stages[0])], S.one_f_one_b(1, 2, num_slices=2), loss=F.mse_loss

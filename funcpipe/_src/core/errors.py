@@ -297,7 +297,7 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
         return kind.__str__(self)
 
     def reduce(self: Exception) -> Any:
-        # Pickle cannot find a class made at run time, so instances are pickled as plain StageErrors.
+        # Pickle cannot find a class made at run time, so it gets a plain StageError instead.
         return (
             _plain,
             (

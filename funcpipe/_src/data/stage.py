@@ -310,7 +310,7 @@ class Stage:
         if inspect.isfunction(self.fn) and not _importable(self.fn):
             raise PlanError(
                 f"stage {self.name!r} cannot be pickled: its function {self.fn.__qualname__} is "
-                "not importable; define the function at the top level of a module"
+                "not importable; define it at the top of a module"
             )
         return Stage, tuple(
             getattr(self, each.name) for each in fields(self) if each.name not in ("closed", "seen")

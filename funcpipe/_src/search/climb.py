@@ -62,7 +62,7 @@ def climb(
     while not budget.spent and best.score.value > good * (1 + ROUNDING):
         if len(pool) > 1 and budget.evaluations > together:
             pool = [min(pool)]
-        # The members of the pool take turns, so that one early winner does not take all evaluations.
+        # The members of the pool take turns, so that an early winner does not use all evaluations.
         turn = (turn + 1) % len(pool)
         attempted = attempt(_changed(problem, pool[turn].rules, rng))
         # Equal scores are accepted: they let the search leave a plateau.

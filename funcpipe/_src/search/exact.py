@@ -294,8 +294,8 @@ class ConstraintProgram:
             device = problem.device_of[stage]
             if problem.limits[device] == inf:
                 continue
-            # Rounded down, so that all schedules that fit the problem fit the model. A schedule that
-            # only fits the model is rejected when it is simulated.
+            # Rounded down, so that all schedules that fit the problem fit the model. A schedule
+            # that only fits the model is rejected when it is simulated.
             rest = min(problem.rest[stage], problem.residual[stage])
             shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
             more = floor((problem.rest[stage] - rest) * scale)
