@@ -1,5 +1,8 @@
-"""The command line: look at schedules, compare them, search for them, convert them; and the
-demo."""
+"""The command line: draw, compare, search and convert schedules, and run the demo.
+
+This file has the commands and their options. `_src/cli/words.py` parses arguments,
+`_src/cli/show.py` prints results.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +42,17 @@ from funcpipe._src.data.result import NEGLIGIBLE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command of the command line.
 
     Args:
-        argv: the words after ``funcpipe``; None: those of the process.
+        argv: the words after ``funcpipe``. None: the arguments of the process.
 
     Returns:
-        The exit status: 0, or 1 where the reader of the output has left.
+        The exit status: 0, or 1 if the reader of the output has closed the pipe.
 
     Raises:
-        SystemExit: after one message; with 2 where the words make no sense or a file cannot be read
-            or written, with 130 after Ctrl-C.
+        SystemExit: after one message. With status 2 for wrong arguments, or files that cannot be
+            read or written; with status 130 after Ctrl-C.
     """
     parser = _parser()
     words = vars(parser.parse_args(argv))
@@ -60,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `funcpipe draw ... | head`
         with suppress(OSError, ValueError):
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # Python flushes once more when it ends
+            # Python flushes stdout once more at its end, and would print another error.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (fp.FuncpipeError, OSError, UnicodeError) as error:
         parser.exit(2, f"funcpipe: {error}\n")
@@ -88,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "prove its numbers"
     )
     for name, run, about, epilog, options in (
-        ("draw", _draw, "draw a schedule: who does what when", _DRAW_HELP, _DRAW),
+        ("draw", _draw, "draw the timeline of a schedule", _DRAW_HELP, _DRAW),
         (
             "compare",
             _compare,
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "search",
             _search,
-            "search a schedule: short, for your costs, within a memory limit",
+            "search for a short schedule, for your costs and a memory limit",
             _SEARCH_HELP,
             _SEARCH,
         ),
@@ -134,15 +136,16 @@ examples:
   funcpipe draw schedule.csv --width 100
 """
 _COMPARE_HELP = f"""\
-All run the same stages on the same devices; by default two stages a device where the number of stages is even, since
-the interleaved families need several. The best makespan comes first.
-  bubble       share of the makespan in which the busiest device waits: what the schedule loses
-  span bubble  the same where batches follow each other: of the longest time from a device's first start to its last end
-  idle         share of all device time of one batch: what the schedule and unequal work lose together
-  imbalance    1 - mean work / most work of a device, shown where it is not negligible: the share of the
+All families run the same stages on the same devices. By default there are two stages per device if the number of
+stages is even, because the interleaved families need several. The best makespan comes first.
+  bubble       share of the makespan in which the busiest device waits: the loss by the schedule
+  span bubble  the bubble if batches follow each other: the share of the longest time from a device's first start to
+               its last end
+  idle         share of all device time of one batch without work: the loss by the schedule and by unequal work
+  imbalance    1 - mean work / most work of a device, shown if it is not negligible: the share of the
                makespan that equal work on all devices would save at the same bubble (fp.models.balance);
                1 - idle = (1 - bubble) (1 - imbalance)
-  peak memory  the most that any device holds, in the unit of `residual`
+  peak memory  the most memory of any device, in the unit of `residual`
 
 {COST}
 examples:
@@ -152,13 +155,13 @@ examples:
   funcpipe compare --stages 8 --microbatches 12 --device-memory 6 --search 200
 """
 _SEARCH_HELP = f"""\
-First every family is timed, then rules and single actions are improved step by step; with --exact, a solver proves
-at the end. Said is
-  makespan     of one isolated batch
-  span         where it is not the makespan: the longest time from a device's first start to its last end, the cost of
-               one of many batches that follow each other. --objective says which one is made short
-  lower bound  no schedule for these costs, devices and limits takes less
-  ended by     bound: nothing is left to find; evaluations; or seconds, then another run may find another schedule
+The search simulates all families, then improves rules and single actions step by step. With --exact, a solver then
+looks for a proof. The output has
+  makespan     the end of one isolated batch
+  span         the longest time from a device's first start to its last end: the time per batch if batches follow each
+               other. Shown if it is not the makespan. --objective selects the one to minimize
+  lower bound  no schedule for these costs, devices and limits is shorter
+  ended by     bound: no shorter schedule exists; evaluations; or seconds: another run may find another schedule
 
 {COST}
 examples:
@@ -169,7 +172,7 @@ examples:
   funcpipe search --devices 4 --microbatches 8 --device-memory 8 --objective span --output torch.csv
 """
 _CONVERT_HELP = f"""\
-{SOURCE}FILE's ending says the format, as above. torch's CSV is for a rank each; load it with
+{SOURCE}The ending of FILE selects the format, as above. torch's CSV has a row for each rank. Load it with
 _PipelineScheduleRuntime(...)._load_csv(FILE), or name it in torchtitan's pipeline_parallel_schedule_csv.
 
 examples:
@@ -189,37 +192,37 @@ _SCHEDULE: OptionTable = {
     "schedule": {"metavar": "SCHEDULE", "help": "a family or a file; see below"}
 }
 _COUNTS: OptionTable = {
-    "--stages": {"type": as_count, "metavar": "S", "help": "how many stages"},
-    "--microbatches": {"type": as_count, "metavar": "M", "help": "how many microbatches"},
-    "--devices": {"type": as_count, "metavar": "D", "help": "how many devices"},
+    "--stages": {"type": as_count, "metavar": "S", "help": "the number of stages"},
+    "--microbatches": {"type": as_count, "metavar": "M", "help": "the number of microbatches"},
+    "--devices": {"type": as_count, "metavar": "D", "help": "the number of devices"},
     "--slices": {
         "type": as_count,
         "metavar": "K",
-        "help": "how many slices of each microbatch, along its sequence",
+        "help": "the number of slices of each microbatch, along its sequence",
     },
     "--remat": {
         "action": "store_true",
-        "help": "compute every residual again instead of holding it",
+        "help": "recompute every residual instead of keeping it",
     },
 }
 _COST: OptionTable = {
     "--cost": {
         "type": as_cost,
         "metavar": "COST",
-        "help": "what actions cost: name=number,... or a JSON file; see below",
+        "help": "the costs of actions: name=number,... or a JSON file; see below",
     }
 }
 _WIDTH: OptionTable = {
     "--width": {
         "type": as_count,
         "metavar": "COLUMNS",
-        "help": "of the text; default: the terminal's",
+        "help": "the width of the text; default: the width of the terminal",
     }
 }
 _PROGRESS: OptionTable = {
     "--progress": {
         "action": argparse.BooleanOptionalAction,
-        "help": "show on stderr how far the search has come; default: where that is a terminal",
+        "help": "show the progress of the search on stderr; default: if that is a terminal",
     }
 }
 _DRAW: OptionTable = {
@@ -243,14 +246,13 @@ _COMPARE: OptionTable = {
     "--device-memory": {
         "type": as_positive,
         "metavar": "LIMIT",
-        "help": "of a device, in the unit of residual",
+        "help": "the memory of a device, in the unit of residual",
     },
     "--search": {
         "type": as_count,
         "metavar": "N",
-        "help": "also what `search` finds, timing N schedules; with --remat it may compute "
-        "residuals again, the families "
-        "always do",
+        "help": "also show the result of `search` with N schedules; with --remat the search may "
+        "recompute residuals, the families always do",
     },
     **_PROGRESS,
 }
@@ -261,7 +263,7 @@ _SEARCH: OptionTable = {
         "type": as_count,
         "metavar": "S",
         "dest": "num_stages",
-        "help": "default: as the cost or the placement says, or D",
+        "help": "the number of stages; default: from the cost or the placement, or D",
     },
     "--slices": {**_COUNTS["--slices"], "dest": "num_slices", "default": 1},
     **_COST,
@@ -269,17 +271,16 @@ _SEARCH: OptionTable = {
         "type": as_limits,
         "metavar": "LIMIT",
         "dest": "memory_limit",
-        "help": "of a device, in the unit of residual, or of each: 4,4,3",
+        "help": "the memory of a device, in the unit of residual, or of each device: 4,4,3",
     },
     "--placement": {
         "type": as_placement,
         "metavar": "SHAPE",
         "help": "line (neighbours on each device), loop (stage s on device s mod D), v (down the "
-        "devices and back up), or "
-        "the device of each stage: 0,1,1,0; default: whichever is best",
+        "devices and back up), or the device of each stage: 0,1,1,0; default: try all",
     },
-    "--remat": {"action": "store_true", "help": "residuals may be computed again"},
-    "--offload": {"action": "store_true", "help": "residuals may be moved to the host and back"},
+    "--remat": {"action": "store_true", "help": "allow to recompute residuals"},
+    "--offload": {"action": "store_true", "help": "allow to move residuals to the host and back"},
     "--objective": {
         "choices": ("makespan", "span"),
         "default": "makespan",
@@ -287,27 +288,26 @@ _SEARCH: OptionTable = {
     },
     "--exact": {
         "action": "store_true",
-        "help": "let OR-Tools (extra `solve`) find the shortest of all and prove it, for what is "
-        "left of --seconds; for up "
-        "to about 4 devices and 8 microbatches",
+        "help": "let OR-Tools (extra `solve`) find the shortest schedule and prove it, in the rest "
+        "of --seconds; for up to about 4 devices and 8 microbatches",
     },
     "--evaluations": {
         "type": as_count,
         "metavar": "N",
         "default": 10_000,
-        "help": "time at most so many schedules; default: 10000",
+        "help": "the number of schedules to simulate at most; default: 10000",
     },
     "--seconds": {
         "type": as_positive,
         "metavar": "S",
         "default": 30.0,
-        "help": "at most so long; default: 30",
+        "help": "the time limit; default: 30",
     },
     "--seed": {
         "type": as_index,
         "metavar": "N",
         "default": 0,
-        "help": "of the random changes; default: 0",
+        "help": "the seed of the random changes; default: 0",
     },
     **_PROGRESS,
     **_WIDTH,
@@ -321,7 +321,7 @@ _SEARCH: OptionTable = {
 }
 _CONVERT: OptionTable = {
     **_SCHEDULE,
-    "file": {"metavar": "FILE", "help": "what to write: .json, .csv or .txt"},
+    "file": {"metavar": "FILE", "help": "the file to write: .json, .csv or .txt"},
     **_COUNTS,
 }
 
@@ -344,8 +344,7 @@ def _draw(
 
 
 class _Row(NamedTuple):
-    """A line of the table: a schedule, its timeline if it has one, and whether it is legal, in
-    words."""
+    """A row of the table: a schedule, its timeline if there is one, and its legality in words."""
 
     name: str
     timeline: fp.Timeline | None
@@ -425,7 +424,7 @@ def _compare(
 def _timed(
     schedule: fp.Schedule, counts: Mapping[str, int], remat: bool, cost: fp.Cost
 ) -> fp.Timeline:
-    """The simulated timeline of a schedule. Raises ScheduleError where the counts do not fit."""
+    """Simulate a schedule. Raises ScheduleError if its counts differ from the given counts."""
     if (schedule.num_stages, schedule.num_microbatches) != (
         counts["num_stages"],
         counts["num_microbatches"],
@@ -466,7 +465,7 @@ def _search(
             given = " and ".join(name for name, on in unfit.items() if on)
             raise fp.FuncpipeError(
                 f"torch's schedules have no R, O or L, and no slices: leave out {given}, or write "
-                ".json"
+                "a .json file"
             )
     result = fp.search(cost or fp.Cost(), progress=_shows(progress), **options)
     found(result)
@@ -484,7 +483,7 @@ def _convert(*, file: str, **words: Any) -> None:
 
 
 def _write(schedule: fp.Schedule, file: str) -> None:
-    """Write a schedule to a file; its ending says the format."""
+    """Write a schedule to a file, in the format of the file's ending."""
     match Path(file).suffix.lower():
         case ".json":
             text = fp.schedules.to_json(schedule) + "\n"
@@ -497,4 +496,4 @@ def _write(schedule: fp.Schedule, file: str) -> None:
 
 def _wide(width: int | None) -> None:
     if width is not None and width < 40:
-        raise fp.FuncpipeError(f"--width is at least 40 columns; got {width}")
+        raise fp.FuncpipeError(f"--width must be at least 40 columns; got {width}")

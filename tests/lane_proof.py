@@ -157,7 +157,7 @@ def _unpaired(program: Lowered) -> Iterator[str]:
         one, piece = program.calls[code // program.num_pieces], code % program.num_pieces
         other = program.calls[after // program.num_pieces] if after is not None else None
         if after is None or other is None or other.lane != one.lane or after in program.pairs:
-            yield f"{name}, and that is no action of its device that could"
+            yield f"{name}, and that is not an action of its device that could"
             continue
         shift = after % program.num_pieces - piece
         reads = [

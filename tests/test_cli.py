@@ -447,16 +447,16 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw 1f1b --stages x --microbatches 3", "a whole number from 1; got 'x'"),
         ("draw 1f1b --stages 999999999 --microbatches 999999999", "more than 1000000 forwards"),
         ("compare --stages 999999 --microbatches 999999", "more than 1000000 forwards"),
-        ("draw 1f1b", "say --stages and --microbatches"),
+        ("draw 1f1b", "give --stages and --microbatches"),
         ("draw 1F1B --stages 2 --microbatches 2", "did you mean 1f1b?"),
         ("draw one_f_one_b --stages 2 --microbatches 2", "the families are fill-drain"),
         ("draw nothing.json", "No such file"),
-        ("draw .", "is no family"),
-        ("draw broken.json", "broken.json: this is no JSON"),
+        ("draw .", "is neither a family"),
+        ("draw broken.json", "broken.json: the text is not JSON"),
         ("draw broken.txt", "broken.txt: write stage"),
         ("draw binary.csv", "decode"),
-        ("draw a.json --stages 2", "says its own counts"),
-        ("draw cost.json", "it goes to --cost"),
+        ("draw a.json --stages 2", "has its own counts"),
+        ("draw cost.json", "give it as --cost"),
         ("draw a.json --width 39", "at least 40"),
         ("draw a.json --output a.png", "does not end in .svg or .txt"),
         ("draw a.json --output no/a.svg", "there is no folder no"),
@@ -465,9 +465,9 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("draw rematted.json --remat", "has R already"),
         (
             "draw looped-bfs --stages 3 --microbatches 2 --devices 2",
-            "num_devices divides num_stages",
+            "num_devices must divide num_stages",
         ),
-        ("draw a.json --cost speed=1", "'speed' is no cost; costs are forward"),
+        ("draw a.json --cost speed=1", "'speed' is not a cost; costs are forward"),
         ("draw a.json --cost forward=1,forward=2", "is given twice"),
         ("draw a.json --cost forward=fast", "forward is a number; got 'fast'"),
         ("draw a.json --cost forward=nan", "forward is a number from 0"),
@@ -486,7 +486,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("search --devices 4 --microbatches 0", "a whole number from 1; got '0'"),
         (
             "search --devices 4 --microbatches 8 --stages 3",
-            "num_devices is at most the number of stages",
+            "num_devices must be at most the number of stages",
         ),
         ("search --devices 999999 --microbatches 999999", "more than 1000000 forwards"),
         ("search --devices 4 --microbatches 8 --device-memory 0", "a number above 0; got '0'"),
@@ -502,7 +502,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ),
         (
             "search --devices 4 --microbatches 8 --placement 0,1",
-            "num_devices is at most the number of stages",
+            "num_devices must be at most the number of stages",
         ),
         (
             "search --devices 4 --microbatches 8 --stages 6 --placement v",
@@ -512,8 +512,8 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
             "search --devices 2 --microbatches 8 --stages 4 --cost cost3.json",
             "one for each of 4 stages",
         ),
-        ("search --devices 4 --microbatches 8 --cost skips=1", "skips stand in a file only"),
-        ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth is more than 0"),
+        ("search --devices 4 --microbatches 8 --cost skips=1", "skips can be given in a file only"),
+        ("search --devices 4 --microbatches 8 --cost bandwidth=0", "bandwidth must be more than 0"),
         ("search --devices 4 --microbatches 8 --objective bubble", "invalid choice: 'bubble'"),
         ("search --devices 4 --microbatches 8 --evaluations 0", "a whole number from 1; got '0'"),
         ("search --devices 4 --microbatches 8 --seconds 0", "a number above 0; got '0'"),
@@ -552,7 +552,7 @@ def test_a_found_schedule_is_drawn_compared_and_converted(capsys):
         ("demo --remat -1", "--remat names stages 0 to 3; got -1"),
         ("demo --remat x", "invalid int value: 'x'"),
         ("demo --device nowhere", "--device nowhere: "),
-        ("demo --devices 5", "num_devices is at most num_stages"),
+        ("demo --devices 5", "num_devices must be at most num_stages"),
         ("demo --seed -1", "--seed is a whole number from 0"),
     ],
 )
@@ -827,6 +827,6 @@ def test_slices(capsys):
     assert "1F1B, 3 slices" in text
     said = facts(shown(capsys, "search --devices 2 --microbatches 2 --slices 3 --evaluations 30"))
     assert said["lower bound"].endswith("nothing shorter exists")
-    assert "zbv is of whole microbatches: leave out --slices" in refused(
+    assert "zbv does not support slices: leave out --slices" in refused(
         capsys, "draw zbv --stages 4 --microbatches 2 --slices 2"
     )

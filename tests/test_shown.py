@@ -273,7 +273,7 @@ def test_an_illegal_schedule_is_shown_with_its_faults():
     text = " ".join(root.itertext())
     assert NASTY in text
     assert "1F0" in text
-    assert "1B0 on device 1 stands too early: F comes first" in text
+    assert "1B0 on device 1 comes too early: F must come first" in text
     assert root.find(".//pre") is not None
 
 

@@ -288,7 +288,7 @@ def test_gradients_that_a_class_cannot_hold_are_not_lost(kind):
         loss=F.mse_loss,
     )
     with pytest.raises(
-        fp.PlanError, match="cannot be put together with other leaves.*(please|NoneType)"
+        fp.PlanError, match="cannot be rebuilt with other leaves.*(please|NoneType)"
     ):
         fp.run(plan, (params,), (torch.randn(4, 4), torch.randn(4, 4)))
 
@@ -296,7 +296,7 @@ def test_gradients_that_a_class_cannot_hold_are_not_lost(kind):
 def test_a_tree_that_contains_itself_is_refused_by_its_place():
     endless = Endless(torch.ones(4))
     endless.back = {"again": [endless]}
-    match = r"no tree: tree\['a'\]\.back\['again'\]\[0\] is the Endless that contains it"
+    match = r"not a tree: tree\['a'\]\.back\['again'\]\[0\] is the Endless that contains it"
     for params, batch in (({"a": endless}, torch.ones(4)), ((), {"a": endless})):
         with pytest.raises(fp.PlanError, match=match):
             one_stage(params, batch)

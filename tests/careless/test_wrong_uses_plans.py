@@ -92,13 +92,13 @@ def test_a_weight_is_a_function_of_the_target(weight, mend):
         (lambda y, t: (y.argmax(1) == t).sum(), r"got a tensor of shape \(\), torch.int64"),
         (
             lambda y, t: (F.cross_entropy(y, t), y),
-            r"\(sum, weight\), and the weight is a number .*fp.Loss\(loss, aux=...\)",
+            r"\(sum, weight\): the weight is a number .*fp.Loss\(loss, aux=...\)",
         ),
         (lambda y, t: (F.cross_entropy(y, t), y.sum()), "which requires a gradient"),
         (lambda y, t: (F.cross_entropy(y, t), {"accuracy": 1}), "got a dict"),
         (
             lambda y, t: fp.Loss(F.cross_entropy(y, t), y),
-            r"what comes back beside the loss|What comes back beside the loss",
+            r"To return other values beside the loss",
         ),
     ],
 )
@@ -197,7 +197,7 @@ def test_flags_are_true_or_false(word):
     [
         ([("0.weight", "2.weight")], r"write ties=\[\[\(0, path\), \(1, path\)\], ...\]"),
         ([[(0, "0.weight")]], "a tie has two or more"),
-        ([[(0, "0.weight"), (7, "2.weight")]], "is no .stage, path.: a stage from 0 to 1"),
+        ([[(0, "0.weight"), (7, "2.weight")]], "is not .stage, path.: a stage from 0 to 1"),
     ],
 )
 def test_ties_are_groups_of_places(ties, told):

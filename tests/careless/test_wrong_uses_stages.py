@@ -40,12 +40,12 @@ def scaled(params, x, *, scale):
     [
         (
             nn.Linear,
-            r"Linear is a class, and a stage is made of an instance: fp.from_module\(Linear\(...\)\)",
+            r"Linear is a class; make a stage from an instance: fp.from_module\(Linear\(...\)\)",
         ),
         (Net, r"Net is a class.*fp.stage\(Net\(...\)\)"),
         (nn.Linear(4, 4), "stage, params, state = fp.from_module"),
         (fp.stage(Net().forward), "'forward' is a stage already"),
-        (lambda x: x, r"takes 1 arguments by position, and is called with two, fn\(params, x\)"),
+        (lambda x: x, r"takes 1 arguments by position, but is called with two, fn\(params, x\)"),
         (Net.forward, r"takes self: give the method of an instance, fp.stage\(net.method\)"),
         (scaled, r"needs 'scale' besides params and x.*functools.partial\(fn, scale=...\)"),
         (lambda params, x, mask: x, "needs 'mask' besides params and x.*feeds="),
@@ -97,7 +97,10 @@ def test_one_string_is_not_a_row_of_names(word):
             r"stage 0 and others are one function, made in a loop.*'s' was 1.0 .* is 100.0 now",
         ),
         ([torch.tanh, torch.relu], "'s' was tanh when the stage was made, and is relu now"),
-        ([nn.ReLU(), nn.Tanh()], r"'s' was ReLU\(\) .* is Tanh\(\) now.*hold it in a default"),
+        (
+            [nn.ReLU(), nn.Tanh()],
+            r"'s' was ReLU\(\) .* is Tanh\(\) now.*bind the variable by a default",
+        ),
         ([torch.ones(4), torch.zeros(4)], r"'s' was .* when the stage was made"),
         ([{"scale": 1.0}, {"scale": 2.0}], "'s' was {'scale': 1.0}"),
     ],
@@ -307,10 +310,13 @@ def test_compose_and_apply_take_stages():
     whole, stages, params = parts()
     x, _ = batch()
     with pytest.raises(
-        fp.PlanError, match=r"compose takes stages, compose\(first, second\); among them came: list"
+        fp.PlanError,
+        match=r"compose takes stages, compose\(first, second\); got other objects: list",
     ):
         fp.compose(list(stages))
-    with pytest.raises(fp.PlanError, match="came: function; make them with fp.stage"):
+    with pytest.raises(
+        fp.PlanError, match="got other objects: function; make stages with fp.stage"
+    ):
         fp.compose(lambda params, x: x)
     plan = plan_of(stages)
     for given, came in (
@@ -319,7 +325,8 @@ def test_compose_and_apply_take_stages():
         (lambda params, x: x, "function"),
     ):
         with pytest.raises(
-            fp.PlanError, match=rf"apply takes stages, apply\(\[first, second\].*came: {came}"
+            fp.PlanError,
+            match=rf"apply takes stages, apply\(\[first, second\].*got other objects: {came}",
         ):
             fp.apply(given, params, x)
     one, own, _ = fp.from_module(nn.Linear(4, 4))
@@ -333,7 +340,7 @@ def test_params_of_a_composition_are_one_tuple():
     plan = plan_of([both], loss=F.mse_loss)
     with pytest.raises(
         fp.PlanError,
-        match=r"composition of 2 stages \(a, b\) is a tuple with one tree per stage; got a dict",
+        match=r"composition of 2 stages \(a, b\) must be a tuple with one tree per stage; got a dict",
     ):
         fp.run(plan, (W,), (X, ZEROS))
     with pytest.raises(fp.PlanError, match=r"got 2; for one stage that is \(params,\)"):

@@ -317,40 +317,52 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: fp.schedules.one_f_one_b(0, 4), "num_stages is positive; got 0"),
-        (lambda: fp.schedules.one_f_one_b(2, 4.0), "num_microbatches is a whole number; got 4.0"),
-        (lambda: fp.schedules.one_f_one_b("2", 4), "num_stages is a whole number; got '2'"),
+        (lambda: fp.schedules.one_f_one_b(0, 4), "num_stages must be positive; got 0"),
+        (
+            lambda: fp.schedules.one_f_one_b(2, 4.0),
+            "num_microbatches must be a whole number; got 4.0",
+        ),
+        (lambda: fp.schedules.one_f_one_b("2", 4), "num_stages must be a whole number; got '2'"),
         (
             lambda: fp.schedules.one_f_one_b(2, 4, num_devices=4),
-            "num_devices is at most num_stages",
+            "num_devices must be at most num_stages",
         ),
         (lambda: fp.schedules.zbv(3, 4), "take num_stages=4"),
         (lambda: fp.schedules.dualpipe_v(8, 4), "take more microbatches, or fp.schedules.zbv"),
-        (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is no action"),
-        (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is no action"),
-        (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is no action"),
+        (lambda: fp.Schedule.parse("0F0,0B0"), "line 1: '0F0,0B0' is not an action"),
+        (lambda: fp.Schedule.parse("0f0 0b0"), "line 1: '0f0' is not an action"),
+        (lambda: fp.Schedule.parse("schedule.txt"), "'schedule.txt' is not an action"),
         (
             lambda: fp.Schedule.parse(["0F0 0B0"]),
-            r"parse takes text, a line for each device, such as '0F0 0B0'; got a list",
+            r"parse takes text with one line per device, such as '0F0 0B0'; got a list",
         ),
         (
             lambda: fp.schedules.check(fp.Schedule.parse("0F0 1F0\n0B0 1B0")),
-            "a stage lives on one device",
+            "a stage runs on one device",
         ),
         (lambda: fp.schedules.check(fp.Schedule.parse("1F1 1B1")), "number them from 0"),
         (
             lambda: fp.Schedule(["0F0 0B0"]),
-            r"a tuple of Actions; got str; Schedule.parse reads text",
+            r"one tuple of Actions per device; got str; Schedule.parse reads text",
         ),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule("0F0 0B0"), r"a tuple of Actions; got str; Schedule.parse reads text"),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)), r"a tuple of Actions; got Action$"),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.Schedule({0: []}), r"a tuple of Actions; got dict$"),  # pyright: ignore[reportArgumentType]
-        (lambda: fp.schedules.from_torch_csv("schedule.csv"), "row 1: 'schedule.csv' is no action"),
+        (
+            lambda: fp.Schedule("0F0 0B0"),
+            r"one tuple of Actions per device; got str; Schedule.parse reads text",
+        ),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: fp.Schedule((fp.Action(fp.Kind.F, 0, 0),)),
+            r"one tuple of Actions per device; got Action$",
+        ),  # pyright: ignore[reportArgumentType]
+        (lambda: fp.Schedule({0: []}), r"one tuple of Actions per device; got dict$"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: fp.schedules.from_torch_csv("schedule.csv"),
+            "row 1: 'schedule.csv' is not an action",
+        ),
         (lambda: fp.schedules.from_torch_csv(b"0F0,0B0"), "from_torch_csv takes text; got a bytes"),
-        (lambda: fp.schedules.from_json("0F0 0B0"), "this is no JSON that funcpipe reads"),
+        (lambda: fp.schedules.from_json("0F0 0B0"), "the text is not JSON that funcpipe reads"),
         (
             lambda: fp.schedules.to_json(setup()[1]),
-            r"of a plan: fp.schedules.to_json\(plan.schedule\)",
+            r"for a plan: fp.schedules.to_json\(plan.schedule\)",
         ),
         (
             lambda: fp.schedules.remat(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
@@ -359,7 +371,7 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
         (lambda: fp.schedules.remat(setup()[1]), r"fp.schedules.remat\(plan.schedule\)"),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=[1]),
-            r"keep is a function \(action\) -> bool",
+            r"keep must be a function \(action\) -> bool",
         ),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(2, 2, backward=False)),
@@ -369,7 +381,7 @@ def test_accumulating_gradients_takes_the_function_first_and_a_pair_from_it():
             lambda: fp.schedules.offload(fp.schedules.remat(fp.schedules.fill_drain(2, 2))),
             "is computed again or moved, not both",
         ),
-        (lambda: fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=0), "from 1; got 0"),
+        (lambda: fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=0), "at least 1; got 0"),
         (lambda: fp.simulate(parts()[1]), "simulate takes a plan or a schedule; got a tuple"),
         (
             lambda: fp.simulate(fp.schedules.one_f_one_b(2, 4), 3.0),

@@ -372,7 +372,7 @@ def test_step_takes_an_optimizer_the_params_and_a_result():
             (torch.optim.SGD, params, result),
             r"SGD is a class; make an optimizer: torch.optim.SGD\(fp.leaves\(params\), lr=...\)",
         ),
-        ((optimizer, whole, result), "is no tree of tensors; give the params that are run"),
+        ((optimizer, whole, result), "is not a tree of tensors; give the params of a run"),
         ((optimizer, fp.leaves(params), result), "params and grads differ in structure"),
         ((optimizer, params, result.loss), "params and grads differ in structure"),
         ((optimizer, result.grads, params), "the optimizer holds none"),
@@ -406,7 +406,7 @@ def test_a_norm_is_of_gradients_alone():
     for strange in (whole, whole.parameters()):
         with pytest.raises(
             fp.PlanError,
-            match=r"is no tree of tensors; give the params .* list\(module.parameters\(\)\)",
+            match=r"is not a tree of tensors; give the params .* list\(module.parameters\(\)\)",
         ):
             fp.global_norm(strange)
 
@@ -416,7 +416,7 @@ def test_leaves_are_of_trees():
     for strange in (whole, whole.parameters(), [whole[0]], (whole[0], whole[2])):
         for leaves in (fp.leaves, fp.named_leaves):
             with pytest.raises(
-                fp.PlanError, match=r"is no tree of tensors; give the params that are run"
+                fp.PlanError, match=r"is not a tree of tensors; give the params of a run"
             ):
                 leaves(strange)
     assert len(fp.leaves(list(whole.parameters()))) == 4

@@ -171,7 +171,7 @@ def test_it_is_told_ten_times_a_second_at_most():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_other_things_are_refused(name):
-    with pytest.raises(fp.FuncpipeError, match="progress is a function, True or False; got 3"):
+    with pytest.raises(fp.FuncpipeError, match="progress must be a function, True or False; got 3"):
         CALLS[name](3)
 
 

@@ -77,18 +77,18 @@ def test_latencies_are_one_number_or_one_for_each_hop() -> None:
         cost.latency(2, 0),
         cost.latency(1, 0),
     )
-    with pytest.raises(ScheduleError, match=r"comm has 2 numbers \(it has 1, one for each hop\)"):
+    with pytest.raises(ScheduleError, match=r"comm has 2 numbers \(it needs 1, one per hop\)"):
         cost.check_stages(2)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"bandwidth": 0}, "bandwidth is more than 0"),
+        ({"bandwidth": 0}, "bandwidth must be more than 0"),
         ({"bandwidth": (1, 2)}, "bandwidth is a number from 0; got"),
-        ({"skips": "ab"}, "skips is a sequence of"),
+        ({"skips": "ab"}, "skips must be a sequence of"),
         ({"skips": [(2, 1, 1.0)]}, r"0 <= stash < pop .*got \(2, 1, 1.0\)"),
-        ({"skips": [(0, 1, -1.0)]}, "a size from 0"),
+        ({"skips": [(0, 1, -1.0)]}, "a size of at least 0"),
         ({"skips": [3]}, r"got \(3,\)"),
     ],
 )
@@ -100,7 +100,7 @@ def test_costs_of_what_crosses_are_refused(fields: dict[str, Any], says: str) ->
 
 def test_a_skip_ends_at_a_stage_that_is_there() -> None:
     """Its stages are counted with the others."""
-    with pytest.raises(ScheduleError, match="popped by a stage that is not there"):
+    with pytest.raises(ScheduleError, match="popped by a stage that does not exist"):
         Cost(skips=[(0, 3, 1.0)]).check_stages(3)
 
 

@@ -88,7 +88,7 @@ def test_text_that_is_no_action_is_refused_by_name(text: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Action.parse(text)
     assert (
-        f"{text!r} is no action: write stage, one of F B I W R O L U, microbatch, as in 2F0 "
+        f"{text!r} is not an action: write stage, one of F B I W R O L U, microbatch, as in 2F0 "
         "(2F0.1: its slice 1); or stage and one of G S, as in 2G" == str(error.value)
     )
 
@@ -135,11 +135,11 @@ def test_every_bad_word_is_named_at_once_with_its_line() -> None:
         Schedule.parse("0F0 1F 0B0\n\n1F0xyz 1F1 # 7Q7\n-1F0 1X0")
     assert [
         "write stage, one of F B I W R O L U, microbatch, as in 2F0 (2F0.1: its slice 1); or "
-        "stage and one of G S, as in 2G; two that overlap as in (0F3 1B1):",
-        "  * line 1: '1F' is no action",
-        "  * line 3: '1F0xyz' is no action",
-        "  * line 4: '-1F0' is no action",
-        "  * line 4: '1X0' is no action",
+        "stage and one of G S, as in 2G; two overlapping actions as in (0F3 1B1):",
+        "  * line 1: '1F' is not an action",
+        "  * line 3: '1F0xyz' is not an action",
+        "  * line 4: '-1F0' is not an action",
+        "  * line 4: '1X0' is not an action",
     ] == str(error.value).splitlines()
 
 

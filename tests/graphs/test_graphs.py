@@ -344,7 +344,7 @@ class Unhashable:
     ("odd", "words"),
     [
         (Config(), "it gets a Config, which may change"),
-        (Unhashable(), "it gets a Unhashable, which cannot be told"),
+        (Unhashable(), "it gets a Unhashable, which cannot be hashed"),
     ],
 )
 def test_values_that_cannot_be_compared_are_no_graph(tapes, odd, words):

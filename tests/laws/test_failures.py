@@ -100,7 +100,7 @@ def test_the_weight_half_fails(executor, monkeypatch):
 
 
 def test_weight_and_commit_fail_with_their_names(executor):
-    """What is no action says its word: weight, commit."""
+    """What is not an action says its word: weight, commit."""
 
     def fail(*args):
         raise Boom("sum")
@@ -374,5 +374,5 @@ def test_a_plan_that_cannot_finish_is_refused():
     schedule = fp.Schedule.parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     error = caught(lambda: make(schedule, Faults()))
     assert isinstance(error, fp.ScheduleError)
-    assert "device 0 waits before 0B0 for 1B0" in str(error)
-    assert "device 1 waits before 1F1 for 0F1" in str(error)
+    assert "device 0 cannot start 0B0 before 1B0" in str(error)
+    assert "device 1 cannot start 1F1 before 0F1" in str(error)

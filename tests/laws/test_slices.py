@@ -384,13 +384,15 @@ def test_carries_that_are_not_declared_or_not_returned():
     assert "takes a carry and returned none" in refused(plan, torch.ones(2, 4, 1))
     loud = fp.stage(lambda params, x: fp.Out(x, carry=(x,)), name="loud")
     plan = fp.make_plan([loud], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
-    assert "returned a carry, and its function takes none" in refused(plan, torch.ones(2, 4, 1))
+    assert "returned a carry but its function does not take one" in refused(
+        plan, torch.ones(2, 4, 1)
+    )
 
 
 def test_lengths_of_slices_that_do_not_fit_the_schedule():
     """Before anything runs."""
     with pytest.raises(
-        fp.PlanError, match="has the lengths of 2 slices, and the schedule cuts a microbatch into 3"
+        fp.PlanError, match="has the lengths of 2 slices, but the schedule cuts a microbatch into 3"
     ):
         fp.make_plan(
             [stage_of("point")], S.one_f_one_b(1, 1, num_slices=3), loss=F.mse_loss, slices=(1, 2)
@@ -535,7 +537,7 @@ def test_a_composition_sees_carries_that_do_not_fit():
     )
     for part, text in (
         (silent, "takes a carry and returned none"),
-        (loud, "returned a carry, and its function"),
+        (loud, "returned a carry but its function"),
     ):
         plan = fp.make_plan(
             [fp.compose(part, stages[0])], S.one_f_one_b(1, 2, num_slices=2), loss=F.mse_loss

@@ -75,7 +75,7 @@ def test_another_number_of_stages_is_refused(count: int) -> None:
 
 def test_a_schedule_that_is_not_legal_is_refused_as_a_schedule() -> None:
     """make_plan checks: a ScheduleError, as the numbers alone show it."""
-    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 stands"):
+    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 appears"):
         make_plan(plain(1), Schedule.parse("0F1"))
 
 
@@ -111,8 +111,8 @@ def test_a_stage_cannot_pop_what_it_stashes_itself() -> None:
 def test_devices_are_one_for_each_lane(count: int) -> None:
     """Both counts are named, with the call that makes the right number."""
     expected = (
-        f"the schedule has 2 devices, but devices= names {count}; give one for each (the same may "
-        "stand many times), or fp.devices(2)"
+        f"the schedule has 2 devices, but devices= names {count}; give one for each (a device "
+        "may appear several times), or fp.devices(2)"
     )
     assert [expected] == faults_of(plain(2), fill_drain(2, 2), devices=["cpu"] * count)
 
@@ -137,12 +137,12 @@ def test_every_wrong_tie_is_listed() -> None:
     ]
     assert [
         "ties do not fit the stages (stage 0, stage 1):",
-        "group 0: (5, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 0: (5, 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
         "group 1 has 1 member; a tie has two or more",
-        "group 2: (0, 'w') stands in group 0 already",
-        "group 3: ('0', 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
-        "group 3: (1, 'v', 2) is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
-        "group 4: (-1, 'w') is no (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 2: (0, 'w') is in group 0 already",
+        "group 3: ('0', 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 3: (1, 'v', 2) is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
+        "group 4: (-1, 'w') is not (stage, path): a stage from 0 to 1, a key or a tuple of keys",
     ] == faults_of(plain(2), fill_drain(2, 2), ties=ties)
 
 

@@ -57,5 +57,5 @@ def test_a_lane_waits_for_the_news_of_a_free_slot():
 
 @pytest.mark.parametrize("spare", [-1, 1.5, True, None])
 def test_wrong_numbers(spare):
-    with pytest.raises(fp.PlanError, match="spare_slots= is how many more slots"):
+    with pytest.raises(fp.PlanError, match="spare_slots= is the number of additional slots"):
         plan_of(fp.schedules.one_f_one_b(2, 2), spare)

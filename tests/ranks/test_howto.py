@@ -128,7 +128,7 @@ def test_the_demo_in_two_processes_proves_its_numbers(tmp_path):
     [
         (["--processes", "3"], "share --devices evenly"),
         (["--processes", "0"], "whole number from 1"),
-        (["--processes", "2", "--report", "page.html"], "of a run in one process"),
+        (["--processes", "2", "--report", "page.html"], "works in one process only"),
     ],
 )
 def test_the_demo_refuses_other_processes(tmp_path, words, fault):

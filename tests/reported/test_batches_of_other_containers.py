@@ -208,7 +208,7 @@ def test_gives_a_block_mask():
         [(a, blocks(d)) for a, d in zip(x.split(1), documents.split(1), strict=True)]
     )
     plan = forward_plan(attend, microbatches=4)
-    refused = r"inputs\[0\]\[1\] is a BlockMask with a function that closes over tensors.*make the BlockMask of them in"
+    refused = r"inputs\[0\]\[1\] is a BlockMask with a function that closes over tensors.*make the BlockMask from them in"
     with pytest.raises(fp.BatchError, match=refused):
         fp.run(plan, ((),), cut)
 

@@ -25,7 +25,7 @@ def no_work(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--slices 2 --output x.csv", "no slices: leave out --slices, or write .json"),
+        ("--slices 2 --output x.csv", "no slices: leave out --slices, or write a .json file"),
         ("--remat --slices 2 --output x.csv", "leave out --remat and --slices"),
         ("--offload --output x.csv", "leave out --offload"),
         ("--output x.png", "x.png does not end in .json"),

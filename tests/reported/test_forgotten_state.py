@@ -34,7 +34,7 @@ def setting(request):
     return Setting(traced=request.param)
 
 
-MISSING = r"state= is missing: training changes that of stage \d.*; give result\.state, or (split\.state|plan\.state|the state)"
+MISSING = r"state= is missing: training changes the state of stage \d.*; give result\.state, or (split\.state|plan\.state|the state)"
 
 
 def test_merging_parameters(setting):

@@ -143,7 +143,9 @@ def test_a_report_of_a_short_batch_leaves_out_what_serves_nothing():
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, None])
 def test_first_takes_a_number_from_1(count):
-    with pytest.raises(fp.ScheduleError, match="first takes a number of microbatches, from 1; got"):
+    with pytest.raises(
+        fp.ScheduleError, match="first takes the number of microbatches to keep, at least 1; got"
+    ):
         S.one_f_one_b(2, 2).first(count)
 
 
@@ -300,8 +302,8 @@ def test_the_second_of_a_pair_may_begin_first():
 
 
 def test_what_was_deleted_says_so():
-    """A word with a level is no action; several costs are no cost."""
-    with pytest.raises(fp.ScheduleError, match="'0F0@1' is no action"):
+    """A word with a level is not an action; several costs are no cost."""
+    with pytest.raises(fp.ScheduleError, match="'0F0@1' is not an action"):
         fp.Schedule.parse("0F0@1 0B0")
     for call in (
         lambda cost: fp.search(cost, num_devices=1, num_microbatches=1),

@@ -52,25 +52,28 @@ ONE_FAULT = {
     "W missing": ("0F0 0I0", ["0W0 is missing: I and W come in pairs"]),
     "B and I": (
         "0F0 0B0 0I0 0W0",
-        ["0B0 and 0I0 both stand: backward, or backward of input, not both"],
+        ["0B0 and 0I0 both appear: backward, or backward of input, not both"],
     ),
-    "F twice": ("0F0 0F0\n1F0", ["0F0 on device 0 stands twice"]),
-    "B twice": ("0F0 0B0 0B0", ["0B0 on device 0 stands twice"]),
+    "F twice": ("0F0 0F0\n1F0", ["0F0 on device 0 appears twice"]),
+    "B twice": ("0F0 0B0 0B0", ["0B0 on device 0 appears twice"]),
     "W twice": (
         "0F0\n1F0 1I0 1W0 1W0",
-        ["1W0 on device 1 stands twice", "0B0 is missing (or 0I0 and 0W0)"],
+        ["1W0 on device 1 appears twice", "0B0 is missing (or 0I0 and 0W0)"],
     ),
-    "R twice": ("0F0 0R0 0R0 0B0", ["0R0 on device 0 stands twice"]),
+    "R twice": ("0F0 0R0 0R0 0B0", ["0R0 on device 0 appears twice"]),
     "R without a backward": ("0F0 0R0", ["0B0 is missing (or 0I0 and 0W0)"]),
-    "B before F": ("0B0 0F0", ["0B0 on device 0 stands too early: F comes first"]),
+    "B before F": ("0B0 0F0", ["0B0 on device 0 comes too early: F must come first"]),
     "B without F": ("0F0 0B0\n1B0", ["1F0 is missing"]),
-    "W before I": ("0F0 0W0 0I0", ["0W0 on device 0 stands too early: W comes after I"]),
-    "R before F": ("0R0 0F0 0B0", ["0R0 on device 0 stands too early: F comes first"]),
-    "L before O": ("0F0 0L0 0O0 0B0", ["0L0 on device 0 stands too early: L comes after O"]),
-    "R after B": ("0F0 0B0 0R0", ["0R0 on device 0 stands too late: R comes before the backward"]),
+    "W before I": ("0F0 0W0 0I0", ["0W0 on device 0 comes too early: W must come after I"]),
+    "R before F": ("0R0 0F0 0B0", ["0R0 on device 0 comes too early: F must come first"]),
+    "L before O": ("0F0 0L0 0O0 0B0", ["0L0 on device 0 comes too early: L must come after O"]),
+    "R after B": (
+        "0F0 0B0 0R0",
+        ["0R0 on device 0 comes too late: R must come before the backward"],
+    ),
     "R after I": (
         "0F0 0I0 0R0 0W0",
-        ["0R0 on device 0 stands too late: R comes before the backward"],
+        ["0R0 on device 0 comes too late: R must come before the backward"],
     ),
     "W without I": (
         "0F0 0W0",
@@ -83,23 +86,23 @@ ONE_FAULT = {
     "stage on two devices": (
         "0F0 1F0\n0F1 1F1",
         [
-            "0F0 on device 0: stage 0 lives on device 1 too; a stage lives on one device",
-            "1F0 on device 0: stage 1 lives on device 1 too; a stage lives on one device",
+            "0F0 on device 0: stage 0 is on device 1 too; a stage runs on one device",
+            "1F0 on device 0: stage 1 is on device 1 too; a stage runs on one device",
         ],
     ),
     "microbatch gap": (
         "0F0 0F2",
-        ["microbatch 1 is missing, but microbatch 2 stands; number them from 0, without gaps"],
+        ["microbatch 1 is missing, but microbatch 2 appears; number them from 0, without gaps"],
     ),
     "stage gap": (
         "0F0\n2F0",
-        ["stage 1 is missing, but stage 2 stands; number them from 0, without gaps"],
+        ["stage 1 is missing, but stage 2 appears; number them from 0, without gaps"],
     ),
     "counted from 1": (
         "1F1 1B1 1F2 1B2\n2F1 2B1 2F2 2B2",
         [
-            "stage 0 is missing, but stage 2 stands; number them from 0, without gaps",
-            "microbatch 0 is missing, but microbatch 2 stands; number them from 0, without gaps",
+            "stage 0 is missing, but stage 2 appears; number them from 0, without gaps",
+            "microbatch 0 is missing, but microbatch 2 appears; number them from 0, without gaps",
         ],
     ),
 }
@@ -114,9 +117,9 @@ def test_each_kind_of_fault_is_named_by_action_and_device(text: str, expected: l
 def test_faults_of_all_kinds_come_in_one_message() -> None:
     """One run of check, one list to mend."""
     expected = [
-        "1B0 on device 1 stands too early: F comes first",
-        "1W1 on device 1 stands too early: W comes after I",
-        "2F0 on device 2 stands twice",
+        "1B0 on device 1 comes too early: F must come first",
+        "1W1 on device 1 comes too early: W must come after I",
+        "2F0 on device 2 appears twice",
         "0F2 is missing",
         "2F2 is missing",
         "0B1 is missing (or 0I1 and 0W1)",
@@ -181,7 +184,9 @@ def test_entries_that_are_no_actions_are_shown(entry: object, shown: str) -> Non
     """None (another library's bubble), text, plain tuples, other numbers; check may not fail on
     any."""
     schedule = Schedule(((Action(Kind.F, 0, 0),), (entry,)))  # pyright: ignore[reportArgumentType]
-    rest = "on device 1 is no action: write Action(Kind.F, stage, microbatch) with numbers from 0"
+    rest = (
+        "on device 1 is not an action: write Action(Kind.F, stage, microbatch) with numbers from 0"
+    )
     if isinstance(entry, str):
         rest += ", or read words: Action.parse('0F0'), Schedule.parse('0F0 0B0')"
     assert [f"{shown} {rest}"] == faults_of(schedule)
@@ -207,14 +212,14 @@ def test_all_malformed_entries_and_empty_devices_come_at_once() -> None:
         "device 1 runs nothing; leave it out",
         "'x' on device 2",
     ]
-    assert expected == [line.partition(" is no action")[0] for line in faults_of(schedule)]
+    assert expected == [line.partition(" is not an action")[0] for line in faults_of(schedule)]
 
 
 def test_an_absurd_microbatch_is_a_gap_not_an_allocation() -> None:
     """A typo of a microbatch by twenty zeros is named at once."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 0, 10**20)),), "mine")
     assert [
-        f"microbatch 1 is missing, but microbatch {10**20} stands; number them from 0, without gaps"
+        f"microbatch 1 is missing, but microbatch {10**20} appears; number them from 0, without gaps"
     ] == faults_of(schedule)
 
 
@@ -222,12 +227,12 @@ def test_devices_that_wait_for_each_other_are_drawn() -> None:
     """Who waits before what, for what, where that stands, and behind what."""
     assert [
         (
-            "device 0 waits before 0B0 for 1B0, which is on device 1, 1 action behind 1F1, at "
-            "which that device waits"
+            "device 0 cannot start 0B0 before 1B0; "
+            "device 1 runs 1B0 1 action after 1F1, where it waits itself"
         ),
         (
-            "device 1 waits before 1F1 for 0F1, which is on device 0, 1 action behind 0B0, at "
-            "which that device waits"
+            "device 1 cannot start 1F1 before 0F1; "
+            "device 0 runs 0F1 1 action after 0B0, where it waits itself"
         ),
     ] == faults_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
 
@@ -235,10 +240,10 @@ def test_devices_that_wait_for_each_other_are_drawn() -> None:
 def test_the_picture_shows_devices_that_are_done_and_waits_for_i() -> None:
     """Three devices: one at its end, two in a knot; split backwards are named as they stand."""
     assert [
-        "device 0 waits before 0I0 for 1I0, which is on device 1, at which that device waits",
+        "device 0 cannot start 0I0 before 1I0; device 1 cannot start 1I0 either",
         (
-            "device 1 waits before 1I0 for 2I0, which is on device 1, 2 actions behind 1I0, at "
-            "which that device waits"
+            "device 1 cannot start 1I0 before 2I0; "
+            "device 1 runs 2I0 2 actions after 1I0, where it waits itself"
         ),
     ] == faults_of("0F0 0I0 0W0\n1F0 2F0 1I0 1W0 2I0 2W0")
     assert "device 2 is done" == faults_of("0F0 1F0 0B0 1B0\n2F0 2B0\n3F0 3B0")[-1]
@@ -248,8 +253,8 @@ def test_a_device_may_wait_for_itself() -> None:
     """Two stages on one device in an order that cannot be."""
     assert [
         (
-            "device 0 waits before 1F0 for 0F0, which is on device 0, 1 action behind 1F0, at "
-            "which that device waits"
+            "device 0 cannot start 1F0 before 0F0; "
+            "device 0 runs 0F0 1 action after 1F0, where it waits itself"
         )
     ] == (faults_of("1F0 0F0"))
 
@@ -308,7 +313,7 @@ def test_an_absurd_stage_is_a_gap_not_an_allocation() -> None:
     """Named before anything is allocated by the largest index."""
     schedule = Schedule(((Action(Kind.F, 0, 0), Action(Kind.F, 10**30, 0)),), "mine")
     assert [
-        f"stage 1 is missing, but stage {10**30} stands; number them from 0, without gaps"
+        f"stage 1 is missing, but stage {10**30} appears; number them from 0, without gaps"
     ] == faults_of(schedule)
 
 

@@ -55,8 +55,8 @@ def test_splitting_fills_the_bubble():
     ("schedule", "options", "message"),
     [
         ("1F1B", {}, "takes a schedule"),
-        (fp.schedules.one_f_one_b(2, 2), {"group": 0}, "from 1"),
-        (fp.schedules.one_f_one_b(2, 2), {"group": True}, "from 1"),
+        (fp.schedules.one_f_one_b(2, 2), {"group": 0}, "at least 1"),
+        (fp.schedules.one_f_one_b(2, 2), {"group": True}, "at least 1"),
         (fp.schedules.fill_drain(2, 2, backward=False), {}, "no backwards"),
     ],
 )

@@ -159,9 +159,9 @@ def test_counts_that_are_not_positive_are_refused_all_at_once(family: Family, ba
         family(bad, bad - 1, num_devices=bad - 2)
     assert [
         "no such schedule:",
-        f"  * num_stages is positive; got {bad}",
-        f"  * num_microbatches is positive; got {bad - 1}",
-        f"  * num_devices is positive; got {bad - 2}",
+        f"  * num_stages must be positive; got {bad}",
+        f"  * num_microbatches must be positive; got {bad - 1}",
+        f"  * num_devices must be positive; got {bad - 2}",
     ] == str(error.value).splitlines()
 
 
@@ -172,9 +172,9 @@ def test_counts_that_are_no_whole_numbers_are_refused_all_at_once(family: Family
         family(4.0, "3", num_devices=2.5)
     assert [
         "no such schedule:",
-        "  * num_stages is a whole number; got 4.0",
-        "  * num_microbatches is a whole number; got '3'",
-        "  * num_devices is a whole number; got 2.5",
+        "  * num_stages must be a whole number; got 4.0",
+        "  * num_microbatches must be a whole number; got '3'",
+        "  * num_devices must be a whole number; got 2.5",
     ] == str(error.value).splitlines()
 
 
@@ -192,7 +192,7 @@ def test_more_devices_than_stages_are_refused(family: Family) -> None:
     with pytest.raises(ScheduleError) as error:
         family(2, 4, num_devices=3)
     assert (
-        "no such schedule:\n  * num_devices is at most num_stages; got 3 devices for 2 stages"
+        "no such schedule:\n  * num_devices must be at most num_stages; got 3 devices for 2 stages"
         == str(error.value)
     )
 
@@ -205,7 +205,7 @@ def test_devices_that_do_not_divide_the_stages_are_refused_with_those_that_do(
     with pytest.raises(ScheduleError) as error:
         family(6, 4, num_devices=4)
     assert (
-        "no such schedule:\n  * looped stages are spread evenly, so num_devices divides "
+        "no such schedule:\n  * looped stages are spread evenly, so num_devices must divide "
         "num_stages; got 6 stages on "
         "4 devices; take num_devices from [1, 2, 3, 6]" == str(error.value)
     )
@@ -288,14 +288,14 @@ def test_every_fault_of_the_counts_is_named(family: Family) -> None:
     with pytest.raises(ScheduleError) as error:
         family(2, 0, num_devices=3)
     assert [
-        "num_microbatches is positive; got 0",
-        "num_devices is at most num_stages; got 3 devices for 2 stages",
+        "num_microbatches must be positive; got 0",
+        "num_devices must be at most num_stages; got 3 devices for 2 stages",
     ] == [line.removeprefix("  * ") for line in str(error.value).splitlines()[1:]]
-    with pytest.raises(ScheduleError, match="num_devices is positive; got 0"):
+    with pytest.raises(ScheduleError, match="num_devices must be positive; got 0"):
         family(2, 3, num_devices=0)
     with pytest.raises(ScheduleError) as error:
         family("4", 2)  # pyright: ignore[reportArgumentType]
-    assert "no such schedule:\n  * num_stages is a whole number; got '4'" == str(error.value)
+    assert "no such schedule:\n  * num_stages must be a whole number; got '4'" == str(error.value)
 
 
 @settings(deadline=None, max_examples=60)
@@ -333,5 +333,5 @@ def test_groups_of_all_devices_have_the_bubble_of_interleaved_and_less_memory(
 @pytest.mark.parametrize("group", [1, 5, 2.0, "2"])
 def test_groups_that_are_none(group: Any) -> None:
     """From half of the devices to all of them."""
-    with pytest.raises(ScheduleError, match="group is a whole number from 2 to 4"):
+    with pytest.raises(ScheduleError, match="group must be a whole number from 2 to 4"):
         interleaved(8, 8, num_devices=4, group=group)

@@ -102,12 +102,12 @@ def test_devices_stand_on_lines():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
         ("[" * 200_000, "too deep"),
         ('{"a":' * 200_000, "too deep"),
-        ("NaN", "NaN is no number"),
-        ('{"funcpipe": "cost", "version": 1, "comm": -Infinity}', "-Infinity is no number"),
+        ("NaN", "NaN is not a number"),
+        ('{"funcpipe": "cost", "version": 1, "comm": -Infinity}', "-Infinity is not a number"),
         (
             '{"funcpipe": "cost", "version": 1, "comm": 1e999}',
             "comm: a number from 0, or a list of them; got inf",
@@ -115,18 +115,18 @@ def test_devices_stand_on_lines():
         ('{"funcpipe": "cost", "version": 1, "comm": ' + "9" * 100_000 + "}", "100000 digits"),
         (
             '{"funcpipe": "schedule", "version": 1, "orders": [], "orders": []}',
-            "'orders' stands twice",
+            "'orders' appears twice",
         ),
-        ("[]", "no object"),
-        ('"schedule"', "no object"),
+        ("[]", "must be an object"),
+        ('"schedule"', "must be an object"),
         ("{}", "got None"),
-        ('{"funcpipe": ["schedule"], "version": 1}', "says what this is"),
+        ('{"funcpipe": ["schedule"], "version": 1}', "names the kind of object"),
         ('{"funcpipe": "__import__", "version": 1}', "one of schedule, cost; got '__import__'"),
         (
             '{"funcpipe": "timeline", "version": 1, "spans": []}',
             "one of schedule, cost; got 'timeline'",
         ),
-        ('{"funcpipe": "schedule", "version": 2, "orders": []}', '"version" is 1'),
+        ('{"funcpipe": "schedule", "version": 2, "orders": []}', '"version" must be 1'),
         ('{"funcpipe": "schedule", "version": true, "orders": []}', "got True"),
         ('{"funcpipe": "schedule", "version": 1.0, "orders": []}', "got 1.0"),
     ],
@@ -147,11 +147,11 @@ def test_what_is_no_text(thing):
         ({}, "orders: missing"),
         ({"orders": "0F0"}, "orders: a list; got '0F0'"),
         ({"orders": [["0F0"]]}, 'orders[0]: a text like "0F0 0B0"'),
-        ({"orders": ["0F0", "0X0 1F0"]}, "orders[1]: '0X0' is no action"),
-        ({"orders": ["0F-1"]}, "'0F-1' is no action"),
-        ({"orders": ["٣F0"]}, "is no action"),
+        ({"orders": ["0F0", "0X0 1F0"]}, "orders[1]: '0X0' is not an action"),
+        ({"orders": ["0F-1"]}, "'0F-1' is not an action"),
+        ({"orders": ["٣F0"]}, "is not an action"),
         ({"orders": ["0F999999999"]}, "below 1000000"),
-        ({"orders": ["9999999999F0"]}, "is no action"),
+        ({"orders": ["9999999999F0"]}, "is not an action"),
         ({"orders": [], "stages": 3, "code": "x"}, "'code': no such field"),
         ({"orders": [], "name": 3}, "name: a text"),
         ({"orders": [], "name": "x" * 201}, "name: a text"),
@@ -174,10 +174,13 @@ def test_schedules_that_are_refused(fields, says):
         ({"forward": -1}, "got -1"),
         ({"comm": ["1"]}, "comm: a number"),
         ({"bandwidth": [1]}, "bandwidth: a number from 0; got"),
-        ({"bandwidth": 0}, "bandwidth is more than 0"),
+        ({"bandwidth": 0}, "bandwidth must be more than 0"),
         ({"skips": 1}, "skips: a list"),
         ({"skips": [[0, 1]]}, "skips[0]: [stash, pop, size]"),
-        ({"skips": [[1, 1, 2]]}, "skips has (stash, pop, size) with stages 0 <= stash < pop"),
+        (
+            {"skips": [[1, 1, 2]]},
+            "skips must contain (stash, pop, size), with stages 0 <= stash < pop",
+        ),
         ({"forwards": 1}, "no such field"),
     ],
     ids=range(12),
@@ -234,7 +237,7 @@ def test_a_plan_is_refused_with_its_schedule():
 
 def test_what_would_not_be_read_is_not_written():
     bad = fp.Schedule(((fp.Action(fp.Kind.F, -1, 0),),))
-    with pytest.raises(fp.ScheduleError, match="'-1F0' is no action"):
+    with pytest.raises(fp.ScheduleError, match="'-1F0' is not an action"):
         fp.schedules.to_json(bad)
     with pytest.raises(fp.ScheduleError, match="has no JSON"):
         fp.schedules.to_json(fp.Schedule(((fp.Action(fp.Kind.F, 0, 0),),), b"a"))  # pyright: ignore
@@ -363,7 +366,7 @@ def test_torch_refuses_what_we_say_that_it_refuses(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0F0,0B0\n0X0,1F0", "row 2: '0X0' is no action"),
+        ("0F0,0B0\n0X0,1F0", "row 2: '0X0' is not an action"),
         ("0F0,(0F1;0B0;0B1)OVERLAP_F_B", "row 1"),
         ("0F0,((0F0;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "row 1"),
         ("(" * 100_000, "row 1"),

@@ -86,25 +86,25 @@ def test_breadth_first_gathers_each_stage_twice():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0U0 0B0", "0U0 on device 0 stands after 0F0, which needs what it gathers"),
+        ("0F0 0U0 0B0", "0U0 on device 0 comes after 0F0, which needs the parameters"),
         ("0U1 0F0 0B0 0F1 0B1", "0U1 on device 0 is the U number 0 of its stage: write 0U0"),
         ("0U0 0F0 0U0 0B0", "0U0 on device 0 is the U number 1 of its stage: write 0U1"),
         (
             "0U0 0F0 0B0 0G 0U1",
-            "0U1 on device 0 stands after 0G, after which its stage computes nothing",
+            "0U1 on device 0 comes after 0G, after which its stage does not compute",
         ),
-        ("0U0", "0U0 on device 0 is for nothing: stage 0 does not compute after it; leave it out"),
+        ("0U0", "0U0 on device 0 is not needed: stage 0 does not compute after it; leave it out"),
         (
             "0U0 0U1 0F0 0B0 0F1 0B1",
-            "0U0 on device 0 is for nothing: stage 0 does not compute before 0U1; leave it out",
+            "0U0 on device 0 is not needed: stage 0 does not compute before 0U1; leave it out",
         ),
         (
             "0U0 0F0 0F1 0U1",
-            "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out",
+            "0U1 on device 0 is not needed: stage 0 does not compute after it; leave it out",
         ),
         (
             "0U0 0F0 0F1 0B0 0B1 0U1 0G",
-            "0U1 on device 0 is for nothing: stage 0 does not compute after it; leave it out",
+            "0U1 on device 0 is not needed: stage 0 does not compute after it; leave it out",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_wrong_uses_are_refused():
     with pytest.raises(fp.ScheduleError, match="takes a schedule; got a str"):
         fp.schedules.gather_params("0F0")
     for options in ({"whole": 0}, {"whole": True}, {"ahead": -1}, {"ahead": 1.5}):
-        with pytest.raises(fp.ScheduleError, match=f"{next(iter(options))} is how many"):
+        with pytest.raises(fp.ScheduleError, match=f"{next(iter(options))} is the number of"):
             fp.schedules.gather_params(schedule, **options)
 
 

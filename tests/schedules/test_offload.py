@@ -132,10 +132,10 @@ def test_what_it_refuses() -> None:
         match=r"offload takes a schedule; got a Plan \(of a plan: fp.schedules.offload",
     ):
         offload(plan)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(fp.ScheduleError, match="move is a function .* got 3"):
+    with pytest.raises(fp.ScheduleError, match="move must be a function .* got 3"):
         offload(schedule, move=3)  # pyright: ignore[reportArgumentType]
     for ahead in (-1, 1.0, True):
-        with pytest.raises(fp.ScheduleError, match="ahead is how many"):
+        with pytest.raises(fp.ScheduleError, match="ahead is the number of"):
             offload(schedule, ahead=ahead)  # pyright: ignore[reportArgumentType]
     with pytest.raises(fp.ScheduleError, match="has no backwards"):
         offload(schedule.forwards())

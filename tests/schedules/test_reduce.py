@@ -36,10 +36,10 @@ def test_it_stands_straight_after_the_last_that_adds(family):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0G 0B0", "0B0 on device 0 stands after 0G, which is for all gradients"),
-        ("0F0 0I0 0G 0W0", "0W0 on device 0 stands after 0G"),
-        ("0F0 0F1 0B0 0G 0B1", "0B1 on device 0 stands after 0G"),
-        ("0F0 0B0 0G 0G", "0G on device 0 stands twice"),
+        ("0F0 0G 0B0", "0B0 on device 0 comes after 0G, which needs all gradients"),
+        ("0F0 0I0 0G 0W0", "0W0 on device 0 comes after 0G"),
+        ("0F0 0F1 0B0 0G 0B1", "0B1 on device 0 comes after 0G"),
+        ("0F0 0B0 0G 0G", "0G on device 0 appears twice"),
         ("0F0 0G", "0B0 is missing"),
     ],
 )
@@ -51,7 +51,7 @@ def test_what_adds_after_it_is_refused(text, message):
 def test_it_has_no_microbatch():
     orders = ((*fp.Schedule.parse("0F0 0F1 0B0 0B1").orders[0], fp.Action(Kind.G, 0, 1)),)
     with pytest.raises(
-        fp.ScheduleError, match=r"0G on device 0 has a microbatch \(1\); it stands once a batch"
+        fp.ScheduleError, match=r"0G on device 0 has a microbatch \(1\), but runs once per batch"
     ):
         fp.schedules.check(fp.Schedule(orders))
 

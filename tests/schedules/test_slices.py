@@ -167,28 +167,28 @@ def test_what_is_not_legal():
     """Carries that are read before they are written, slices that are missing, some that are cut and
     some that are not."""
     assert faults("0F0.1 0F0.0 0B0.1 0B0.0") == [
-        "0F0.1 on device 0 stands before 0F0.0, from which it gets its carry"
+        "0F0.1 on device 0 comes before 0F0.0, from which it gets its carry"
     ]
     assert faults("0F0.0 0F0.1 0I0.0 0I0.1 0W0.0 0W0.1") == [
-        "0I0.0 on device 0 stands before 0I0.1, from which it gets the gradient of its carry"
+        "0I0.0 on device 0 comes before 0I0.1, from which it gets the gradient of its carry"
     ]
     assert faults("0F0.0 0F0.1 0F1.0") == ["0F1.1 is missing"]
     assert faults("0F0.0 0F0.2") == [
-        "slice 1 is missing, but slice 2 stands; number them from 0, without gaps"
+        "slice 1 is missing, but slice 2 appears; number them from 0, without gaps"
     ]
     assert faults("0F0.0 0F0.1 0F0.2 0F1.0 0F1.2") == [
-        "0F1.2 on device 0 stands before 0F1.1, from which it gets its carry",
+        "0F1.2 on device 0 comes before 0F1.1, from which it gets its carry",
         "0F1.1 is missing",
     ]
     assert faults("0F0 0F1.0") == [
-        "0F0 is of a whole microbatch, and 0F1.0 of a slice: cut all microbatches, or none"
+        "0F0 is for a whole microbatch, but 0F1.0 is for a slice: cut all microbatches, or none"
     ]
     assert faults("0F0.0") == [
-        "0F0.0 is the only slice of its microbatch, so that is whole: write 0F0"
+        "0F0.0 is the only slice of its microbatch, so the microbatch is whole: write 0F0"
     ]
-    assert faults("0U0.0 0F0.0 0F0.1")[0].startswith("0U0.0 on device 0 is no action: ")
+    assert faults("0U0.0 0F0.0 0F0.1")[0].startswith("0U0.0 on device 0 is not an action: ")
     assert faults("0F0.0 0F0.999999") == [
-        "slice 1 is missing, but slice 999999 stands; number them from 0, without gaps"
+        "slice 1 is missing, but slice 999999 appears; number them from 0, without gaps"
     ]
 
 
@@ -202,21 +202,21 @@ def test_devices_that_wait_for_each_other_are_told_with_their_slices():
         S.check(stuck)
     text = str(error.value)
     assert (
-        "device 0 waits before 0B0.1 for 1B0.1, which is on device 1, 1 action behind 1F1.0" in text
+        "device 0 cannot start 0B0.1 before 1B0.1; device 1 runs 1B0.1 1 action after 1F1.0" in text
     )
-    assert "device 1 waits before 1F1.0 for 0F1.0" in text
+    assert "device 1 cannot start 1F1.0 before 0F1.0" in text
 
 
 @pytest.mark.parametrize("slices", [0, -1, 1.5, "2", True])
 def test_counts_of_slices_that_are_none(slices):
     """Named like the other counts."""
-    with pytest.raises(fp.ScheduleError, match="num_slices is"):
+    with pytest.raises(fp.ScheduleError, match="num_slices must be"):
         S.one_f_one_b(2, 2, num_slices=slices)
 
 
 def test_rounds_of_a_group_are_of_whole_microbatches():
     """GIS has no slices."""
-    with pytest.raises(fp.ScheduleError, match="leave it or num_slices= out"):
+    with pytest.raises(fp.ScheduleError, match="leave out group= or num_slices="):
         S.interleaved(4, 2, num_devices=2, group=1, num_slices=2)
 
 
@@ -263,7 +263,7 @@ def test_files_and_pictures_have_slices():
     picture = fp.draw(timeline)
     assert "2 slices" in picture.svg()
     assert "slice 1" in picture.svg()
-    with pytest.raises(fp.ScheduleError, match="its microbatches are in slices"):
+    with pytest.raises(fp.ScheduleError, match="its microbatches are cut into slices"):
         to_torch_csv(S.one_f_one_b(2, 2, num_slices=2))
     assert repr(schedule).startswith(
         "<Schedule 1F1B, 2 slices+remat: 2 stages, 2 microbatches of 2 slices, 2 devices>"
@@ -284,7 +284,7 @@ def test_a_schedule_may_hold_anything_until_it_is_checked():
     for entry in ((fp.Kind.F, 0, 0), fp.Action(fp.Kind.F, 0, 0, "a")):
         schedule = fp.Schedule(((entry, fp.Action(fp.Kind.B, 0, 0)),))
         assert repr(schedule).startswith("<Schedule custom: 1 stage,")
-        with pytest.raises(fp.ScheduleError, match="is no action"):
+        with pytest.raises(fp.ScheduleError, match="is not an action"):
             fp.make_plan([fp.stage(lambda params, x: x)], schedule, loss=print)
 
 

@@ -39,16 +39,16 @@ def test_it_wants_no_parameters_of_other_replicas():
     assert schedule == fp.schedules.gather_params(fp.schedules.step_params(summed), whole=1)
     fp.schedules.check(schedule)
     fp.schedules.check(schedule.first(2))
-    with pytest.raises(fp.ScheduleError, match="0U1 on device 0 is for nothing"):
+    with pytest.raises(fp.ScheduleError, match="0U1 on device 0 is not needed"):
         fp.schedules.check(fp.Schedule.parse("0U0 0F0 0B0 0U1 0S"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0S 0B0", "0B0 on device 0 stands after 0S, which is for all gradients"),
-        ("0F0 0B0 0S 0S", "0S on device 0 stands twice"),
-        ("0F0 0B0 0S 0G", "0G on device 0 stands after 0S"),
+        ("0F0 0S 0B0", "0B0 on device 0 comes after 0S, which needs all gradients"),
+        ("0F0 0B0 0S 0S", "0S on device 0 appears twice"),
+        ("0F0 0B0 0S 0G", "0G on device 0 comes after 0S"),
         ("0F0 0S", "0B0 is missing"),
     ],
 )

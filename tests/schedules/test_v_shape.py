@@ -95,7 +95,8 @@ def test_the_adaptive_frontier(devices: int) -> None:
 def test_too_little_memory_for_a_v(residuals: Any) -> None:
     """V-Min holds the least."""
     with pytest.raises(
-        fp.ScheduleError, match="residuals is a whole number from 4, what V-Min holds on 3 devices"
+        fp.ScheduleError,
+        match="residuals must be a whole number of at least 4, which V-Min needs on 3 devices",
     ):
         fp.schedules.v_adaptive(6, 9, residuals=residuals)
 
@@ -283,19 +284,19 @@ def test_counts_that_make_no_v_are_refused_all_at_once(family: Family) -> None:
         family(6, 0, num_devices=2)
     assert [
         "no such schedule:",
-        "  * num_microbatches is positive; got 0",
+        "  * num_microbatches must be positive; got 0",
         (
-            "  * a V has two stages a device, so num_stages is twice num_devices; got 6 stages on "
+            "  * a V has two stages per device, so num_stages must be twice num_devices; got 6 stages on "
             "2 devices; take num_devices=3"
         ),
     ] == str(error.value).splitlines()
     with pytest.raises(fp.ScheduleError, match="got 5 stages on 5 devices; take num_stages=6"):
         family(5, 20)
     with pytest.raises(
-        fp.ScheduleError, match="num_devices is at most num_stages; got 3 devices for 2 stages"
+        fp.ScheduleError, match="num_devices must be at most num_stages; got 3 devices for 2 stages"
     ):
         family(2, 20, num_devices=3)
-    with pytest.raises(fp.ScheduleError, match=r"num_stages is a whole number; got 4\.0"):
+    with pytest.raises(fp.ScheduleError, match=r"num_stages must be a whole number; got 4\.0"):
         family(4.0, 20)
 
 
@@ -304,7 +305,7 @@ def test_dualpipe_v_refuses_too_few_microbatches() -> None:
     with pytest.raises(fp.ScheduleError) as error:
         fp.schedules.dualpipe_v(6, 5)
     assert (
-        "no such schedule: DualPipeV fills the V with 6 microbatches, one for each stage; got 5; "
+        "no such schedule: DualPipeV needs 6 microbatches, one for each stage, to fill the V; got 5; "
         "take more microbatches, or fp.schedules.zbv, which takes any number" == str(error.value)
     )
 

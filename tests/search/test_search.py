@@ -393,7 +393,7 @@ def test_a_found_schedule_runs():
         ({"objective": "speed"}, "objective is 'makespan' or 'span'"),
         ({"seconds": 0}, "seconds is a positive number"),
         ({"evaluations": -1}, "evaluations is positive"),
-        ({"num_stages": 1}, "num_devices is at most the number of stages"),
+        ({"num_stages": 1}, "num_devices must be at most the number of stages"),
         (
             {"memory_limit": [1, 2, 3]},
             "memory_limit is a positive number, or one for each of 2 devices",
@@ -411,8 +411,8 @@ def test_a_found_schedule_runs():
         ({"placement": "loop", "num_stages": 3}, "takes a multiple of the devices"),
         ({"placement": "zigzag"}, "placement is 'line', 'loop', 'v', or the device of each stage"),
         ({"placement": 5}, "placement is 'line', 'loop', 'v', or the device of each stage; got 5"),
-        ({"evaluations": True}, "evaluations is a whole number; got True"),
-        ({"placement": [0, 0, 2]}, "every one of 0 to 1; got"),
+        ({"evaluations": True}, "evaluations must be a whole number; got True"),
+        ({"placement": [0, 0, 2]}, "all devices from 0 to 1; got"),
         ({"cost": fp.Cost([1, 2, 3], [1, 2])}, "backward_input has 2 numbers"),
     ],
 )

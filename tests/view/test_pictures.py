@@ -115,7 +115,7 @@ def test_what_cannot_share_an_axis_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="one time axis has one unit; got 'cycles', 's'"):
         draw(one, two)
-    with pytest.raises(ValueError, match="'1F1B' has none"):
+    with pytest.raises(ValueError, match="'1F1B' has no work"):
         draw(one, simulate(one_f_one_b(2, 2), Cost(0, 0, 0)))
     with pytest.raises(ValueError, match='colours are by "kind" or by "stage"; got by=\'mood\''):
         draw(one, by="mood")  # pyright: ignore[reportArgumentType]

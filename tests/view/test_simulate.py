@@ -257,7 +257,7 @@ def test_a_plan_simulates_as_its_schedule_where_it_has_slots_enough() -> None:
 
 def test_an_illegal_schedule_is_refused() -> None:
     """A clock needs a schedule that can run."""
-    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 stands"):
+    with pytest.raises(ScheduleError, match="microbatch 0 is missing, but microbatch 1 appears"):
         simulate(Schedule.parse("0F1 0B1"))
 
 
@@ -266,7 +266,7 @@ def test_a_cost_with_another_number_of_stages_is_refused_naming_every_field() ->
     with pytest.raises(ScheduleError) as error:
         simulate(fill_drain(2, 2), Cost((1, 2), [1, 2, 3], remat=(1,)))
     expected = (
-        "a cost has one number, or one for each of 2 stages:\n  * backward_input has 3 "
+        "a cost needs one number, or one for each of 2 stages:\n  * backward_input has 3 "
         "numbers\n  * remat has 1 numbers"
     )
     assert expected == str(error.value)

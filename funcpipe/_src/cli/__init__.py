@@ -1,1 +1,1 @@
-"""The words and tables of the command line, and its demo."""
+"""Parsing and printing for the command line, and the demo."""

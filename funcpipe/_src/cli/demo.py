@@ -1,7 +1,7 @@
 """The demo: a U-Net-like classifier on scikit-learn's digits, trained through a pipeline.
 
-1797 real images of 8x8 pixels. Real skips (e1, e2), batch norm, dropout; up to four stages on any
-number of lanes.
+The data are 1797 real images of 8x8 pixels. The model has skips (e1, e2), batch norm and dropout,
+and up to four stages on any number of lanes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from funcpipe._src.core.errors import bullets
 from funcpipe._src.core.tree import map_tensors
 
 ROWS = 1497
-"""Images to train on."""
+"""The number of training images."""
 
 
 def option(default: Any, help: str = "default: %(default)s", **keywords: Any) -> Any:
-    """A field of `DemoOptions` with the keywords of its `argparse` argument."""
+    """Return a field of `DemoOptions` with the keywords of its `argparse` argument."""
     return field(default=default, metadata={"default": default, "help": help, **keywords})
 
 
@@ -38,25 +38,29 @@ class DemoOptions:
 
     schedule: str = option(
         "interleaved",
-        f"a family; default: %(default)s; there are {', '.join(FAMILIES)}",
+        f"a family; default: %(default)s; the families are {', '.join(FAMILIES)}",
         choices=list(FAMILIES),
         metavar="FAMILY",
     )
-    stages: int = option(4, "how many; default: %(default)s", type=int, choices=[1, 2, 4])
-    devices: int = option(2, "lanes; default: %(default)s", type=int)
-    microbatches: int = option(8, "of a batch; default: %(default)s", type=int)
+    stages: int = option(
+        4, "the number of stages; default: %(default)s", type=int, choices=[1, 2, 4]
+    )
+    devices: int = option(2, "the number of lanes; default: %(default)s", type=int)
+    microbatches: int = option(8, "microbatches per batch; default: %(default)s", type=int)
     remat: Sequence[int] | None = option(
         None,
-        "stages whose residuals are computed again; none: --remat; default: 0 1",
+        "the stages whose residuals are recomputed; none: --remat; default: 0 1",
         type=int,
         nargs="*",
         metavar="STAGE",
     )
     processes: int = option(1, "processes that share the lanes; default: %(default)s", type=int)
-    device: str = option("cpu", "torch device of every lane; default: %(default)s")
-    seed: int = option(0, "of parameters, order and dropout; default: %(default)s", type=int)
-    epochs: int = option(8, "sweeps over the images; default: %(default)s", type=int)
-    batch: int = option(128, "rows of a batch; default: %(default)s", type=int)
+    device: str = option("cpu", "torch device of all lanes; default: %(default)s")
+    seed: int = option(
+        0, "the seed of parameters, order and dropout; default: %(default)s", type=int
+    )
+    epochs: int = option(8, "passes over the images; default: %(default)s", type=int)
+    batch: int = option(128, "rows per batch; default: %(default)s", type=int)
     trace: str | None = option(None, "write the last step's timeline for Perfetto", metavar="FILE")
     report: str | None = option(
         None, "write a report of the last step as an HTML page", metavar="FILE"
@@ -73,11 +77,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "the same as --processes 2",
     },
 }
-"""The demo's options for a parser."""
+"""The options of the demo for `argparse`."""
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
-    """Convolution, batch norm, ReLU, dropout."""
+    """Make a block of convolution, batch norm, ReLU and dropout."""
     convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     return nn.Sequential(
         convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), nn.Dropout(0.1)
@@ -85,7 +89,7 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def keep(name: str) -> fp.Stage:
-    """Hand the features to the decoder of the same size, and halve them."""
+    """Make a stage that stashes the features for the decoder, and halves their size."""
 
     def fn(params: Any, x: Tensor) -> fp.Out:
         return fp.Out(F.max_pool2d(x, 2), stash={name: x})
@@ -94,7 +98,7 @@ def keep(name: str) -> fp.Stage:
 
 
 def join(name: str) -> fp.Stage:
-    """Double the features, and put those of the encoder beside them."""
+    """Make a stage that doubles the size of the features, and appends the encoder's features."""
 
     def fn(params: Any, x: Tensor, *, skips: dict[str, Tensor]) -> Tensor:
         return torch.cat([F.interpolate(x, scale_factor=2), skips[name]], 1)
@@ -103,7 +107,7 @@ def join(name: str) -> fp.Stage:
 
 
 def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """The network as stages, with their parameters and state; 1, 2 or 4 stages."""
+    """Return the network as 1, 2 or 4 stages, with their parameters and state."""
     nothing: tuple[Any, Any] = ((), ())
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     parts: list[list[Any]] = [
@@ -129,7 +133,7 @@ def network(num_stages: int) -> tuple[tuple[fp.Stage, ...], tuple[Any, ...], tup
 
 
 def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images [N, 1, 8, 8] in bytes, 0..16, and labels [N], for training (1497) and for the test
+    """Load images [N, 1, 8, 8] in bytes from 0 to 16, and labels [N]: training (1497) and test
     (300)."""
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
@@ -146,7 +150,7 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def refuse(options: DemoOptions) -> None:
-    """Check the options before any work. Raises FuncpipeError with all faults."""
+    """Raise FuncpipeError with all faults of the options, before any work."""
     counts = {
         name: getattr(options, name)
         for name in ("devices", "processes", "microbatches", "epochs", "batch")
@@ -162,7 +166,7 @@ def refuse(options: DemoOptions) -> None:
             f"{options.devices} lanes on {options.device}"
         )
     if options.processes > 1 and options.report:
-        faults.append("--report is of a run in one process")
+        faults.append("--report works in one process only; leave out --processes or --report")
     if options.batch > ROWS:
         faults.append(f"--batch is at most {ROWS}, the rows to train on; got {options.batch}")
     if options.microbatches > options.batch > 0:
@@ -182,10 +186,8 @@ def refuse(options: DemoOptions) -> None:
         faults += [f"--{name} {reason}"] if reason else []
     try:
         torch.empty(0, device=options.device)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # no such device type, or torch was built without it
+    # No such device type, or torch was built without it.
+    except (RuntimeError, AssertionError) as error:
         faults.append(f"--device {options.device}: {str(error).splitlines()[0]}")
     if faults:
         raise fp.FuncpipeError(
@@ -194,7 +196,7 @@ def refuse(options: DemoOptions) -> None:
 
 
 def main(options: DemoOptions) -> float:
-    """Train, test, draw, prove. Returns the accuracy on the test images."""
+    """Train, test, draw, and compare with the oracle. Return the accuracy on the test images."""
     refuse(options)
     plan, params, _ = setup(options)
     print(
@@ -220,7 +222,7 @@ def main(options: DemoOptions) -> float:
 
 
 def setup(options: DemoOptions) -> tuple[fp.Plan, tuple[Any, ...], tuple[Any, ...]]:
-    """The plan, and params and state of all stages; the same in every process."""
+    """Return the plan, and params and state of all stages; equal in all processes."""
     schedule = FAMILIES[options.schedule](
         options.stages, options.microbatches, num_devices=options.devices
     )
@@ -240,16 +242,16 @@ def setup(options: DemoOptions) -> tuple[fp.Plan, tuple[Any, ...], tuple[Any, ..
 
 @dataclass(frozen=True)
 class Learned:
-    """What a training leaves.
+    """The result of a training.
 
     Attributes:
-        before: params and state before the last step, its batch and its seed.
-        loss, grads: of that step.
-        timeline: of that step, all lanes.
-        accuracy: on the test images; nan where the outputs are in another process.
-        tested: how many these are.
-        seconds: that the training took.
-        report: a page about the last step, where it was asked for.
+        before: params, state, batch and seed of the last step, before the step.
+        loss, grads: the results of the last step.
+        timeline: the timeline of the last step, with all lanes.
+        accuracy: the accuracy on the test images; nan if another process has the outputs.
+        tested: the number of test images.
+        seconds: the duration of the training.
+        report: the report of the last step, if it was requested.
     """
 
     before: tuple[tuple[Any, ...], tuple[Any, ...], Any, int]
@@ -274,8 +276,8 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
     def load(rows: Tensor) -> tuple[Tensor, Tensor]:
         return images[rows], labels[rows]
 
-    # While a step trains, the next batch is made ready: images to the first lane's device, labels
-    # to the last one's.
+    # While a step trains, the next batch is prepared: images move to the first lane's device, and
+    # labels to the last lane's.
     move = fp.batches.to_device((options.device, options.device))
     loader = fp.batches.overlap(batches(len(labels), options), [load, decode, move])
     lanes = (
@@ -289,7 +291,7 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
     with loader, lanes as executor, bar as advance:
         for step, batch in enumerate(loader):
             seed, is_last = fp.fold_in(options.seed, step), step == steps - 1
-            if is_last:  # the step changes them
+            if is_last:  # copies, because the step changes the params in place
                 last = (
                     map_tensors(
                         lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad),
@@ -322,8 +324,7 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
 
 
 def learn_in_processes(options: DemoOptions) -> Learned:
-    """Train with the lanes shared out to processes, each with its stages; what each has learned,
-    put together."""
+    """Train in several processes, each with some lanes and their stages, and join the results."""
     import multiprocessing
 
     import torch.distributed as dist
@@ -337,18 +338,21 @@ def learn_in_processes(options: DemoOptions) -> Learned:
     ]
     for process, (_, pipe) in zip(processes, pipes, strict=True):
         process.start()
-        pipe.close()  # its end is there; when that process ends, reading ends too
+        # The child has its own end. With this one closed, reading ends when the child ends.
+        pipe.close()
     try:
         learned: list[Learned] = [
             torch.load(BytesIO(pipe.recv()), weights_only=False) for pipe, _ in pipes
         ]
     except EOFError:
-        raise SystemExit("a process has ended before its time; what it printed says why") from None
+        raise SystemExit(
+            "a process of the demo has ended early; its output above says why"
+        ) from None
     for process in processes:
         process.join()
 
     def whole(trees: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Of each stage the tree of the process that has it."""
+        """Return, for each stage, the tree of the process that has it."""
         return tuple(
             [
                 next((tree for tree in row if tree is not None), ())
@@ -369,7 +373,7 @@ def learn_in_processes(options: DemoOptions) -> Learned:
 
 
 def learn_as_rank(rank: int, options: DemoOptions, port: int, pipe: Any) -> None:
-    """One of the processes: train, and send what was learned."""
+    """Train as one of several processes, and send the result."""
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, torch.get_num_threads() // options.processes))
@@ -384,8 +388,7 @@ def learn_as_rank(rank: int, options: DemoOptions, port: int, pipe: Any) -> None
 
 
 def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
-    """Indices of the rows of each step, shuffled anew each epoch; rows that make no whole batch are
-    left out."""
+    """Yield the row indices of each step, shuffled in each epoch, without incomplete batches."""
     generator = torch.Generator().manual_seed(options.seed)
     for _ in range(options.epochs):
         order = torch.randperm(count, generator=generator)
@@ -393,7 +396,7 @@ def batches(count: int, options: DemoOptions) -> Iterator[Tensor]:
 
 
 def decode(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Images of 0..16 in bytes as numbers in 0..1."""
+    """Convert images in bytes from 0 to 16 to numbers from 0 to 1."""
     images, labels = batch
     return images.float() / 16, labels
 
@@ -405,10 +408,9 @@ def evaluate(
     test: tuple[Tensor, Tensor],
     ranks: fp.typing.Ranks | None = None,
 ) -> float:
-    """The share of test images that are classified correctly, by the forwards of the plan's
-    schedule.
+    """Return the share of correctly classified test images; nan in processes without outputs.
 
-    It is nan in processes that do not have the outputs.
+    Runs the forwards of the plan's schedule.
     """
     images, labels = decode(test)
     forwards = fp.make_plan(plan.stages, plan.schedule.forwards(), devices=plan.devices)
@@ -419,8 +421,7 @@ def evaluate(
 
 
 def proof(expected: fp.Result, result: Learned) -> str:
-    """Check that loss and gradients are, bit for bit, those of a plain loop over the same
-    stages."""
+    """Check that loss and gradients are bit-identical to a plain loop over the same stages."""
     pairs = list(zip(fp.leaves(expected.grads), fp.leaves(result.grads), strict=True))
     same = [torch.equal(a, b) for a, b in pairs]
     if not (all(same) and torch.equal(expected.loss, result.loss)):
@@ -436,7 +437,7 @@ def proof(expected: fp.Result, result: Learned) -> str:
 
 @contextmanager
 def progress(total: int) -> Generator[Callable[[float], None]]:
-    """A progress bar with the loss: rich's if it is installed, else a line now and then."""
+    """Show a progress bar with the loss: rich's bar if rich is installed, else some lines."""
     try:
         from rich.progress import (
             BarColumn,

@@ -1,4 +1,4 @@
-"""What the command line prints: facts, pictures and help."""
+"""Print the results of the command line: facts, pictures and help."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ COLUMNS: dict[str, Callable[[fp.Timeline], str]] = {
     "imbalance": lambda timeline: percent(timeline.imbalance),
     "peak memory": lambda timeline: f"{max(timeline.peak):.6g}",
 }
-"""What `compare` shows of a schedule."""
+"""The columns of `compare`."""
 
 _WIDEST_HELP = 120
 _EXAMPLE = "  funcpipe "
-"""How a command in a help begins; it stays on one line, so it can be copied."""
+"""The begin of a command in a help. Such a line is not wrapped, so that it can be copied."""
 
 
 def size() -> int:
-    """The columns of the terminal."""
+    """Return the number of columns of the terminal."""
     return shutil.get_terminal_size().columns
 
 
 def colored() -> bool:
-    """Is stdout a terminal whose user wants colours."""
+    """Return whether stdout is a terminal whose user wants colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def picture(timeline: fp.Timeline, width: int | None) -> None:
-    """Print the picture of a timeline. Its lines never wrap: on a narrower terminal they are cut,
-    with a note."""
+    """Print the picture of a timeline. On a narrower terminal, lines are cut, with a note."""
     lines = fp.draw(timeline).text(width, color=colored()).split("\n")
     widest, room = max(map(_columns_of, lines)), size()
     if not sys.stdout.isatty() or widest <= room:
@@ -63,7 +62,7 @@ def _columns_of(line: str) -> int:
 
 
 def cut(line: str, room: int) -> str:
-    """What of a line fits into so many columns; its colours end where they did.
+    """Cut a line to a number of columns, and keep its colour codes.
 
     >>> cut("device 0 │F0 F1", 12)
     'device 0 │F…'
@@ -87,8 +86,7 @@ def cut(line: str, room: int) -> str:
 
 
 def wrapped(text: str, width: int | None = None) -> str:
-    """The text of a help, wrapped at the terminal's width; what stands in columns goes on below
-    itself.
+    """Wrap the text of a help. The second column of a line continues below itself.
 
     >>> print(wrapped("Words that are\\nprose.\\n  name  what it\\n        means", 20))
     Words that are
@@ -151,7 +149,7 @@ def found(result: fp.typing.Found) -> None:
 
 
 def proof(result: fp.typing.Found) -> str:
-    """How far from the shortest a schedule is."""
+    """Say how far a schedule is from the shortest."""
     return (
         f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
     )

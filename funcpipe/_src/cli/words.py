@@ -1,4 +1,4 @@
-"""Parses the words of the command line: families, files, counts and costs."""
+"""Parse the arguments of the command line: families, files, counts and costs."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ SHAPES = ("line", "loop", "v")
 FORMATS = (".json", ".csv", ".txt")
 SUFFIXES = ".json, .csv (of torch.distributed.pipelining) or .txt (a line for each device)"
 SOURCE = f"""\
-SCHEDULE is a family, which then needs --stages and --microbatches, or a file.
+SCHEDULE is a file, or a family with --stages and --microbatches.
   families: {", ".join(FAMILIES)}
   files:    {SUFFIXES}
 """
 COST = """\
-Costs are times in one unit of your choice, and memory in another. What is not given is 1; weight_residual is .5, comm,
-output, reduce, the links and skips are 0, bandwidth has no limit.
+Costs are times in one unit of your choice, and memory in another. The default is 1. The default of weight_residual is
+0.5, of comm, output, reduce, gather, step, attention, the links and skips 0, and bandwidth is unlimited.
   forward, backward_input, backward_weight   time of F, I and W
-  backward                                   time of B; I and W take half of it each, or what the other one leaves
-  forward_link, backward_link                part of F's, and of B's, that only waits for links: what pairs hide
-  remat, offload                             time of R (else as F); of O, and of L, beside the device's work
-  reduce                                     time of G, beside the device's work
-  attention                                  share of a stage's time that attention takes, where there are slices
-  comm                                       latency of a hop between devices, whatever crosses
-  bandwidth                                  memory that crosses a link in a unit of time, one value after the other
-  output                                     memory of what a stage hands to the next, and of its gradient
-  residual, weight_residual                  memory from F to B or I; what I leaves until W
-A file has a number for each stage where they differ (comm: for each hop), and the skips as [stash, pop, size]:
+  backward                                   time of B; I and W take half of it each, or the rest of the other half
+  forward_link, backward_link                part of the time of F, and of B, that waits for links; pairs hide it
+  remat, offload                             time of R (default: as F); of O, and of L, while the device works
+  reduce                                     time of G, while the device works
+  attention                                  share of a stage's time that attention takes, with slices
+  comm                                       latency of a hop between devices
+  bandwidth                                  memory that crosses a link per unit of time, one value after the other
+  output                                     memory of a stage's output, and of its gradient
+  residual, weight_residual                  memory from F to B or I; the part that stays from I to W
+A file can have a number for each stage (comm: for each hop), and the skips as [stash, pop, size]:
   {"funcpipe": "cost", "version": 1, "forward": [1, 1, 1, 2], "skips": [[0, 3, 0.5]]}
-What fp.models.profile measured goes into one with fp.schedules.to_json.
+To write such a file from the result of fp.models.profile, use fp.schedules.to_json.
 """
 _MOST = 10**6
-"""The most actions of a kind: more are a typing error, and would take minutes."""
+"""The most forwards: more are a typing error, and would take minutes."""
 
 
 def source(
@@ -63,19 +63,19 @@ def source(
     slices: int | None,
     remat: bool,
 ) -> fp.Schedule:
-    """The schedule of a family with its counts, or what a file holds."""
+    """Return the schedule of a family with the given counts, or of a file."""
     family = FAMILIES.get(schedule)
     if family is None:
         result = read(schedule)
         if stages or microbatches or devices or slices:
             raise fp.FuncpipeError(
-                f"{schedule} says its own counts: leave out --stages, --microbatches, --devices, "
+                f"{schedule} has its own counts: leave out --stages, --microbatches, --devices, "
                 "--slices"
             )
     elif not stages or not microbatches:
-        raise fp.FuncpipeError(f"{schedule} is a family: say --stages and --microbatches")
+        raise fp.FuncpipeError(f"{schedule} is a family: give --stages and --microbatches")
     elif slices and "num_slices" not in signature(family).parameters:
-        raise fp.FuncpipeError(f"{schedule} is of whole microbatches: leave out --slices")
+        raise fp.FuncpipeError(f"{schedule} does not support slices: leave out --slices")
     else:
         bounded(stages, microbatches * (slices or 1))
         result = family(
@@ -85,14 +85,14 @@ def source(
 
 
 def read(name: str) -> fp.Schedule:
-    """A file's schedule; its ending says the format."""
+    """Read the schedule of a file, in the format of the file's ending."""
     path = Path(name)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         near = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; the families are {', '.join(FAMILIES)}"
         raise fp.FuncpipeError(
-            f"{name!r} is no family, and no file that ends in .json, .csv or .txt{hint}"
+            f"{name!r} is neither a family nor a file that ends in .json, .csv or .txt{hint}"
         )
     text = path.read_text(encoding="utf-8")
     try:
@@ -106,12 +106,12 @@ def read(name: str) -> fp.Schedule:
     except fp.ScheduleError as error:
         raise fp.ScheduleError(f"{name}: {error}") from None
     if isinstance(loaded, fp.Cost):
-        raise fp.FuncpipeError(f"{name} is a cost; it goes to --cost")
+        raise fp.FuncpipeError(f"{name} is a cost, not a schedule; give it as --cost {name}")
     return loaded
 
 
 def writable(name: str, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that cannot be written, before the work that makes it."""
+    """Raise FuncpipeError if a file cannot be written, before the work that makes it."""
     path = Path(name)
     if path.suffix.lower() not in suffixes:
         raise fp.FuncpipeError(
@@ -134,7 +134,7 @@ def unwritable(name: str) -> str:
             )
         if path.exists():
             return "" if os.access(path, os.W_OK) else f"{name} cannot be written: no permission"
-        path.touch()  # only a write shows a read-only disk or a name that is too long
+        path.touch()  # only a write reveals a read-only disk, or a name that is too long
         path.unlink()
     except OSError as error:
         return f"{name} cannot be written: {error.strerror}"
@@ -142,7 +142,7 @@ def unwritable(name: str) -> str:
 
 
 def bounded(stages: int, microbatches: int) -> None:
-    """Refuse counts that would take minutes."""
+    """Raise FuncpipeError for counts that would take minutes."""
     if stages * microbatches > _MOST:
         raise fp.FuncpipeError(
             f"{stages} stages times {microbatches} microbatches are more than {_MOST} forwards"
@@ -150,19 +150,19 @@ def bounded(stages: int, microbatches: int) -> None:
 
 
 def as_count(text: str, least: int = 1) -> int:
-    """A whole number; the type of an option."""
+    """Parse a whole number, as the type of an option."""
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
         raise argparse.ArgumentTypeError(f"a whole number from {least}; got {text[:40]!r}")
     return int(text)
 
 
 def as_index(text: str) -> int:
-    """A whole number that may be 0; the type of an option."""
+    """Parse a whole number that may be 0, as the type of an option."""
     return as_count(text, 0)
 
 
 def as_positive(text: str) -> float:
-    """A number; the type of an option."""
+    """Parse a positive number, as the type of an option."""
     try:
         number = float(text)
     except ValueError:
@@ -173,13 +173,12 @@ def as_positive(text: str) -> float:
 
 
 def as_limits(text: str) -> float | tuple[float, ...]:
-    """A number, or one for each device: ``20`` or ``20,20,16``; the type of an option."""
+    """Parse a number, or one per device, ``20`` or ``20,20,16``, as the type of an option."""
     return tuple(map(as_positive, text.split(","))) if "," in text else as_positive(text)
 
 
 def as_placement(text: str) -> str | tuple[int, ...]:
-    """``line``, ``loop``, ``v``, or the device of each stage as ``0,1,1,0``; the type of an
-    option."""
+    """Parse ``line``, ``loop``, ``v`` or ``0,1,1,0``, as the type of an option."""
     if text in SHAPES:
         return text
     try:
@@ -192,7 +191,7 @@ def as_placement(text: str) -> str | tuple[int, ...]:
 
 
 def as_cost(text: str) -> fp.Cost:
-    """``forward=1,backward=2``, or a JSON file; the type of an option."""
+    """Parse ``forward=1,backward=2``, or read a JSON file, as the type of an option."""
 
     def refuse(reason: object) -> NoReturn:
         raise argparse.ArgumentTypeError(str(reason))
@@ -209,10 +208,10 @@ def as_cost(text: str) -> fp.Cost:
         for part in text.split(","):
             name, _, number = (word.strip() for word in part.partition("="))
             if name not in fp.Cost.__dataclass_fields__ or name in fields:
-                problem = "is given twice" if name in fields else "is no cost"
+                problem = "is given twice" if name in fields else "is not a cost"
                 refuse(f"{name!r} {problem}; costs are {', '.join(fp.Cost.__dataclass_fields__)}")
             if name == "skips":
-                refuse("skips stand in a file only: [[stash, pop, size], ...]")
+                refuse("skips can be given in a file only: [[stash, pop, size], ...]")
             try:
                 fields[name] = float(number)
             except ValueError:
@@ -223,7 +222,7 @@ def as_cost(text: str) -> fp.Cost:
 
 
 def line(error: Exception) -> str:
-    """A message on one line: the first fault, and how many more."""
+    """Return a message on one line: the first fault, and the number of further faults."""
     lines = str(error).split("\n")
     first = lines[min(1, len(lines) - 1)].strip(" *")
     return first + f" (and {len(lines) - 2} more)" * (len(lines) > 2)

@@ -1,2 +1,1 @@
-"""Trees, containers, errors, text at a prompt, private names of torch. Knows no stage and no
-schedule."""
+"""Trees, containers, errors, texts and private names of torch. Depends on no stage or schedule."""

@@ -1,5 +1,8 @@
-"""Values at the borders of stages: detached, dense, and never written to: who writes gets a
-copy."""
+"""Borders: the values between two stages, detached, dense, and not written to.
+
+A stage that may write in place gets a copy-on-write copy. This file does not own transfers between
+devices or processes.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,20 @@ from funcpipe._src.core.tree import (
 
 
 class Border:
-    """A tree between stages: its leaves, its structure, and which leaves carry gradients back.
+    """A tree between stages: leaves, structure, and which leaves need gradients.
 
-    Tensors are detached and dense. They and the border are immutable by agreement: who may write
-    gets a `cow_clone`. A border of gradients has no flags. ``words`` is its cache key
-    (`cache_key.border_key`), None until it is asked for. ``versions`` has, for leaves without a
-    graph, their count of writes at the stage's return: a stage may keep their memory and write
-    there again. ``shared`` lists the leaves that share memory: without a border, an in-place write
-    into one would change the others, too.
+    Tensors are detached and dense. No one writes into them or into the border: a stage that may
+    write gets a `cow_clone`.
+
+    Attributes:
+        leaves: the leaves of the tree.
+        spec: the structure of the tree.
+        flags: for each leaf, whether gradients flow back into it. Empty for a border of gradients.
+        words: the cache key (`cache_key.border_key`); None until it is first needed.
+        versions: (leaf, number of writes at the stage's return) of each leaf without a graph. A
+            stage may keep the memory of such a leaf and write into it later, by mistake.
+        shared: the leaves that share memory with other leaves. In the uncut model, an in-place
+            write into one of them would change the others too.
     """
 
     __slots__ = ("flags", "leaves", "shared", "spec", "versions", "words")
@@ -46,22 +55,22 @@ class Border:
         self.shared: Sequence[int] = ()
 
     def refuse_rewritten(self) -> None:
-        """Raise PlanError for leaves that were written to after their stage returned them."""
+        """Raise PlanError if a leaf was written to after its stage returned it."""
         if self.versions and any(
             version(self.leaves[index]) != before for index, before in self.versions
         ):
             raise PlanError(
-                "a stage wrote into a tensor after it had handed it on, so its readers get the "
-                "numbers of another microbatch; return a tensor of its own for each microbatch: "
+                "a stage wrote into a tensor after it had handed it on, so later stages would read "
+                "the numbers of another microbatch; return a new tensor for each microbatch: "
                 "y.clone()"
             )
 
     def tree(self) -> Tree:
-        """The tree itself."""
+        """Return the tree."""
         return unflatten(self.spec, self.leaves)
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Border:
-        """The border with what ``fn`` makes of its tensors."""
+        """Return a border with ``fn`` applied to the tensors."""
         leaves = [fn(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         border = Border(leaves, self.spec, self.flags)
         border.shared = self.shared
@@ -69,8 +78,7 @@ class Border:
 
 
 def mark_memory_handed_on_twice(border: Border) -> None:
-    """Mark the leaves of a border that share memory. A skip is a separate value, even where it
-    shares memory."""
+    """List the leaves of a border that share memory. Does not compare with skips."""
     places: dict[int, list[int]] = {}
     for index, leaf in enumerate(border.leaves):
         if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
@@ -83,14 +91,14 @@ def refuse_shared_writes(border: Border, opened: Sequence[Any]) -> None:
     if any(version(opened[index]) for index in border.shared):
         raise PlanError(
             "the stage writes in place into a value whose memory the stage before handed on "
-            "twice, so numbers would depend on the place of the cut: without it the other one "
-            "would change, too. Write into a copy (x = x.clone(), inplace=False), or hand on "
-            "copies"
+            "twice, so the results would depend on the place of the cut: in the uncut model, the "
+            "other value would change too. Write into a copy (x = x.clone(), inplace=False), or "
+            "return copies from the stage before"
         )
 
 
 def given(tree: Tree) -> Border:
-    """The border of a tree that the caller gives: no gradients flow back into it."""
+    """Return the border of a tree of the caller. No gradients flow back into it."""
     if isinstance(tree, Tensor):
         return Border([tree], LEAF, (False,))
     leaves, spec = flatten(tree)
@@ -98,18 +106,18 @@ def given(tree: Tree) -> Border:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if it fills its memory from the start, else a copy that does.
+    """Return the tensor itself if it fills its memory from the start, else a dense copy.
 
-    A slice or an expanded tensor would be compacted by a copy to another device but not by a
-    hand-over on the same one, and kernels round differently by layout and alignment: made dense
-    always, both are the same.
+    A copy to another device compacts a slice or an expanded tensor, but passing the tensor on the
+    same device does not. Kernels round differently for other layouts and alignments. So tensors are
+    always made dense, and results do not depend on the placement of stages.
     """
     if tensor.is_nested:
         raise PlanError(
-            "a stage hands on a nested tensor (torch.nested), which borders do not take: hand on "
-            "its padded values and lengths, and make it nested in the stage that needs it. "
-            "nn.TransformerEncoder makes one in evaluation where it gets a padding mask: give it "
-            "enable_nested_tensor=False"
+            "a stage hands on a nested tensor (torch.nested), which cannot cross between stages: "
+            "return its padded values and lengths, and make the nested tensor in the stage that "
+            "needs it. nn.TransformerEncoder makes a nested tensor in evaluation with a padding "
+            "mask: construct it with enable_nested_tensor=False"
         )
     if tensor.layout is not _strided:
         return tensor.to_dense()
@@ -122,25 +130,27 @@ _strided = torch.strided  # looked up once: `dense` compares it for every tensor
 
 
 def fills(tensor: Tensor) -> bool:
-    """Whether a strided tensor lies in memory without gaps and without overlap, in any order of
-    axes."""
+    """Return whether a strided tensor fills its memory without gaps and overlap, in any axis
+    order."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def share(leaves: Iterable[Any]) -> list[Any]:
-    """Copies of the caller's tensors; while they live, `cow_clone` of the same memory is safe from
-    any thread.
+    """Return copy-on-write copies of the caller's tensors.
 
-    Turning memory into copy-on-write is not safe from two threads at once, and two runs may be
-    given the same tensors.
+    During the lifetime of the copies, any thread may call `cow_clone` for the same memory. Without
+    them that would be a race: turning memory into copy-on-write memory is not thread-safe, and two
+    runs may get the same tensors.
     """
     with _sharing:
         return [caller_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def mark_shared(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Handles like those of `share` for memory that can be shared; other memory every `cow_clone`
-    copies at once."""
+    """Return handles with the effect of `share`, for tensors whose memory can be copy-on-write.
+
+    `cow_clone` copies other tensors at once, which is safe without a handle.
+    """
     if under_transform():
         return []
     with _sharing:
@@ -152,7 +162,7 @@ def mark_shared(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def caller_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor from or for the caller: made on the CPU when someone writes, elsewhere at
+    """Return a detached copy of a tensor from or for the caller: copy-on-write on the CPU, else at
     once."""
     return cow_clone(tensor.detach())
 
@@ -161,10 +171,10 @@ _sharing = threading.Lock()
 
 
 def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]:
-    """The tree that a stage gets, and its leaves that gradients are taken of, by number."""
+    """Return the tree for a stage, and the leaves that need gradients, by number."""
     if border.versions is not None:
         border.refuse_rewritten()
-    if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # most of the time
+    if border.spec is LEAF and isinstance(border.leaves[0], Tensor):  # the usual case
         tensor = border.leaves[0]
         if not (grad and border.flags[0]):
             return cow_clone_unchecked(tensor), {}
@@ -176,19 +186,24 @@ def open_border(border: Border, *, grad: bool) -> tuple[Tree, dict[int, Tensor]]
         if isinstance(value, Tensor):
             if grad and border.flags[index]:
                 value = leaves[index] = value.detach().requires_grad_()
-            value = cow_clone_unchecked(value)  # a run refuses transforms
+            value = cow_clone_unchecked(value)  # unchecked, because a run refuses transforms
         values.append(value)
     return unflatten(border.spec, values), leaves
 
 
 def close_border(tree: Tree, name: str, *, stays: bool = False) -> tuple[Border, list[Any]]:
-    """The border of a tree that a stage returns, and its leaves with their graphs.
+    """Return the border of a tree that a stage returned, and the leaves with their graphs.
+
+    Args:
+        tree: the tree.
+        name: the name of the tree in messages.
+        stays: whether the tree goes to the loss and not to another stage. Its leaves may then hide
+            tensors.
 
     Raises:
-        PlanError: the tree, called ``name``, hides tensors; leaves may hide some where it ``stays``
-            for a loss.
+        PlanError: the tree hides tensors.
     """
-    if isinstance(tree, Tensor):  # most of the time
+    if isinstance(tree, Tensor):  # the usual case
         tensor = dense(tree)
         border = Border([tensor.detach()], LEAF, (tensor.requires_grad,))
         if not border.flags[0] and not tensor.is_inference():
@@ -218,8 +233,10 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def add_gradients(
     first: list[Tensor | None] | None, *others: list[Tensor | None] | None
 ) -> list[Tensor | None] | None:
-    """Sum gradients of one value leaf by leaf, in the order given, out of place. None is no
-    gradient."""
+    """Sum gradients of one value leaf by leaf, in the given order, out of place.
+
+    None means no gradient. The order matters: another order rounds differently.
+    """
     total = first
     for gradients in others:
         if total is None:

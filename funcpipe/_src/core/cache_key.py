@@ -1,4 +1,7 @@
-"""Cache keys of programs and recorded runs: what these depend on besides numbers in tensors."""
+"""Cache keys of compiled programs and of recorded runs.
+
+A key contains everything that a program depends on, except the numbers in tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,31 @@ from funcpipe._src.core.plain_tensors import is_plain
 
 
 def leaf_key(leaf: Any) -> Hashable:
-    """The key of a leaf: shape, strides, type and device of a tensor; of anything else its value.
+    """Return the key of a leaf: shape, strides, type and device of a tensor, else its value.
 
     Raises:
-        TraceError: the value cannot be compared, or the tensor is no plain one.
+        TraceError: the value cannot be hashed, or the tensor is not plain.
     """
     if isinstance(leaf, Tensor):
         if not (is_plain(leaf) or leaf.is_meta):
             raise TraceError(
-                f"it gets a {type(leaf).__name__} ({leaf.layout}), which is no plain tensor"
+                f"it gets a {type(leaf).__name__} ({leaf.layout}), which is not a plain tensor"
             )
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     try:
         hash(leaf)
     except Exception:
         raise TraceError(
-            f"it gets a {type(leaf).__name__}, which cannot be told from another; hand tensors, "
-            "numbers or strings in"
+            f"it gets a {type(leaf).__name__}, which cannot be hashed and compared; pass tensors, "
+            "numbers or strings"
         ) from None
-    # Floats by their digits: -0.0 differs from 0.0, and nan equals nan.
+    # Floats by their repr: -0.0 must differ from 0.0, and nan must equal nan. Otherwise a program
+    # would be used for another constant, or traced again for each nan.
     return (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
 
 
 def border_key(border: Border) -> Hashable:
-    """The key of a border: of its structure, flags and leaves; computed once.
+    """Return the key of a border: structure, flags and leaves. Computed once per border.
 
     Raises:
         TraceError: see `leaf_key`.
@@ -48,7 +52,7 @@ def border_key(border: Border) -> Hashable:
 
 
 def border_key_or_none(border: Border) -> Hashable:
-    """The border's `border_key`; None where that raises."""
+    """Return the border's `border_key`; None if it raises TraceError."""
     try:
         return border_key(border)
     except TraceError:
@@ -56,7 +60,7 @@ def border_key_or_none(border: Border) -> Hashable:
 
 
 def switches_key() -> Hashable:
-    """The key of torch's global settings that pick operations or kernels."""
+    """Return the key of torch's global settings that change operations or kernels."""
     autocast = [
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         for kind in ("cpu", "cuda")

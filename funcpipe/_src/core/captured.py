@@ -1,5 +1,4 @@
-"""The values that a function captures, those that were rebound since, and the modules that it
-calls."""
+"""Find the values that a function captures, names that were rebound since, and modules it calls."""
 
 from __future__ import annotations
 
@@ -13,15 +12,14 @@ from torch import nn
 
 
 def captured_values(fn: Any) -> dict[str, Any]:
-    """The values of the names that a function takes from around it: of enclosing functions, and
-    global ones."""
+    """Return the values of a function's free names: closure variables and globals."""
     if not isinstance(fn, FunctionType):
         return {}
     values: dict[str, Any] = {}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
-        except ValueError:  # it is assigned later
+        except ValueError:  # the enclosing function assigns it later
             continue
     return values | {
         name: fn.__globals__[name] for name in _globals(fn.__code__) if name in fn.__globals__
@@ -29,7 +27,7 @@ def captured_values(fn: Any) -> dict[str, Any]:
 
 
 def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
-    """The names that hold something else now than they did, with both values."""
+    """Say which names have another value now than in ``before``, with both values."""
     current = captured_values(fn)
     return [
         f"{name!r} was {_short(value)} when the stage was made, and is {_short(current[name])} now"
@@ -39,10 +37,11 @@ def rebound_names(before: Mapping[str, Any], fn: Any) -> list[str]:
 
 
 def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
-    """Modules that a function calls with parameters of its own, by id, with their names.
+    """Return the modules that a function may call with other parameters, by id, with their names.
 
-    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module for as
-    long as the call takes. One whose own parameters are frozen is called as it is.
+    ``torch.func.functional_call(module, params, x)`` puts the parameters into the module during the
+    call, so two threads must not do this with one module at once. A module whose own parameters are
+    all frozen is called with its own parameters.
     """
     values, inner = captured_values(fn), dict[int, tuple[str, nn.Module]]()
     if isinstance(fn, FunctionType):
@@ -76,14 +75,14 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Does a function compute the same with either value."""
+    """Return whether a function computes the same with either value."""
     if a is b:
         return True
-    if isinstance(a, nn.Module) and not list(a.parameters()):  # its options are in its repr
+    if isinstance(a, nn.Module) and not list(a.parameters()):  # its repr shows its options
         return type(a) is type(b) and repr(a) == repr(b)
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # tensors, and others whose == is no bool
+    except Exception:  # tensors, and other objects whose == does not return a bool
         return False
 
 

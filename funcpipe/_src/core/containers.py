@@ -1,5 +1,8 @@
-"""Containers that optree does not know by itself: how each is taken apart, and put together
-again."""
+"""Flatten and rebuild containers that optree does not know.
+
+These are subclasses of dict and UserDict, dataclasses, and containers registered with torch.
+`tree.py` registers them with optree.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,21 @@ from funcpipe._src.core.errors import native
 from funcpipe._src.core.torch_names import pytree
 
 FlattenFns: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-"""How a container is taken apart (children, structure, entries), and put together of structure and
-children."""
+"""(flatten, unflatten): flatten returns (children, structure, entries), unflatten takes (structure,
+children)."""
 
 _OF_ALL_ROWS = ("_encodings", "_n_sequences")
-"""Attributes of transformers' BatchEncoding that hold for the whole batch; in a microbatch they are
-None."""
+"""Attributes of transformers' BatchEncoding for the whole batch. A microbatch gets None instead."""
 
 
 class Attribute(str):
-    """A step into a container by an attribute of this name; other steps are keys."""
+    """A path entry that is an attribute. Other path entries are keys."""
 
     __slots__ = ()
 
 
 def flatten_fns_of(leaf: Any) -> FlattenFns | None:
-    """How to take apart a value of this type; None: it is a leaf."""
+    """Return the functions for a value's class; None if the value is a leaf."""
     kind = type(leaf)
     if issubclass(kind, (dict, UserDict)):
         return _mapping(kind)
@@ -43,8 +45,8 @@ def flatten_fns_of(leaf: Any) -> FlattenFns | None:
 
 
 def unflatten_fn_of(kind: type) -> Callable[[Any, Any], Any] | None:
-    """How to put a container of this class together, of which no instance was met; None: such are
-    leaves."""
+    """Return the unflatten function of a class that no tree contained yet; None for leaf
+    classes."""
     if issubclass(kind, (dict, UserDict)):
         return _mapping(kind)[1]
     return _record(kind)[1] if _may_be_record(kind) else None
@@ -56,19 +58,17 @@ def _may_be_record(kind: type) -> bool:
 
 
 def _is_record(leaf: Any) -> bool:
-    """Is this an instance of a dataclass, which keeps its fields itself and is nothing else
-    besides."""
+    """Return whether a value is an instance of a plain dataclass that stores its own fields."""
     kind = type(leaf)
     if not _may_be_record(kind):
         return False
-    # TensorDict's tensorclass has fields that lie elsewhere; torch's registry knows it.
+    # TensorDict's tensorclass stores its fields elsewhere; torch's registry can flatten it.
     names = {field.name for field in dataclasses.fields(kind)}
     return kind not in pytree.SUPPORTED_NODES or not names.isdisjoint(_Attributes(kind).of(leaf))
 
 
 class _Attributes:
-    """What instances of a class hold in their slots and their ``__dict__``, past properties and
-    ``__setattr__``."""
+    """Reads and writes slots and ``__dict__`` of a class's instances, bypassing properties."""
 
     def __init__(self, kind: type) -> None:
         members = {
@@ -84,7 +84,7 @@ class _Attributes:
         }
 
     def of(self, instance: Any) -> dict[str, Any]:
-        """All attributes by name, without those that are computed again when asked for."""
+        """Return all attributes by name, without cached properties."""
         out = {
             name: slot.__get__(instance)
             for name, slot in self.slots.items()
@@ -98,7 +98,7 @@ class _Attributes:
         }
 
     def put(self, instance: Any, names: Iterable[str], values: Iterable[Any]) -> None:
-        """Give a new instance its attributes."""
+        """Set the attributes of a new instance."""
         for name, value in zip(names, values, strict=True):
             if name in self.slots:
                 self.slots[name].__set__(instance, value)
@@ -107,11 +107,13 @@ class _Attributes:
 
 
 def _record(kind: Any) -> FlattenFns:
-    """For a dataclass: its fields and other attributes; rebuilt without its ``__init__``, which may
-    check."""
+    """Return the functions of a dataclass, for fields and other attributes.
+
+    Instances are rebuilt without ``__init__``, whose checks may reject gradients or None.
+    """
     fields = [field.name for field in dataclasses.fields(kind)]
     attributes = _Attributes(kind)
-    # Never set on the instance, so the class has it: init=False with a default.
+    # A field with init=False and a default may exist on the class only.
     defaults = {
         name: value
         for name in fields
@@ -133,8 +135,10 @@ def _record(kind: Any) -> FlattenFns:
 
 
 def _mapping(kind: Any) -> FlattenFns:
-    """For a mapping: its sorted items, then its attributes; rebuilt without its ``__init__``, which
-    may compute."""
+    """Return the functions of a mapping, for its sorted items and then its attributes.
+
+    Instances are rebuilt without ``__init__``, which may compute or check.
+    """
     base, user = native(kind), issubclass(kind, UserDict)
     attributes = _Attributes(kind)
     fields = _fields_that_are_items(kind, base)
@@ -172,15 +176,17 @@ def _mapping(kind: Any) -> FlattenFns:
 
 
 def _fields_that_are_items(kind: Any, base: Any) -> tuple[str, ...]:
-    """The fields of a class that keeps each as an attribute and as an item (ModelOutput); None
-    where it has no item."""
+    """Return the fields of a class that stores each field as attribute and as item (ModelOutput).
+
+    A missing item means that the attribute is None. Returns () for other classes.
+    """
     if not dataclasses.is_dataclass(kind) or getattr(kind, "__setitem__") is base.__setitem__:  # noqa: B009
         return ()
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _torch_node(kind: type) -> FlattenFns:
-    """For a class of torch's own registry: as it is registered there."""
+    """Return the functions of a class in torch's own registry."""
     node = pytree.SUPPORTED_NODES[kind]
     keyed = node.flatten_with_keys_fn
 
@@ -192,23 +198,24 @@ def _torch_node(kind: type) -> FlattenFns:
 
     def give(context: _ContainerKey, values: Iterable[Any]) -> Any:
         new = node.unflatten_fn(list(values), context.value)
-        if type(new) is not kind:  # a TensorDict with None in it becomes None
-            raise TypeError(f"what should be a {kind.__name__} became a {type(new).__name__}")
+        if type(new) is not kind:  # a TensorDict that contains None becomes None
+            raise TypeError(
+                f"the unflatten function of {kind.__name__} returned a {type(new).__name__}"
+            )
         return new
 
     return take, give
 
 
 def _entry(key: Any) -> Any:
-    """A key of torch's registry as a step of a path."""
+    """Convert a key of torch's registry to a path entry."""
     if isinstance(key, pytree.GetAttrKey):
         return Attribute(key.name)
     return getattr(key, "key", getattr(key, "idx", key))
 
 
 class _ContainerKey:
-    """What torch's registry keeps of a container besides its children, in a form that every
-    structure can have."""
+    """Wraps the context of torch's registry so that it can be hashed and compared in a structure."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -216,7 +223,7 @@ class _ContainerKey:
     def __eq__(self, other: object) -> bool:
         try:
             return isinstance(other, _ContainerKey) and bool(self.value == other.value)
-        except Exception:  # values that cannot be compared
+        except Exception:  # contexts that cannot be compared are equal only to themselves
             return self.value is other.value if isinstance(other, _ContainerKey) else False
 
     def __hash__(self) -> int:

@@ -1,5 +1,8 @@
-"""The exceptions of funcpipe: refusals list every fault, failures of stages say where they
-happened."""
+"""The exceptions of funcpipe, and the wrapping of exceptions that user code raises in a run.
+
+Checks list all faults in one error. Errors of stages carry their coordinates: stage, microbatch,
+action and device.
+"""
 
 from __future__ import annotations
 
@@ -13,67 +16,83 @@ from typing import Any, NamedTuple, NoReturn
 
 
 class FuncpipeError(Exception):
-    """The base of everything that funcpipe itself raises.
+    """The base class of all errors that funcpipe raises.
+
+    >>> try:
+    ...     fp.Schedule.parse("0F0 0X0")
+    ... except fp.FuncpipeError as error:
+    ...     print(type(error).__name__)
+    ScheduleError
 
     Attributes:
-        everywhere: does every process of the plan raise it by itself, so that none has to be told.
+        everywhere: whether each process of the plan raises the error by itself, so that no process
+            has to report it to the others.
     """
 
     everywhere: bool = False
 
 
 class ScheduleError(FuncpipeError, ValueError):
-    """A schedule is wrong by itself: the numbers show it, no stage is needed to see it."""
+    """A schedule, a cost or a search is wrong by its numbers alone, without any stage.
+
+    The message lists all faults. See `fp.schedules.check` for the rules of a schedule.
+    """
 
 
 class PlanError(FuncpipeError, ValueError):
-    """Stages, schedule and options do not fit together."""
+    """Stages, schedule and options do not fit together, or an argument is wrong."""
 
 
 class TraceError(PlanError):
-    """A compiled stage cannot be made a program.
+    """A compiled stage cannot be traced to a program.
 
     Attributes:
-        cause: what came from torch or from the stage itself, where that is all that is known.
+        cause: the error of torch or of the stage, if funcpipe knows no better explanation; else
+            None.
     """
 
     cause: Exception | None = None
 
 
 class RanksError(PlanError):
-    """The processes that run one plan together do not fit: every rank raises it, and says which
-    differ in what."""
+    """The processes that run a plan together disagree, for example about the plan or the batch.
+
+    Each rank raises this error. The message says which ranks differ, and in what.
+    """
 
     everywhere = True
 
 
 class BatchError(FuncpipeError, ValueError):
-    """A batch, its feeds or its weights cannot be cut into microbatches."""
+    """A batch, its feeds or its weights cannot be cut into microbatches, or outputs not merged."""
 
 
 class PlacementError(FuncpipeError, ValueError):
-    """A tensor lies on another device than the plan says."""
+    """A tensor is on another device than the plan says."""
 
 
 class CheckpointError(FuncpipeError, ValueError):
-    """A checkpoint is not there, not whole, damaged, or of something else than it is loaded
-    into."""
+    """A checkpoint is missing, incomplete or damaged, or does not fit the model or the
+    optimizer."""
 
 
 class DrawError(FuncpipeError, RuntimeError):
-    """A stage draws random numbers in a way that cannot be keyed."""
+    """A stage draws random numbers in a way that funcpipe cannot key by seed and microbatch."""
 
 
 class Where(NamedTuple):
-    """The coordinates of a failure.
+    """The coordinates of a failure, as ``error.funcpipe`` of a `StageError`.
+
+    >>> print(fp.typing.Where(2, "head", 0, "2F0", "1 (cpu)"))
+    in 2F0 of stage 2 ('head') at microbatch 0 on device 1 (cpu)
 
     Attributes:
-        stage: index of the stage, None outside of any stage.
-        name: the stage's name, "" if it has none.
-        microbatch: index of the microbatch, None where none is meant.
-        action: what ran, as printed in a schedule (``2F0``), or a word (``commit``).
-        device: logical device (lane) with its torch device, ``"1 (cpu)"``.
-        batch: number of the batch in an `overlap`, None outside of any.
+        stage: the index of the stage; None: the failure was outside of a stage.
+        name: the stage's name; "" for none.
+        microbatch: the index of the microbatch; None: the failure concerns no single microbatch.
+        action: the action as printed in a schedule (``2F0``), or a word (``commit``).
+        device: the index of the device (lane) with its torch device, ``"1 (cpu)"``.
+        batch: the number of the batch in an `fp.batches.overlap`; None outside of an overlap.
     """
 
     stage: int | None
@@ -97,8 +116,10 @@ class Where(NamedTuple):
 
 
 class _StageErrors(type):
-    """The metaclass of StageError and of those that `_both` makes; pickle finds these by the
-    classes they combine."""
+    """The metaclass of StageError and of the classes that `_both` makes.
+
+    Pickle looks up reducers by metaclass, and so finds the recipe to make a combined class again.
+    """
 
 
 def _recipe(kind: type) -> str | tuple[Any, ...]:
@@ -115,12 +136,12 @@ _found_by_recipe(_StageErrors)
 
 
 class StageError(FuncpipeError, metaclass=_StageErrors):
-    """User code failed inside a run.
+    """Your code raised an exception inside a run: a stage, a loss, a weight or a commit.
 
-    What ``run`` raises for an ``Exception`` of the user's is an instance of this class *and* of the
-    user's own type, so both ``except StageError`` and ``except ValueError`` catch it. ``__cause__``
-    is the original. Exceptions that are not an ``Exception`` (KeyboardInterrupt, SystemExit) arrive
-    as the very object. Both carry `funcpipe`, the coordinates, and a note that says them.
+    `run` raises an instance of this class *and* of the original type. So both ``except
+    fp.StageError`` and ``except ValueError`` catch a ValueError. ``__cause__`` is the original
+    error. KeyboardInterrupt and SystemExit are not wrapped. All carry the coordinates, in
+    ``error.funcpipe`` and in a note below the message.
 
     >>> broken = fp.stage(lambda p, x: 1 / 0)
     >>> plan = fp.make_plan([broken], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
@@ -129,30 +150,39 @@ class StageError(FuncpipeError, metaclass=_StageErrors):
     ... except ZeroDivisionError as error:
     ...     print(error.funcpipe.action, isinstance(error, fp.StageError))
     0F0 True
+
+    Attributes:
+        funcpipe: the coordinates of the failure.
     """
 
     funcpipe: Where = Where(None, "", None, "", "")
 
 
 class NotFiniteError(StageError, ArithmeticError):
-    """With ``check="finite"``: a stage made NaN or Inf. It is the first in its lane's order."""
+    """A stage computed NaN or Inf in a run with ``check="finite"``.
+
+    The error names the first such action in the order of its lane.
+    """
 
 
 class RunTimeout(FuncpipeError, TimeoutError):
-    """With ``timeout=``: nothing went on for so long. The message says what every lane did last and
-    waits for."""
+    """No lane made progress for the ``timeout=`` of a run.
+
+    The message says the last action of each lane, and what the lane waits for.
+    """
 
 
 class PeerError(FuncpipeError, ConnectionError):
-    """Another process of the plan failed, or is lost. The message contains its error, or the last
-    known facts.
+    """Another process of the plan failed, or the connection to it was lost.
+
+    The message contains the error of the other process, or the last known facts about it.
 
     Attributes:
-        rank: of that process, among all that run the plan (with replicas, those of one after those
-            of the other); None: nobody knows which.
-        process: the number of that process in the job, as in torch.distributed and in torchrun's
-            logs; None: unknown.
-        funcpipe: the coordinates of its failure, where it failed inside of a stage.
+        rank: the rank of the other process among all processes of the plan, counted replica after
+            replica. None: not known.
+        process: the number of the other process in the job, as in torch.distributed and in the logs
+            of torchrun. None: not known.
+        funcpipe: the coordinates of the failure, if the other process failed inside a stage.
     """
 
     rank: int | None = None
@@ -161,8 +191,8 @@ class PeerError(FuncpipeError, ConnectionError):
 
 
 def bullets(title: str, faults: Iterable[str], most: int | None = None) -> str:
-    """One message for many faults: a title, then a line for each, or for so many and how many more
-    there are."""
+    """Write one message for many faults: a title, then one line per fault, at most ``most``
+    lines."""
     lines = list(faults)
     if most is not None and len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more"]
@@ -176,19 +206,17 @@ def raise_all(
     *,
     most: int | None = None,
 ) -> None:
-    """Raise one error for all faults, if there are any; its message lists no more than ``most`` of
-    them."""
+    """Raise one error for all faults, if there are any. The message lists at most ``most``."""
     if faults:
         raise kind(bullets(title, faults, most))
 
 
 def located(error: BaseException, where: Where) -> BaseException:
-    """What a run raises for ``error``: it knows where it happened and keeps the type that the user
-    raised.
+    """Return the exception that a run raises for ``error``, with its coordinates.
 
     An ``Exception`` becomes an instance of StageError and of its own type, built without running
-    the user's ``__init__``. Types that refuse it (final classes, odd layouts) become a plain
-    StageError. Anything else stays the very object, with the coordinates attached.
+    the user's ``__init__``. If Python cannot combine the types (final classes, odd layouts), it
+    becomes a plain StageError. Other exceptions stay the same object, with coordinates attached.
     """
     if isinstance(error, StageError) and "funcpipe" in error.__dict__:
         return error  # it has its coordinates
@@ -197,9 +225,8 @@ def located(error: BaseException, where: Where) -> BaseException:
         return error
     new = _twin(error)
     _attach(new, where)
-    error.with_traceback(
-        without_own_frames(error.__traceback__)
-    )  # a frozen dataclass refuses assignments
+    # with_traceback, because an exception that is a frozen dataclass refuses assignments.
+    error.with_traceback(without_own_frames(error.__traceback__))
     new.__cause__ = error
     return new
 
@@ -208,10 +235,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package. A traceback with no other frames stays
-    as it is.
+    """Return a traceback without the frames of this package, if it has other frames.
 
-    With ``FUNCPIPE_TRACEBACKS=full`` in the environment every frame stays.
+    With ``FUNCPIPE_TRACEBACKS=full`` in the environment, all frames stay.
     """
     others: list[TracebackType] = []
     step = None if os.environ.get("FUNCPIPE_TRACEBACKS") == "full" else trace
@@ -225,8 +251,8 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def at_batch(error: BaseException, where: Where) -> BaseException:
-    """The same error, which knows the batch of an overlap that it belongs to; what a run inside of
-    it said stays."""
+    """Attach the number of an overlap's batch to an error, and keep the coordinates of an inner
+    run."""
     inner: Where | None = error.__dict__.get("funcpipe")
     _attach(error, where)
     if inner is not None and inner.batch is None:
@@ -235,7 +261,7 @@ def at_batch(error: BaseException, where: Where) -> BaseException:
 
 
 def fail(error: BaseException, where: Where) -> NoReturn:
-    """Raise what a run raises for ``error``."""
+    """Raise the exception that a run raises for ``error``."""
     failure = located(error, where)
     try:
         raise failure
@@ -244,7 +270,8 @@ def fail(error: BaseException, where: Where) -> NoReturn:
 
 
 def _attach(error: BaseException, where: Where) -> None:
-    # Not setattr and not add_note: a frozen dataclass may be an exception.
+    # Writes into __dict__, because setattr and add_note fail for an exception that is a frozen
+    # dataclass.
     fields = error.__dict__
     fields["funcpipe"] = where
     fields.setdefault("__notes__", []).append(str(where))
@@ -264,13 +291,13 @@ def _twin(error: Exception) -> StageError:
 
 @functools.lru_cache(maxsize=256)
 def _both(kind: type[Exception]) -> type[StageError] | None:
-    """A class that is StageError and ``kind``, or None where Python refuses such a class."""
+    """Return a class that is a StageError and a ``kind``; None if Python cannot make one."""
 
     def text(self: Exception) -> str:
         return kind.__str__(self)
 
     def reduce(self: Exception) -> Any:
-        # A class made at run time cannot be found by pickle: the plain form travels.
+        # Pickle cannot find a class made at run time, so it gets a plain StageError instead.
         return (
             _plain,
             (
@@ -288,9 +315,9 @@ def _both(kind: type[Exception]) -> type[StageError] | None:
     }
     try:
         metaclass = _StageErrors
-        if not issubclass(
-            metaclass, type(kind)
-        ):  # a metaclass of the user's; copyreg goes by exact types
+        # If the user's class has its own metaclass, both metaclasses must be combined. The new one
+        # is registered again, because copyreg looks up exact types.
+        if not issubclass(metaclass, type(kind)):
             metaclass = _found_by_recipe(type(type(kind).__name__, (_StageErrors, type(kind)), {}))
         return metaclass(f"StageError[{kind.__name__}]", (StageError, kind), body)
     except TypeError:
@@ -304,16 +331,16 @@ def _plain(message: str, where: Where, notes: list[str]) -> StageError:
 
 
 def _blank(kind: type[StageError], source: Exception) -> StageError:
-    """An instance of ``kind`` with everything that ``source`` holds, the user's ``__init__`` not
-    run."""
+    """Return an instance of ``kind`` with the fields of ``source``, without the user's
+    ``__init__``."""
     try:
         new = kind.__new__(kind, *source.args)
-    except TypeError:  # MemoryError's own is refused where MemoryError is not the first base
+    except TypeError:  # MemoryError.__new__ fails if MemoryError is not the first base
         new = BaseException.__new__(kind, *source.args)
     try:
         native(type(source)).__init__(new, *source.args)
     except TypeError:
-        pass  # wants other arguments than it keeps; its fields are copied below
+        pass  # its __init__ takes other arguments than it keeps; the fields are copied below
     new.args = source.args
     fields = {key: value for key, value in source.__dict__.items() if key != "__notes__"}
     vars(new).update(fields, __notes__=list(getattr(source, "__notes__", ())))
@@ -328,12 +355,12 @@ def _blank(kind: type[StageError], source: Exception) -> StageError:
 
 
 def native(kind: type) -> Any:
-    """The nearest class made in C, which makes the instances."""
+    """Return the nearest base class made in C, which allocates the instances."""
     return next(base for base in kind.__mro__ if not base.__flags__ & (1 << 9))
 
 
 def _members(kind: type) -> Iterable[str]:
-    """Names of the slots and C fields of an exception class: errno, name, object, start, ..."""
+    """Yield the slots and C fields of an exception class: errno, name, object, start, ..."""
     for base in kind.__mro__:
         if base is BaseException or base is object:
             return

@@ -1,9 +1,8 @@
-"""The calls of modules and regions of ``torch.utils.checkpoint`` that this thread is in, read from
-the Python stack.
+"""Find the module calls and ``torch.utils.checkpoint`` regions on this thread's Python stack.
 
-Torch does not say when a call of a module that is not ours begins or ends. Functions are known by
-their code objects, which are public, and not by the names of files or functions. One call is told
-from another by the dict of its ``**kwargs``, which Python makes anew for every call.
+Torch has no hook for the begin and end of calls of foreign modules. Functions are recognized by
+their code objects, which are public, not by names of files or functions. Calls are distinguished by
+the dict of their ``**kwargs``, because Python makes a new dict for each call.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 MODULE_CALL: CodeType = nn.Module.__call__.__code__
-"""The code of a module's call."""
+"""The code object of a module's call."""
 
 
 def _region_codes() -> frozenset[CodeType]:
@@ -27,18 +26,18 @@ def _region_codes() -> frozenset[CodeType]:
     try:
         curried = checkpoint(use_reentrant=False)(_region_codes)
         codes.append(type(curried).__call__.__code__)
-    except TypeError:  # torch 2.15 is the first that has this form
+    except TypeError:  # this form exists from torch 2.15 on
         pass
     return frozenset(codes)
 
 
 REGIONS = _region_codes()
-"""The codes of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)``
+"""The code objects of ``checkpoint(function, ...)``, and of the callable that ``checkpoint(...)``
 returns."""
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of this thread, the caller's first."""
+    """Yield the frames of this thread, beginning with the caller's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -46,7 +45,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def own_dict(frame: FrameType) -> dict[Any, Any]:
-    """The dict of a call's ``**kwargs``, which no other call has."""
+    """Return the dict of a call's ``**kwargs``, which identifies the call."""
     call = inspect.getargvalues(frame)
     assert call.keywords is not None
     return call.locals[call.keywords]

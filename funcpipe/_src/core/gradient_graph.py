@@ -1,4 +1,4 @@
-"""The graph of autograd behind some values."""
+"""Walk the autograd graph behind some values, and run backwards through it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _LeafNode: type[Any] = type(_leaf_view.grad_fn.next_functions[0][0])
 
 
 def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[Any]:
-    """Every node of the graph behind some tensors, edges or nodes, once; ``visited`` are left out,
-    and get the rest."""
+    """Yield each node of the graph behind some tensors, edges or nodes.
+
+    Skips the nodes in ``visited``, and adds the yielded nodes to it.
+    """
     seen: set[Any] = set() if visited is None else visited
     todo: list[Any] = [
         root.node
@@ -39,9 +41,9 @@ def nodes_of(roots: Iterable[Any], visited: set[Any] | None = None) -> Iterator[
 def has_foreign_leaf(
     roots: Sequence[Tensor], known: Collection[int], inputs: Collection[int]
 ) -> bool:
-    """Whether the graph behind some tensors has a leaf whose ``id`` is in neither collection.
+    """Return whether the graph behind some tensors has a leaf whose id is in neither collection.
 
-    Every run calls this for each stage, so it stops at the first such leaf, and collects nothing.
+    Runs call this for each stage, so it stops at the first such leaf and collects nothing.
     """
     nodes: list[Any] = []
     for root in roots:
@@ -69,7 +71,7 @@ def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
 
 
 def has_reentrant_checkpoint(roots: Sequence[Tensor]) -> bool:
-    """Whether a reentrant ``torch.utils.checkpoint`` is in the graph behind some tensors."""
+    """Return whether a reentrant ``torch.utils.checkpoint`` is in the graph behind some tensors."""
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_of(roots))
 
 
@@ -80,12 +82,11 @@ def walk_back(
     *,
     keep_graph: bool = False,
 ) -> None:
-    """``torch.autograd.backward`` from its second half on: gradients have the shapes of their roots
-    here.
+    """Do the work of ``torch.autograd.backward`` without its checks of the arguments.
 
-    The first half looks at every pair for nested tensors, symbolic shapes and more, and costs as
-    much as the backward of a small stage. Without ``leaves`` it goes to all that require a
-    gradient.
+    These checks (nested tensors, symbolic shapes, ...) cost as much as the backward of a small
+    stage. The caller guarantees that each gradient has the shape of its root. Without ``leaves``,
+    gradients go to all leaves that require them.
     """
     found = tuple(roots), tuple(gradients), keep_graph, False, tuple(leaves)
     run_backward(*found, allow_unreachable=True, accumulate_grad=True)

@@ -1,5 +1,7 @@
-"""Tensors that an object hides from a tree: in attributes, closures, sets, wherever Python keeps
-references."""
+"""Find tensors that an object hides from a tree: in attributes, closures, sets and elsewhere.
+
+A run could not cut, move or differentiate such tensors. `tree.py` decides where they raise.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,28 @@ _PLAIN: frozenset[type] = frozenset(
     }
 )
 ATOMS: frozenset[type] = _PLAIN | {Tensor, nn.Parameter, FakeTensor}
-"""Types of leaves that need no second look."""
+"""Types of leaves that hide no tensors."""
 
 _CONTAINERS: frozenset[type] = frozenset({list, tuple, dict, set, frozenset})
 
 _ELSEWHERE = (type, ModuleType, Enum, CodeType, FrameType, TracebackType, logging.Filterer)
-"""Types of what objects refer to and do not hold: a logger knows all others, and what their
-handlers have kept."""
+"""Types that objects refer to but do not contain. A logger refers to all other loggers, and to the
+records that their handlers keep."""
 
 _ENOUGH = 10_000
-"""How many objects are looked into, the nearest first: a leaf with more (an index, a trie) makes no
-run slower."""
+"""The most objects to look into, the nearest first, so that a huge leaf (an index, a trie) does not
+slow a run."""
 
 
 def fault_of(leaf: Any) -> str:
-    """Why something that is no container cannot stand in a tree, in words; "": it can."""
+    """Say why a leaf cannot be part of a tree; "" if it can."""
     kind = type(leaf)
     if kind in ATOMS:
         return ""
     if issubclass(kind, (Iterator, Awaitable)):
         return (
-            f"is a {kind.__name__}, which can be read only once, and each microbatch would read "
-            "on where another stopped: make it a tuple"
+            f"is a {kind.__name__}, which can be read only once, so each microbatch would continue "
+            "where another stopped: make it a tuple"
         )
     if not hides_tensors((leaf,)):
         return ""
@@ -60,15 +62,15 @@ def fault_of(leaf: Any) -> str:
         return built
     return (
         f"is a {kind.__name__}, which hides tensors: they would not be cut, moved or "
-        "differentiated. Use a dict, a tuple or a dataclass, or say how it is taken apart: "
+        "differentiated. Use a dict, a tuple or a dataclass, or register the class: "
         f"optree.register_pytree_node({kind.__name__}, flatten, unflatten, namespace='funcpipe')"
     )
 
 
 def built_in_the_stage(value: Any) -> str:
-    """Say why an object whose functions close over tensors (a mask's rule) cannot be in a tree.
+    """Say why an object with functions that close over tensors cannot be in a tree; "" for others.
 
-    Returns "" for objects without such functions.
+    An example is the mask function of an attention.
     """
     functions = [inner for inner in _held(value) if isinstance(inner, FunctionType)]
     functions += [
@@ -83,21 +85,23 @@ def built_in_the_stage(value: Any) -> str:
     name = type(value).__name__
     return (
         f"is a {name} with a function that closes over tensors: they would not be cut, moved or "
-        f"differentiated. Give these tensors in the batch, and make the {name} of them in the "
-        "stage that uses it; or say how it is taken apart, these tensors among its children: "
+        f"differentiated. Give these tensors in the batch, and make the {name} from them in the "
+        "stage that uses it; or register the class, with these tensors among its children: "
         f"optree.register_pytree_node({name}, flatten, unflatten, namespace='funcpipe')"
     )
 
 
 def hides_tensors(values: Iterable[Any]) -> bool:
-    """Do values that are no tensors hold any, at any depth: in attributes, entries, closures, bound
-    arguments."""
-    # By type alone: isinstance asks proxies what they stand for.
+    """Return whether values that are not tensors contain tensors, at any depth.
+
+    Looks into attributes, entries, closures and bound arguments.
+    """
+    # issubclass of the type, because isinstance asks proxies for the class of their target.
     todo = [value for value in values if not issubclass(type(value), (Tensor, *_ELSEWHERE))]
     visited = set(map(id, todo))
-    for holder in todo:  # which grows
+    for holder in todo:  # the loop appends to the list
         referents = _held(holder)
-        kinds = set(map(type, referents)) - _PLAIN  # quick also for a vocabulary
+        kinds = set(map(type, referents)) - _PLAIN  # fast even for a large vocabulary
         if any(issubclass(kind, Tensor) for kind in kinds):
             return True
         kinds = {kind for kind in kinds if not issubclass(kind, _ELSEWHERE)}
@@ -111,8 +115,7 @@ def hides_tensors(values: Iterable[Any]) -> bool:
 
 
 def only_plain(containers: list[Any]) -> bool:
-    """Are these containers of Python with nothing but numbers, words and the like in them; a quick
-    look."""
+    """Return whether these are plain Python containers of numbers, strings and the like. Fast."""
     for value in containers:
         if type(value) not in _CONTAINERS:
             return False
@@ -123,16 +126,14 @@ def only_plain(containers: list[Any]) -> bool:
 
 
 def _held(value: Any) -> list[Any]:
-    """The objects that a value holds, without what it shares with the rest of the program."""
+    """Return the objects that a value contains, without objects that it shares with the program."""
     kind = type(value)
-    if kind is FunctionType:  # not its globals
+    if kind is FunctionType:  # not its globals, which belong to the module
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if (
-        kind is dict and "__builtins__" in value
-    ):  # a module's globals, reached by code without its function
+    if kind is dict and "__builtins__" in value:  # the globals of a module
         return []
     referents = gc.get_referents(value)
-    if issubclass(kind, nn.Module):  # a scripted one has its parameters elsewhere
+    if issubclass(kind, nn.Module):  # a scripted module stores its parameters outside of Python
         referents += [*value.parameters(), *value.buffers()]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):

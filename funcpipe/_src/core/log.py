@@ -1,8 +1,7 @@
-"""What is decided is logged under the name ``funcpipe``; nothing is shown unless the program asks
-`logging` for it.
+"""Log decisions with the logger ``funcpipe``. Nothing is shown unless the program configures it.
 
-INFO is what was decided anew (who runs a plan, what was compiled or recorded, or why not), DEBUG
-the same again, for each run. Nothing is logged for each action.
+INFO: a new decision, such as the executor of a plan, or why a stage was not compiled. DEBUG: the
+same decision again, for each run. Single actions are not logged.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _said = Remembered(_nothing_yet)
 
 
 def decided(subject: object, message: str, *arguments: object) -> None:
-    """Log a decision about an object: at INFO when it is new, at DEBUG when it is as it was before.
+    """Log a decision about an object: at INFO if it is new, at DEBUG if it is repeated.
 
     Args:
-        subject: what it is about; told by identity, and held weakly.
-        message: with a ``%s`` for each argument, put together only if somebody reads it.
-        arguments: hashable.
+        subject: the object. Compared by identity, and referenced weakly.
+        message: the message, with ``%s`` for each argument. Formatted only if a handler needs it.
+        arguments: the arguments; hashable.
     """
     if log.isEnabledFor(logging.INFO):
         said = _said(subject)

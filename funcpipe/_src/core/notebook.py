@@ -1,8 +1,7 @@
-"""What objects show in a notebook: what they say of themselves, as HTML; pictures are the room
-`view`'s.
+"""The HTML that objects show in a notebook: facts, tables and a place for pictures.
 
-The HTML inherits text colour and background, so it fits a light page or a dark one, and scrolls
-where it is too wide.
+`view/draw.py` makes the pictures. The HTML inherits text colour and background, so it fits light
+and dark pages. It scrolls if it is too wide.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ _STYLE = (
     ".funcpipe-shown th{font-weight:400;opacity:.75;vertical-align:bottom}"
     ".funcpipe-shown .word{text-align:left}"
 )
-"""The same for every object: several of them in one page cannot disturb each other."""
+"""The style sheet. It is equal for all objects, so several objects on a page do not conflict."""
 
 
 @singledispatch
 def picture(thing: object) -> str:
-    """The picture of a thing, as HTML; "" where it has none.
+    """Return the picture of an object as HTML; "" if it has none.
 
-    This room knows no pictures. `view/draw.py` says here what those of schedules, plans and
-    timelines are.
+    `view/draw.py` registers the functions for schedules, plans and timelines, because `core` must
+    not import `view`.
     """
     return ""
 
 
 def shown(method: Callable[[T], str]) -> Callable[[T], str | None]:
-    """A ``_repr_html_`` that gives None, for which a notebook takes the words of ``repr``, instead
-    of an error."""
+    """Decorate a ``_repr_html_`` to return None instead of raising. A notebook then uses
+    ``repr``."""
 
     @wraps(method)
     def html(self: T) -> str | None:
@@ -64,7 +63,7 @@ def shown(method: Callable[[T], str]) -> Callable[[T], str | None]:
 
 
 def page(kind: str, facts: Facts, *parts: str) -> str:
-    """What an object says of itself, and further parts below it."""
+    """Return HTML with the facts about an object, and further parts below."""
     pairs = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts if words
     )

@@ -1,4 +1,4 @@
-"""Many whole numbers in little memory, which nobody changes."""
+"""An immutable sequence of many small ints in little memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, overload
 
 
 class Packed(Sequence[int]):
-    """Whole numbers below 2**31 as a tuple would hold them, in 4 bytes each. Compares with its
-    like, hashes, pickles.
+    """An immutable sequence of ints below 2**31, in 4 bytes each. Compares, hashes and pickles.
 
     >>> numbers = Packed([3, 1, 2])
     >>> numbers, numbers[0], numbers[1:], numbers == Packed((3, 1, 2))

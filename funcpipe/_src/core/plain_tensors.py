@@ -1,4 +1,4 @@
-"""Tells plain tensors from others, and finds the addresses of their memory."""
+"""Recognize plain tensors, and find the addresses of their memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from funcpipe._src.core.torch_names import data_address, is_shared_lazily, is_ze
 
 
 def address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins; all that share it, even copy-on-write, have the same. 0:
-    it has none."""
+    """Return the address of a tensor's memory; 0 if it has none.
+
+    Copy-on-write copies have the address of the original. Reading it does not end the sharing.
+    """
     return data_address(tensor)
 
 
 def addresses(leaves: Sequence[Any]) -> frozenset[int]:
-    """The addresses of all plain tensors among some leaves."""
+    """Return the addresses of the plain tensors among some leaves."""
     return frozenset(
         address(leaf) for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf)
     )
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Is this torch's own dense tensor, without a wrapper or a lazy bit, with memory that can be
-    taken as it is."""
+    """Return whether a tensor is a dense torch tensor whose memory contains its numbers.
+
+    Subclasses, sparse, quantized, meta and nested tensors are not plain, nor are tensors with a
+    pending conjugation or negation.
+    """
     kind = type(tensor)
     odd = (
         tensor.layout is not torch.strided
@@ -40,6 +45,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """The tensor; a copy where its memory is shared copy-on-write, so that no stream could be
-    recorded on it."""
+    """Return the tensor, or a real copy if its memory is shared copy-on-write.
+
+    Torch cannot record a stream on memory that is shared copy-on-write.
+    """
     return tensor.clone() if is_shared_lazily(tensor) else tensor

@@ -1,7 +1,6 @@
-"""How far a long call has come: told to a function, or shown on stderr while the call runs.
+"""Report the progress of a long call, to a function or on stderr.
 
-Nothing here runs in a thread of its own: the call itself tells, between its steps, at most ten
-times a second.
+Does not use a thread: the call itself reports between its steps, at most ten times per second.
 """
 
 from __future__ import annotations
@@ -19,27 +18,32 @@ from typing import Any, NamedTuple, Protocol, TextIO, TypeAlias
 from funcpipe._src.core.errors import PlanError
 
 EVERY = 0.1
-"""Seconds between two that are told at least, while the phase stays."""
+"""The least seconds between two reports of one phase."""
 _EVERY_LINE = 10.0
-"""Seconds between two lines at least, where a line cannot be written anew, while the phase
-stays."""
+"""The least seconds between two lines of one phase, if a line cannot be overwritten."""
 _WIDE = 20
-"""Columns of a bar of letters."""
+"""The columns of a bar of letters."""
 
 
 class CallProgress(NamedTuple):
-    """How far a long call has come; ``str`` of it is one line.
+    """The progress of a long call, as the function ``progress=`` receives it.
+
+    ``str`` of a progress is one line.
+
+    >>> print(fp.typing.CallProgress("search", "rules", 40, 100, "schedules", 1.5))
+    search: rules, 40 of 100 schedules, 1.5 s
 
     Attributes:
-        call: the function: "search", "profile", "plan_for", "split", "warmup".
-        phase: what it does now; "done" at last.
-        done: how much of what it counts is done.
-        total: of how much; None: not known yet. It may end earlier.
-        unit: what it counts, "schedules".
-        seconds: since the call began.
-        limit: the seconds after which it is cut short; None: it has no such limit.
-        best: the best value so far; None: none is known, or nothing is searched.
-        gap: how far above the lower bound the best is at most, of 1; None: not known.
+        call: the name of the function: "search", "profile", "plan_for", "split" or "warmup".
+        phase: the name of the present phase; "done" at the end.
+        done: the number of finished units.
+        total: the number of all units; None: not known yet. A call may end earlier.
+        unit: the name of a unit, such as "schedules".
+        seconds: the seconds since the call began.
+        limit: the time limit of the call in seconds; None: no limit.
+        best: the best value so far; None: not known, or the call does not search.
+        gap: the largest possible distance of ``best`` from the optimum, as a share of the lower
+            bound. None: not known.
     """
 
     call: str
@@ -54,8 +58,7 @@ class CallProgress(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much of the call is over, of 1: of what it counts or of its seconds, whichever is
-        more."""
+        """The finished share of the call, from 0 to 1: of its units or of its time, the larger."""
         counted = self.done / self.total if self.total else 0.0
         timed = self.seconds / self.limit if self.limit else 0.0
         return 1.0 if self.phase == "done" else min(1.0, max(counted, timed))
@@ -78,16 +81,16 @@ class CallProgress(NamedTuple):
 
 
 ProgressTo: TypeAlias = bool | Callable[[CallProgress], object]
-"""The argument ``progress``: a function that is told, or whether to show it."""
+"""The argument ``progress``: a function that receives reports, or whether to show them."""
 
 
 class Teller:
-    """What a call tells; everything is free where nobody listens.
+    """Sends the reports of one call. All methods are cheap if no one listens.
 
     Attributes:
-        on: does somebody listen.
-        total: of how many steps; None: not known yet.
-        look: gives the best value and its gap, or None for what is not known.
+        on: whether someone listens.
+        total: the number of all units; None: not known yet.
+        look: returns the best value and its gap, each None if not known.
     """
 
     def __init__(
@@ -112,21 +115,21 @@ class Teller:
         self._began = self._last = perf_counter()
 
     def phase(self, name: str, done: int | None = None) -> None:
-        """Another phase begins. It is told where it is new."""
+        """Begin a phase, and report it if it is new."""
         if self._to is None or (name == self._phase and done is None):
             return
         self._phase, self._done = name, self._done if done is None else done
         self._tell(perf_counter())
 
     def to(self, done: int) -> None:
-        """So much is done; told where the last time is long enough ago."""
+        """Set the number of finished units, and report it unless the last report is recent."""
         if self._to is None:
             return
         self._done = done
         self.again()
 
     def again(self) -> None:
-        """Still at it; told where the last time is long enough ago."""
+        """Report the elapsed time, unless the last report is recent."""
         if self._to is not None and (now := perf_counter()) - self._last >= EVERY:
             self._tell(now)
 
@@ -142,30 +145,29 @@ class Teller:
             self._limit,
         )
         self._to(CallProgress(*row, *self.look()))
-        self._last = perf_counter()  # what takes long is told less often
+        self._last = perf_counter()  # read again, so that a slow listener does not slow the call
 
 
 @contextmanager
 def telling(
     call: str, progress: ProgressTo, *, unit: str, total: int | None = None, limit: float = inf
 ) -> Generator[Teller]:
-    """Where a call tells how far it has come. What is shown is taken away at the end, however the
-    call ends.
+    """Yield the `Teller` of a call. Removes the display at the end, also after an exception.
 
     Args:
-        call: its name.
-        progress: who is told: a function; True: stderr shows it; False: nobody.
-        unit: what is counted.
-        total: of how many.
-        limit: the seconds after which the call is cut short.
+        call: the name of the call.
+        progress: a function that receives reports; True: show reports on stderr; False: no reports.
+        unit: the name of a unit.
+        total: the number of all units.
+        limit: the time limit of the call in seconds.
 
     Raises:
-        PlanError: progress is none of these. What the function raises ends the call.
+        PlanError: ``progress`` is none of these. An exception of the function ends the call.
     """
     if not (isinstance(progress, bool) or callable(progress)):
         raise PlanError(
-            f"progress is a function, True or False; got {progress!r}; progress=True shows it, "
-            "progress=print prints it"
+            f"progress must be a function, True or False; got {progress!r}; progress=True shows a "
+            "bar, progress=print prints each report"
         )
     if isinstance(progress, bool):
         shown = display() if progress else None
@@ -182,20 +184,20 @@ def telling(
 
 
 class Display(Protocol):
-    """Something that shows progress."""
+    """An object that shows progress."""
 
     def show(self, progress: CallProgress) -> None:
-        """Show it, in place of the last one."""
+        """Show a report in place of the last one."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         ...
 
 
 def display(file: TextIO | None = None) -> Display:
-    """How stderr, or another file, can show progress: a bar of rich, a line that is written anew,
-    or several lines."""
+    """Choose a display for stderr or another file: rich's bar, an overwritten line, or several
+    lines."""
     out: TextIO = file or sys.stderr
     terminal = out.isatty() and os.environ.get("TERM") != "dumb"
     if terminal:
@@ -203,20 +205,19 @@ def display(file: TextIO | None = None) -> Display:
             return _RichBar(out)
         except ImportError:  # the extra `demo` has it
             pass
-    notebook = type(out).__module__.startswith(
-        "ipykernel"
-    )  # no terminal, but \r begins a line anew
+    # A notebook is not a terminal, but \r overwrites the line there too.
+    notebook = type(out).__module__.startswith("ipykernel")
     return _TextDisplay(out, anew=terminal or notebook, stays=notebook)
 
 
 class _RichBar:
-    """A bar of rich, without its thread; it goes when the call ends."""
+    """A bar of rich, without rich's thread. Disappears when the call ends."""
 
     def __init__(self, file: TextIO) -> None:
         rich, bars = import_module("rich.console"), import_module("rich.progress")
         text = bars.TextColumn("{task.description}", markup=False)
-        # With its own console, so bars of the caller's do not meet it; what the caller prints goes
-        # where it went.
+        # Its own console, so that bars of the caller do not collide with it. Without redirection,
+        # so that prints of the caller go where they went before.
         self._bar: Any = bars.Progress(
             bars.BarColumn(_WIDE),
             text,
@@ -241,33 +242,32 @@ class _RichBar:
 
 
 class TextLine:
-    """A line of a terminal that is written anew."""
+    """A line of a terminal that is overwritten."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._wide = file, 0
 
     def write(self, text: str) -> None:
-        """Put a text in the place of the last one."""
+        """Replace the last text."""
         self._file.write(f"\r{text:<{self._wide}}")
         self._file.flush()
         self._wide = len(text)
 
     def end(self, *, stays: bool) -> None:
-        """Begin the next line, or leave this one empty."""
+        """Begin the next line, or clear this line."""
         if self._wide:
             self._file.write("\n" if stays else f"\r{' ' * self._wide}\r")
             self._file.flush()
 
 
 def bar(share: float) -> str:
-    """A bar of letters, filled to a share of 1."""
+    """Return a bar of letters, filled to a share from 0 to 1."""
     full = int(_WIDE * min(1.0, share))
     return f"[{'#' * full}{' ' * (_WIDE - full)}]"
 
 
 class _TextDisplay:
-    """The same as text: one line that is written anew; where a file cannot have that, a line now
-    and then."""
+    """A display of text: one overwritten line, or a new line now and then."""
 
     def __init__(self, file: TextIO, *, anew: bool, stays: bool) -> None:
         self._file, self._stays = file, stays

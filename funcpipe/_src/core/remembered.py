@@ -1,5 +1,4 @@
-"""Caches of frozen data: of values computed of objects, kept as long as these live; none of it is
-pickled."""
+"""Caches of values computed from objects, for the lifetime of the objects. Not pickled."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ V = TypeVar("V")
 
 
 def declared_fields(self: Any) -> dict[str, Any]:
-    """The state that a dataclass pickles and copies: its fields, not what cached properties have
-    worked out of them."""
+    """Return the state of a dataclass for pickle and copy: its fields, without cached
+    properties."""
     return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
 
 class Remembered(Generic[T, V]):
-    """A function of one object that is called once for each; objects are told by identity, not
-    compared.
+    """Caches a function of one object. Objects are compared by identity.
 
-    The value must not hold the object, or both would live for ever. Two threads that ask at once
-    may both call the function.
+    The value must not refer to the object, or neither would ever be freed. Two threads that call at
+    the same time may both compute the value.
 
     >>> class Thing: pass
     >>> size = Remembered(lambda thing: [])
@@ -36,7 +34,7 @@ class Remembered(Generic[T, V]):
         self._found: dict[int, tuple[weakref.ref[Any], V]] = {}
 
     def __call__(self, subject: T) -> V:
-        """The value for an object."""
+        """Return the value for an object, computed at the first call."""
         entry = self._found.get(id(subject))
         if entry is None or entry[0]() is not subject:
             entry = self._found[id(subject)] = (
@@ -46,10 +44,10 @@ class Remembered(Generic[T, V]):
         return entry[1]
 
     def _forget(self, key: int) -> Callable[[weakref.ref[Any]], None]:
-        """A callback that drops the value when its object ends, unless a newer object has this
-        identity by then."""
+        """Return a callback that drops the value when its object is freed."""
 
         def forget(ended: weakref.ref[Any]) -> None:
+            # A new object may have the id of the freed one by now; its value must stay.
             if key in self._found and self._found[key][0] is ended:
                 del self._found[key]
 

@@ -1,4 +1,4 @@
-"""What objects say of themselves at a prompt: short, cheap, and never an error."""
+"""Short texts about objects for ``repr`` and messages. They are cheap to make, and do not raise."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from funcpipe._src.core.words import size_of
 T = TypeVar("T")
 
 Facts = list[tuple[str, str]]
-"""What an object says of itself: (of what, in words), the most important first."""
+"""Facts about an object as (name, words), the most important first."""
 
 
 def guarded(method: Callable[[T], str]) -> Callable[[T], str]:
-    """A ``__repr__`` that says what went wrong instead of raising it: debuggers and loggers call it
-    at bad moments."""
+    """Decorate a ``__repr__`` to return the error as text instead of raising.
+
+    Debuggers and loggers call ``__repr__`` while an object may be half-built.
+    """
 
     @wraps(method)
     def words(self: T) -> str:
@@ -32,7 +34,7 @@ def guarded(method: Callable[[T], str]) -> Callable[[T], str]:
 
 
 def line(kind: str, facts: Iterable[tuple[str, str]]) -> str:
-    """An object in a line.
+    """Write facts about an object in one line.
 
     >>> line("Cake", [("layers", "3: sponge, cream, sponge"), ("candles", ""), ("slices", "8")])
     '<Cake: layers 3: sponge, cream, sponge; slices 8>'
@@ -41,7 +43,7 @@ def line(kind: str, facts: Iterable[tuple[str, str]]) -> str:
 
 
 def some(words: Iterable[object], gap: str = ", ", most: int = 6) -> str:
-    """The words, of many the first ones and the last.
+    """Join words; of many words only the first ones and the last.
 
     >>> some(range(20)), some("abc", " | ")
     ('0, 1, 2, 3, 4, ..., 19', 'a | b | c')
@@ -75,7 +77,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def amount_of(tree: Tree) -> str:
-    """How many tensors are in a tree, each counted once, and their bytes; "" for none."""
+    """Say the number of distinct tensors in a tree, and their bytes; "" for none."""
     tensors = {id(leaf): leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)}.values()
     return (
         f"{named(len(tensors), 'tensor')}, {size_of(sum(map(_bytes_of, tensors)))}"
@@ -85,7 +87,7 @@ def amount_of(tree: Tree) -> str:
 
 
 def shapes_of(tree: Tree) -> str:
-    """Types and shapes of what is in a tree, in a dict by name; "" for None."""
+    """Say types and shapes of the leaves of a tree, with the names of a dict; "" for None."""
     if isinstance(tree, dict):
         return some((f"{name} {shapes_of(part)}" for name, part in tree.items()), most=4) or "{}"  # pyright: ignore[reportUnknownVariableType]
     return "" if tree is None else some((_shape(leaf) for leaf in flatten(tree)[0]), most=4) or "()"
@@ -98,16 +100,18 @@ def _shape(leaf: Any) -> str:
 
 
 def number_of(tensor: Any) -> str:
-    """The number in a tensor with one, which may wait for its device; its shape where there is no
-    number to read."""
+    """Return the number of a one-element tensor as text, or its shape if it cannot be read.
+
+    May wait for the tensor's device.
+    """
     try:
         return f"{float(tensor):.6g}"
-    except Exception:  # on the meta device, under a transform, on a device that has failed
+    except Exception:  # on the meta device, under a transform, or on a failed device
         return shapes_of(tensor)
 
 
 def function_words(fn: Any) -> str:
-    """What a function is called, or the class of a callable object."""
+    """Return the name of a function, or a short text about a callable object."""
     name = getattr(fn, "__qualname__", None)
     if name is not None:
         return str(name)
@@ -116,7 +120,7 @@ def function_words(fn: Any) -> str:
 
 
 def stages_words(names: Iterable[str]) -> str:
-    """How many stages there are, and what they are called, where they have names.
+    """Say the number of stages, and their names if they have names.
 
     >>> stages_words(["embed", "", "head"]), stages_words(["", ""])
     ('3: embed | 1 | head', '2')
@@ -127,7 +131,7 @@ def stages_words(names: Iterable[str]) -> str:
 
 
 def tied_words(ties: Iterable[Iterable[tuple[int, Any]]]) -> str:
-    """The names of tied parameters, each tie by its first."""
+    """Return the names of tied parameters: the first name of each tie."""
     paths = [next(iter(group))[1] for group in ties]
     return some(
         ".".join(map(str, path)) if isinstance(path, tuple) else str(path) for path in paths

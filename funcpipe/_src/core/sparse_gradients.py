@@ -1,5 +1,4 @@
-"""Sum sparse gradients, as of ``nn.Embedding(sparse=True)``: sums stay sparse, with each row
-once."""
+"""Sum sparse gradients, such as those of ``nn.Embedding(sparse=True)``. Sums stay sparse."""
 
 from __future__ import annotations
 

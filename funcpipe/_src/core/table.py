@@ -1,4 +1,4 @@
-"""A table as text and as HTML."""
+"""Format tables as text and as HTML."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """Rows of texts under headings.
+    """Rows of texts with headings.
 
     Attributes:
-        title: what the rows are.
-        heads: one heading for each column; none: the rows are names with their values.
-        rows: one text for each column.
-        words: the columns of words, aligned left. The other columns are numbers, aligned right.
+        title: the title of the table.
+        heads: one heading per column; (): the rows are names with values.
+        rows: the rows, with one text per column.
+        words: the columns of words, aligned left. Other columns are aligned right.
     """
 
     title: str
@@ -26,7 +26,7 @@ class Table(NamedTuple):
     def of_columns(
         cls, title: str, columns: Mapping[str, Iterable[object]], words: Container[str]
     ) -> Table:
-        """A table of columns by heading; ``words`` are the headings of the columns of words."""
+        """Make a table from columns by heading; ``words`` has the headings of columns of words."""
         rows = zip(*(map(str, cells) for cells in columns.values()), strict=True)
         places = tuple(place for place, head in enumerate(columns) if head in words)
         return cls(title, tuple(columns), tuple(rows), places)
@@ -43,8 +43,8 @@ class Table(NamedTuple):
         1      30%
 
         Args:
-            width: no line has more characters. Columns for which there is no room follow below,
-                each time behind the first column again. None: any width.
+            width: the largest number of characters of a line. Columns without room continue below,
+                with the first column repeated. None: any width.
         """
         lines = [self.heads, *self.rows] if self.heads else [*self.rows]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -58,7 +58,7 @@ class Table(NamedTuple):
 
     @staticmethod
     def _blocks(widths: list[int], width: int | None) -> Iterable[list[int]]:
-        """The columns that are beside each other, from top to bottom."""
+        """Yield the columns of each block, from top to bottom."""
         block = [0] if widths else []
         for column in range(1, len(widths)):
             needed = sum(widths[shown] + 2 for shown in block) + widths[column]

@@ -1,4 +1,4 @@
-"""The layout of a tensor: size, strides and dtype, without its numbers."""
+"""The layout of a dense tensor, with which another process can receive its numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from funcpipe._src.core.errors import PlanError
 
 
 class TensorLayout(NamedTuple):
-    """What a tensor is, without its numbers.
+    """Size, strides and dtype of a dense tensor, with axes in any order.
 
     Attributes:
-        size, strides: of a dense tensor, its axes in any order.
-        dtype: its type.
+        size: the shape.
+        strides: the strides, in elements.
+        dtype: the type of the numbers.
     """
 
     size: tuple[int, ...]
@@ -27,14 +28,16 @@ class TensorLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """The layout of a contiguous tensor with this one's size and type."""
+        """Return the layout of a contiguous tensor with the size and type of a tensor."""
         return cls(
             tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), tensor.dtype
         )
 
     def view_of(self, data: Tensor) -> Tensor:
-        """The tensor whose memory these bytes are: [nbytes], uint8. Raises PlanError for more or
-        fewer bytes."""
+        """Return the tensor with these bytes, [nbytes] uint8, as memory.
+
+        Raises PlanError if the number of bytes is wrong.
+        """
         if data.numel() != self.nbytes:
             raise PlanError(
                 f"what came from another process is damaged: {data.numel()} bytes, not "
@@ -44,12 +47,15 @@ class TensorLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of its memory."""
+        """The size of the tensor's memory in bytes."""
         return prod(self.size) * self.dtype.itemsize
 
     def room(self, device: torch.device | None = None) -> Tensor:
-        """Make a tensor with memory for the numbers. Raises PlanError if this machine has less
-        memory."""
+        """Make an empty tensor with this layout.
+
+        Raises PlanError if the machine has less memory: the layout came from another process, and a
+        damaged message must not exhaust the memory.
+        """
         if self.nbytes > machine_memory():
             raise PlanError(
                 f"what came from another process is damaged: a tensor of {self.nbytes} bytes"
@@ -61,8 +67,7 @@ class TensorLayout(NamedTuple):
 
 @lru_cache(1)
 def machine_memory() -> int:
-    """Return the bytes of this machine's memory, a bound for every value; 2**48 where the system
-    does not tell."""
+    """Return the bytes of this machine's memory; 2**48 if the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

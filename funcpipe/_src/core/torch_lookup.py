@@ -1,5 +1,7 @@
-"""Look-ups of private names of torch: where one is missing, a substitute takes its place, or its
-use raises."""
+"""Look up private names of torch, with a substitute or an error for missing names.
+
+`torch_names.py` lists the names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class MissingName(FuncpipeError, AttributeError):
 
 
 class _Missing(type):
-    """The metaclass of what stands for a missing name: every use of it raises `MissingName`."""
+    """The metaclass of placeholders for missing names: each use raises `MissingName`."""
 
     told: str
 
@@ -36,22 +38,19 @@ class _Missing(type):
 
 
 class Nothing:
-    """A class without instances: takes the place of a missing class, of which nothing can be an
-    instance."""
+    """A class without instances, the substitute for a missing class in ``isinstance`` checks."""
 
 
 def private(name: str, *, instead: Any = _REQUIRED, lost: str) -> Any:
     """Look up a private name of torch.
 
     Args:
-        name: as ``torch._C._data_address``; modules on its way are imported.
-        instead: what takes its place where it is missing. Left out: what raises `MissingName` as
-            soon as it is used.
-        lost: what is lost without it: in a RuntimeWarning, once per name and process, or in the
-            error.
+        name: the full name, such as ``torch._C._data_address``. Its modules are imported.
+        instead: the substitute for a missing name. Without one, each use raises `MissingName`.
+        lost: the loss without the name, for the warning (once per name and process) or the error.
 
     Returns:
-        The object of that name, or ``instead``.
+        The object with that name, or the substitute.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -64,12 +63,12 @@ def attribute(of: Any, name: str, *, instead: Any = _REQUIRED, lost: str) -> Any
 
     Args:
         of: the class, or an instance.
-        name: of the attribute.
-        instead: see `private`; takes the instance.
+        name: the name of the attribute.
+        instead: the substitute: a function of the instance (see `private`).
         lost: see `private`.
 
     Returns:
-        A function of an instance that reads the attribute.
+        A function that reads the attribute of an instance.
     """
     if hasattr(of, name):
         return attrgetter(name)

@@ -1,11 +1,10 @@
-"""Every private name of torch that we use, each under a plain name: why, and what becomes of a
-torch without it.
+"""All private names of torch that funcpipe uses, under plain names, with reason and substitute.
 
-All of them are there from torch 2.11, the oldest that is supported, to 2.15. They are looked up at
-import, which never fails. Where one is missing, what stands after *Without it* takes its place, and
-one RuntimeWarning says what is lost; an entry that has no such words raises `MissingName` when it
-is used. ``tests/core/test_torch_names.py`` tries what we rely on, and ``tests/test_layout.py`` sees
-that no other file has a private name of torch.
+All names exist from torch 2.11, the oldest supported version, to 2.15. They are looked up at
+import, which does not fail for missing names. If a name is missing, the substitute after *Without
+it* takes its place, and one RuntimeWarning says what is lost. An entry without such words raises
+`MissingName` when it is used. ``tests/core/test_torch_names.py`` tests the behaviour that funcpipe
+relies on. ``tests/test_layout.py`` checks that no other file uses private names of torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 version: Callable[[Tensor], int] = attribute(
     Tensor, "_version", lost="writes in place would not be seen"
 )
-"""How often a tensor was written to; nothing public says so. Tensors of inference mode have no
+"""The number of writes to a tensor; no public function returns it. Inference tensors have no
 count."""
 
 is_zero_tensor: Callable[[Tensor], bool] = private(
@@ -39,14 +38,14 @@ is_zero_tensor: Callable[[Tensor], bool] = private(
     instead=lambda _: False,
     lost="zeros without memory are taken for ordinary tensors",
 )
-"""Is a tensor one of autograd's zeros, which have no memory to move. Without it: none is."""
+"""Whether a tensor is one of autograd's zeros, which have no memory. Without it: no tensor is."""
 
 data_address: Callable[[Tensor], int] = private(
     "torch._C._data_address",
     instead=Tensor.data_ptr,
     lost="memory shared copy-on-write is copied at the first look",
 )
-"""Where a tensor's memory begins; ``data_ptr`` ends a sharing by copy-on-write. Without it:
+"""The address of a tensor's memory; ``data_ptr`` would end copy-on-write sharing. Without it:
 ``data_ptr``."""
 
 is_shared_lazily: Callable[[Tensor], bool] = private(
@@ -54,15 +53,15 @@ is_shared_lazily: Callable[[Tensor], bool] = private(
     instead=lambda _: True,
     lost="what crosses streams, or moves, is copied once more",
 )
-"""Is a tensor's memory shared copy-on-write: no stream can be recorded on it. Without it: as if it
-always were."""
+"""Whether a tensor's memory is shared copy-on-write, so that no stream can be recorded on it.
+Without it: always True."""
 
 lazy_clone: Callable[[Tensor], Tensor] = private(
     "torch._lazy_clone",
     instead=torch.clone,
     lost="stages get copies of what they are handed, at once",
 )
-"""A clone that takes memory as soon as somebody writes: in-place layers at a border are rare.
+"""A clone that takes memory at the first write only, because in-place layers at a border are rare.
 Without it: a clone."""
 
 lazy_clone_operation: Any = private(
@@ -70,33 +69,33 @@ lazy_clone_operation: Any = private(
     instead=None,
     lost="the copies that it makes are not told from others",
 )
-"""`lazy_clone` as dispatch modes and graphs see it. Without it: None, which is no operation."""
+"""`lazy_clone` as dispatch modes and graphs see it. Without it: None, which equals no operation."""
 
 wrapper_tensor: Callable[..., Any] = private(
     "torch.Tensor._make_wrapper_subclass",
     lost="models cannot be cut at their blocks without a trace",
 )
-"""A tensor of a subclass without memory of its own; torch's pages on extending it name it so."""
+"""Makes a tensor of a subclass without own memory; torch's pages on extending it use this name."""
 
 plain_function: Any = private(
     "torch._C._disabled_torch_function_impl", lost="models cannot be cut at their blocks"
 )
-"""What a subclass puts in the place of ``__torch_function__`` to see operations alone, as
-``nn.Parameter`` does."""
+"""The ``__torch_function__`` of a subclass that intercepts operations only, as in
+``nn.Parameter``."""
 
 storage_number: Callable[[torch.UntypedStorage], int] = attribute(
     torch.UntypedStorage, "_cdata", lost="tensors that share memory would not be known"
 )
-"""One number for all tensors that share a memory, as long as it lives; ``data_ptr`` of fake tensors
-is none."""
+"""A number that identifies a memory during its lifetime, also for fake tensors, whose ``data_ptr``
+does not."""
 
 storage_users: Callable[[int], int] = private(
     "torch._C._storage_Use_Count",
     instead=lambda _: 3,
     lost="the first gradient of each parameter is copied",
 )
-"""How many share the memory of a number, what was asked for that among them. Without it: as if
-others always did."""
+"""The number of users of the memory with a number, including the caller's. Without it: as if others
+always used it."""
 
 _HOOKED = "hooks on a gradient, which a run does not call, are not refused"
 _gradient_hooks: list[Callable[[Tensor], Any]] = [
@@ -106,8 +105,8 @@ _gradient_hooks: list[Callable[[Tensor], Any]] = [
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Are there hooks on a leaf's gradient; no public function says so. Without it: there are
-    none."""
+    """Return whether there are hooks on a leaf's gradient; no public function says so. Without it:
+    no."""
     return any(hooks(leaf) for hooks in _gradient_hooks)
 
 
@@ -116,7 +115,7 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
     instead=lambda targets, sources: [*map(Tensor.copy_, targets, sources)],
     lost="inputs of recorded runs are copied by a kernel each",
 )
-"""Copy tensors of one device into others, many in a kernel. Without it: one by one."""
+"""Copy many tensors of a device with one kernel. Without it: one by one."""
 
 # -- autograd's graphs
 # -------------------------------------------------------------------------------
@@ -128,8 +127,8 @@ run_backward: Callable[..., Any] = private(
     ),
     lost="backwards of small stages take longer",
 )
-"""``torch.autograd.backward`` without its checks of arguments, which slow a small stage. Without
-it: that function."""
+"""``torch.autograd.backward`` without its checks of arguments, which slow down small stages.
+Without it: that function."""
 
 backward_number: Callable[[], int] = private(
     "torch._C._current_graph_task_id",
@@ -137,11 +136,11 @@ backward_number: Callable[[], int] = private(
     lost="draws in a backward are not refused, and a pop that torch.utils.checkpoint repeats is "
     "not told from others",
 )
-"""The number of the backward that calls this thread, or -1. Without it: -1."""
+"""The number of the backward that this thread runs in, or -1. Without it: -1."""
 
 
 def function_of(node: Any) -> type:
-    """The ``autograd.Function`` of a node of its backward: its class does not say its module.
+    """Return the ``autograd.Function`` of a backward node, whose class does not know its module.
     Raises MissingName."""
     try:
         return type(node)._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,26 +155,25 @@ SavedTensor: type[Any] = private(
     instead=Nothing,
     lost="the inputs of checkpointed regions stay on the device when a stage is offloaded",
 )
-"""Autograd's handle of what it saved. Without it: nothing is one."""
+"""Autograd's handle of a saved tensor. Without it: no object is a handle."""
 
 
 def saved_names(kind: type) -> tuple[tuple[str, str], ...]:
-    """The attributes of a class of nodes with what it saved: of the handles, of the tensors.
+    """Return the attributes of a node class for saved tensors, as (handles, tensors).
 
     An operation has ``_raw_saved_self`` and ``_saved_self``, a Function ``_raw_saved_tensors`` and
-    ``saved_tensors``. The public hooks are called in every forward; through a handle a graph can be
-    changed later. Without it: none.
+    ``saved_tensors``. Public hooks would run in each forward; handles can change a graph later.
+    Without it: none.
     """
     handles = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     return tuple((name, name[4:] if hasattr(kind, name[4:]) else name[5:]) for name in handles)
 
 
 def inputs_of_region(unpack_hook: Any) -> Iterator[tuple[Any, Tensor]]:
-    """What a ``torch.utils.checkpoint`` region keeps of its inputs: handles and tensors.
+    """Yield (handle, tensor) for the saved inputs of a ``torch.utils.checkpoint`` region.
 
-    It is found from a hook of the region, which knows it by its closure; torch 2.11 keeps the
-    inputs in a node, later ones in a list. Without these: nothing, and the inputs stay where they
-    are.
+    The closure of the region's unpack hook contains the region. Torch 2.11 keeps the inputs in a
+    node, later versions in a list. Without these: nothing, and the inputs stay on the device.
     """
     for cell in getattr(unpack_hook, "__closure__", None) or ():
         region = cell.cell_contents
@@ -196,8 +194,8 @@ top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     )
     for verb in ("top", "pop", "push")
 )
-"""The stack of hooks on what autograd saves, to set a caller's aside. Without it: None; under hooks
-no pipe runs."""
+"""The stack of hooks on saved tensors, to set a caller's hooks aside. Without it: None, and
+`fp.Pipe` raises under hooks."""
 
 # -- modes, dispatcher, operations
 # -------------------------------------------------------------------------------
@@ -210,8 +208,8 @@ if not TYPE_CHECKING:
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that torch's compiler ignores; else the first one entered imports the
-    compiler, for seconds."""
+    """A dispatch mode that torch's compiler ignores. Without that, entering the first mode imports
+    the compiler, which takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,7 +220,7 @@ without_modes: Callable[[], AbstractContextManager[Any]] = private(
     "torch.utils._python_dispatch._disable_current_modes",
     lost="an operation would be taken for one of a model",
 )
-"""Inside of it no dispatch mode sees an operation."""
+"""A context in which no dispatch mode sees operations."""
 
 _MODES = "a run is not refused under modes of its caller, which its threads do not have"
 _modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
@@ -235,8 +233,8 @@ _modes: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {
 
 
 def modes_on(kind: str) -> list[Any]:
-    """The modes of this thread, which no other has: on each "function" or on each "dispatch".
-    Without it: none."""
+    """Return the modes of this thread, which other threads do not have; ``kind`` is "function" or
+    "dispatch". Without it: none."""
     count, mode_at = _modes[kind]
     return [mode_at(place) for place in range(count())]
 
@@ -246,15 +244,15 @@ DeviceContext: type[Any] = private(
     instead=Nothing,
     lost="runs inside of `with torch.device(...)` are refused",
 )
-"""The mode of a default device, which a run hands to its threads. Without it: no mode is one."""
+"""The mode of a default device, which a run passes to its threads. Without it: no mode is one."""
 
 transforms: Callable[[], Any] = private(
     "torch._C._functorch.peek_interpreter_stack",
     instead=lambda: None,
     lost="runs are not refused under torch.func, and stages may be slower there",
 )
-"""The innermost transform of torch.func that this call is in, or None; asked for every value.
-Without it: None."""
+"""The innermost transform of torch.func around this call, or None. Called for each value, so it
+must be fast. Without it: None."""
 
 _LOST = "stages with forward-mode derivatives are not refused on threads"
 FORWARD_MODE: Sequence[tuple[Any, str]] = [
@@ -264,8 +262,8 @@ FORWARD_MODE: Sequence[tuple[Any, str]] = [
         "__init__",
     ),
 ]
-"""Where torch looks for what begins forward-mode derivatives; all come by one of these. Without it:
-None, no owner."""
+"""(owner, attribute) of the functions through which all forward-mode derivatives begin. Without it:
+the owner is None."""
 
 _FUNC = "models cut at their blocks do not run under torch.func"
 _is_wrapped: Callable[[Tensor], bool] = private(
@@ -286,7 +284,7 @@ def innermost_tensor(tensor: Tensor) -> Tensor:
 
 if not TYPE_CHECKING:
     OpOverload = type(torch.ops.aten.alias.default)
-"""The class of operations, ``torch._ops.OpOverload``, by a public way."""
+"""The class of operations, ``torch._ops.OpOverload``, found through a public name."""
 
 HigherOrderOperator: type[Any] = private(
     "torch._ops.HigherOrderOperator", lost="regions in graphs would not be known"
@@ -298,7 +296,7 @@ schema: Callable[[Any], Any] = attribute(
     "_schema",
     lost="what operations take and write would not be known",
 )
-"""What an operation takes, returns and writes; public only as text."""
+"""The arguments, results and writes of an operation; public only as text."""
 
 _SLOWER = "draws are caught by a mode"
 dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", lost=_SLOWER)
@@ -308,12 +306,12 @@ dispatch_key: Callable[[str], Any] = private("torch._C._dispatch_key_parse", los
 include_key: Callable[[Any, bool], None] = private(
     "torch._C._dispatch_tls_set_dispatch_key_included", lost=_SLOWER
 )
-"""Put a dispatch key into this thread's set, or take it out: public are only the kernels under a
-key."""
+"""Include a dispatch key in this thread's set, or exclude it. Only kernels for a key are
+public."""
 
 higher_order_operators: dict[str, Any] = private("torch._ops._higher_order_ops", lost=_SLOWER)
-"""All operations that call functions: a key that they do not know stops them, so each is told that
-it passes ours."""
+"""All operations that call functions. They raise for unknown keys, so each must be told to pass
+ours."""
 
 _operation_names: Any = private("torch._C._dispatch_get_all_op_names", lost=_SLOWER)
 _overload: Any = private("torch._C._get_operation_overload", lost=_SLOWER)
@@ -321,8 +319,8 @@ _has_kernel: Any = private("torch._C._dispatch_has_kernel_for_dispatch_key", los
 
 
 def operations_with(tag: torch.Tag) -> Iterator[Any]:
-    """Torch's operations with a tag, without those that only call others: ``torch.ops`` lists none
-    that is not used."""
+    """Yield torch's operations with a tag, without composite ones. ``torch.ops`` lists only
+    operations that were used already."""
     for name in _operation_names():
         space, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
@@ -352,7 +350,7 @@ BINDINGS: Sequence[tuple[str, Any]] = [
         private("torch._C._nn", instead=Nothing, lost="programs call a few operations more slowly"),
     ),
 ]
-"""Where torch has its own bindings of operations, as programs name it. Without the last: the
+"""The modules with torch's bindings of operations, as programs name them. Without the last: the
 operation itself."""
 
 # -- tensors without numbers, and torch's compiler
@@ -363,36 +361,37 @@ FakeTensor: type[Any] = private(
     instead=Nothing,
     lost="stages cannot be compiled, nor measured",
 )
-"""A tensor without numbers. Without it: nothing is one."""
+"""A tensor without numbers. Without it: no tensor is one."""
 
 FunctionalTensor: type[Any] = private(
     "torch._subclasses.functional_tensor.FunctionalTensor",
     instead=Nothing,
     lost="stages cannot be compiled",
 )
-"""A tensor of a trace that writes nothing in place. Without it: nothing is one."""
+"""A tensor of a trace without in-place writes. Without it: no tensor is one."""
 
 FakeTensorMode: type[Any] = private(
     "torch._subclasses.fake_tensor.FakeTensorMode", lost="no compiling, no profile"
 )
-"""Where tensors have no numbers: public traces (torch.export) take modules, and no gradients."""
+"""The mode for tensors without numbers. Public traces (torch.export) take only modules without
+gradients."""
 
 FunctionalTensorMode: type[Any] = private(
     "torch._subclasses.functional_tensor.FunctionalTensorMode", lost="no stage can be compiled"
 )
-"""Where a trace writes nothing in place; ``torch.func.functionalize`` knows no autograd inside."""
+"""The mode for traces without in-place writes; ``torch.func.functionalize`` lacks autograd."""
 
 functionalized: Callable[..., Callable[..., Any]] = private(
     "torch._subclasses.functional_tensor.dispatch_functionalize", lost="no stage can be compiled"
 )
-"""A function with nothing written in place, in a `FunctionalTensorMode`."""
+"""Converts a function to one without in-place writes, in a `FunctionalTensorMode`."""
 
 NumbersWanted: type[Exception] = private(
     "torch._subclasses.fake_tensor.DataDependentOutputException",
     instead=type("NumbersWanted", (Exception,), {}),
     lost="stages that look whether they are traced cannot be compiled",
 )
-"""What a fake tensor raises whose numbers are asked for. Without it: nothing raises it."""
+"""The error of a fake tensor if its numbers are needed. Without it: no code raises it."""
 
 _UNSEEN = "a compiled stage that writes into the .data of a buffer is not refused"
 _sync: Callable[[Any], None] = private("torch._sync", instead=lambda _: None, lost=_UNSEEN)
@@ -402,8 +401,8 @@ _wrote: Callable[[Any], bool] = private(
 
 
 def was_written(tensor: Any) -> bool:
-    """Was the memory of a `FunctionalTensor` written to; it has no count of versions for ``.data``.
-    Without it: no."""
+    """Return whether the memory of a `FunctionalTensor` was written to. Writes to ``.data`` do not
+    count as versions. Without it: no."""
     _sync(tensor)
     return _wrote(tensor.elem)
 
@@ -411,31 +410,30 @@ def was_written(tensor: Any) -> bool:
 pytree: Any = private(
     "torch.utils._pytree", lost="containers that are registered with torch would not be known"
 )
-"""Torch's trees: the containers that others registered there, and the lists and tuples of
-operations."""
+"""Torch's trees: containers that other packages registered, and arguments of operations."""
 
 NAMELESS_LAYER = "_empty_nn_module_stack"
-"""How the paths begin that torch.export makes up. Without it: such a path is taken for a layer's,
-in messages."""
+"""The prefix of paths that torch.export invents. Without it: messages show such a path as a
+layer."""
 
 HOOK_FUNCTION = "torch.nn.modules._functions.BackwardHookFunction"
-"""What hooks on a module's backward are in a graph. Without it: they are refused by that other
+"""The function in a graph for hooks on a module's backward. Without it: the error has another
 name."""
 
 TRACED_FUNCTION = "torch/_functorch/autograd_function.py"
-"""In the stack of a node of a custom function in ``torch.cond``. Without it: such a function is not
-refused."""
+"""A file in the stack of custom functions inside ``torch.cond``. Without it: such functions do not
+raise."""
 
 STEPPED = "_opt_called"
-"""What schedulers ask of an optimizer: was its step called before theirs. Without it: they warn,
+"""The attribute by which schedulers see that the optimizer stepped first. Without it: they warn
 once."""
 
 
 def inductor(
     graph: fx.GraphModule, examples: list[Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A graph as torch's compiler makes it, with a C++ compiler or Triton; ``torch.compile`` would
-    trace it again."""
+    """Compile a graph with torch's compiler (C++ or Triton); ``torch.compile`` would trace it
+    again."""
     build = private(
         "torch._inductor.compile",
         lost='compile_stage(backend="inductor") cannot be had; the others can',
@@ -444,8 +442,8 @@ def inductor(
 
 
 def clear_workspaces() -> None:
-    """Free the memory in which cuBLAS works: a recording would keep it. Without it, as on a CPU
-    build: nothing."""
+    """Free the workspaces of cuBLAS, which a recording would keep. Without it, as in a CPU build:
+    do nothing."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
@@ -457,19 +455,18 @@ _TABLES = "tensors could not be put into modules"
 parameters_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
     _module, "_parameters", lost=_TABLES
 )
-"""A layer's own parameters, to be changed: public are only ``nn.Parameter``s, and a run puts
-aliases there."""
+"""A layer's own parameters, as a writable dict. The public interface takes ``nn.Parameter``s only,
+but a run puts aliases there."""
 
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
     _module, "_buffers", lost=_TABLES
 )
-"""A layer's own buffers, to be changed."""
+"""A layer's own buffers, as a writable dict."""
 
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attribute(
     _module, "_modules", lost=_TABLES
 )
-"""A module's children by name; ``named_children`` leaves out one that stands twice, and those that
-are None."""
+"""A module's children by name. ``named_children`` omits repeated children and None."""
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 """The attributes of a module with its tensors and children."""
@@ -481,19 +478,18 @@ _HOOKS = {
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has; they can be put on and taken off, not asked for.
-    Without it: none."""
+    """Return the kinds of hooks of a module; no public function lists hooks. Without it: none."""
     return [kind for kind, names in _HOOKS.items() if any(vars(module).get(name) for name in names)]
 
 
 def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
-    """Return a module's forward hooks, to remove some: public handles are with their creators only.
-    Without it: {}."""
+    """Return a module's forward hooks, to remove some. Only the creator of a hook has its public
+    handle. Without it: {}."""
     return vars(module).get("_forward_hooks", {})
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take all hooks from a module; who put them on has the handles."""
+    """Remove all hooks from a module. Only their creators have public handles."""
     vars(module).update((name, OrderedDict()) for names in _HOOKS.values() for name in names)
 
 
@@ -503,43 +499,42 @@ else:
     BatchNorm = private(
         "torch.nn.modules.batchnorm._BatchNorm", lost="batch norm layers would not be known"
     )
-"""What all batch norm layers inherit from, those of users and lazy ones too."""
+"""The base class of all batch norm layers, including lazy ones and subclasses of users."""
 
 
 def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
-    """Refuse an input of a wrong number of dimensions in the layer's words. Without it: torch's
-    function does later."""
+    """Raise the layer's own error for a wrong number of dimensions. Without it: torch's function
+    raises later."""
     getattr(layer, "_check_input_dim", lambda _: None)(input)
 
 
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
-"""The attribute of a compiled function with the function itself. Without it: its copies are
-refused."""
+"""The attribute of a compiled function with the original. Without it: copies of it raise."""
 
 FLAT_WEIGHTS = "_flat_weights"
-"""Where recurrent layers keep a second list of their weights."""
+"""The attribute where recurrent layers keep a second list of their weights."""
 
 
 def list_weights(layer: nn.RNNBase) -> None:
-    """Have a recurrent layer's second list name its present weights; it is renewed for
+    """Update a recurrent layer's second list to its present weights. The layer updates it for
     ``nn.Parameter``s only."""
     names: Sequence[str] = layer._flat_weights_names  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
     layer._flat_weights = [getattr(layer, name, None) for name in names]
 
 
 def device_asked(*args: Any, **kwargs: Any) -> Any:
-    """The device in the arguments of ``nn.Module.to``, or None: it has four forms, and only this
-    reads them all."""
+    """Return the device in the arguments of ``nn.Module.to``, or None. Only this function reads all
+    of its four forms."""
     parse = private("torch._C._nn._parse_to", lost="Pipe.to cannot tell a device from a dtype")
     return parse(*args, **kwargs)[0]
 
 
 class Anchored(nn.Module):
-    """A module that may refuse `to`, `cuda`, `half`; there is no hook for this. Without ``_apply``:
-    it cannot."""
+    """A module that can reject `to`, `cuda` and `half`; torch has no hook for this. Without
+    ``_apply``: it cannot."""
 
     def before_change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a change by raising."""
+        """Raise to reject a change."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.before_change(fn)
@@ -547,6 +542,5 @@ class Anchored(nn.Module):
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Give a node of a graph another name, and see that no two have one: ``node.name = ...`` does
-    not look."""
+    """Rename a node of a graph, and keep names unique; ``node.name = ...`` would not."""
     node._rename(name)

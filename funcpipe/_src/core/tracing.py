@@ -1,4 +1,8 @@
-"""The one lock of all traces: export, fx and their checks change state of the whole process."""
+"""The lock of all traces.
+
+torch.export, fx and their checks change state of the whole process, so two threads must not trace
+at the same time.
+"""
 
 from __future__ import annotations
 

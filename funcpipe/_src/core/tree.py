@@ -1,10 +1,11 @@
-"""Trees: nested containers with tensors and anything else at the leaves. The one importer of
-optree.
+"""Trees: nested containers with tensors and other values as leaves. Only this file imports optree.
 
-A leaf is whatever is not a container; ``None`` is a leaf. Containers are optree's, and, registered
-when they are first met: subclasses of dict and ``UserDict`` (Hugging Face's ``ModelOutput`` and
-``BatchEncoding`` are such), dataclasses, and every class of torch's own registry (TensorDict). What
-else holds tensors is refused where that matters, `refuse_hidden`.
+A leaf is an object that is not a container; ``None`` is a leaf. Containers are those of optree.
+Others are registered when a tree first contains them: subclasses of dict and ``UserDict`` (such as
+Hugging Face's ``ModelOutput`` and ``BatchEncoding``), dataclasses, and all classes of torch's own
+registry (TensorDict). Other objects with tensors raise in `refuse_hidden`.
+
+`containers.py` knows how to flatten other classes, `hidden.py` finds tensors in objects.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ _registered: set[type] = set()
 
 
 def flatten(tree: Tree, whole: Callable[[Any], bool] | None = None) -> tuple[Leaves, Spec]:
-    """The leaves of a tree in a fixed order (dict keys sorted), and the structure that puts them
-    back.
+    """Return the leaves of a tree in a fixed order (dict keys sorted), and its structure.
 
-    ``whole`` says which containers are leaves all the same.
+    Containers for which ``whole`` returns True are leaves.
 
     Raises:
         PlanError: the tree contains itself.
     """
     kind = type(tree)
-    if kind is Tensor or tree is None:  # much of what a run takes apart is one tensor, or nothing
+    if kind is Tensor or tree is None:  # fast path: most trees of a run are one tensor or None
         return [tree], LEAF
     if kind is tuple and not tree and whole is None:
         return [], _EMPTY
@@ -63,25 +63,25 @@ def flatten(tree: Tree, whole: Callable[[Any], bool] | None = None) -> tuple[Lea
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
-    """The tree with this structure and these leaves; inverse of `flatten`.
+    """Return the tree with a structure and leaves: the inverse of `flatten`.
 
     Raises:
-        PlanError: a registered class, or its constructor, refuses them.
+        PlanError: a registered class, or its constructor, raises for these leaves.
     """
     try:
         return optree.tree_unflatten(spec, leaves)
     except Exception as error:
         raise PlanError(
-            f"a container cannot be put together with other leaves, {type(error).__name__}: "
-            f"{error}. A tree of gradients has None where a leaf has none (it is frozen, or no "
-            "floating tensor), a microbatch fewer rows; so hand such leaves in beside the "
-            "container, or let what it is registered with (its constructor) take any. The tree "
-            f"is {str(spec)[:200]}"
+            f"a container cannot be rebuilt with other leaves, {type(error).__name__}: {error}. "
+            "Trees of gradients contain None for leaves without a gradient (frozen, or not "
+            "floating-point), and microbatches contain fewer rows. So pass such leaves beside the "
+            "container, or let its constructor (or its registered unflatten function) accept all "
+            f"values. The tree is {str(spec)[:200]}"
         ) from error
 
 
 def structure(tree: Tree) -> Spec:
-    """The structure of a tree."""
+    """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
@@ -101,40 +101,47 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def paths(tree: Tree) -> list[Path]:
-    """The keys that lead to each leaf, in the order of `flatten`."""
+    """Return the path of keys to each leaf, in the order of `flatten`."""
     return optree.treespec_paths(structure(tree))
 
 
 def locations(tree: Tree, root: str) -> list[str]:
-    """Each leaf as Python would write it: ``params[0]['1.weight']``."""
+    """Return the location of each leaf as Python code: ``params[0]['1.weight']``."""
     return [accessor.codify(root) for accessor in optree.treespec_accessors(structure(tree))]
 
 
 def spread(prefix: Tree, tree: Tree, whole: Callable[[Any], bool] | None = None) -> Leaves:
-    """For each leaf of ``tree`` the leaf of ``prefix`` above it. Raises ValueError where they
-    branch in other ways."""
+    """Return, for each leaf of ``tree``, the leaf of ``prefix`` above it.
+
+    Raises ValueError if ``prefix`` is not a prefix of the tree's structure.
+    """
     for root in (prefix, tree):
-        flatten(root, whole)  # registers mappings that are met for the first time
+        flatten(root, whole)  # registers new container classes, which optree would see as leaves
     return optree.broadcast_prefix(
         prefix, tree, is_leaf=whole, none_is_leaf=True, namespace=_NAMESPACE
     )
 
 
 def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
-    """The tensors of a tree with dotted names, in the order of `leaves`; a tensor that stands twice
-    is named once.
+    """Return the tensors of a tree with dotted names, in the order of `leaves`.
+
+    A tensor that appears several times is listed once, with its first name.
 
     >>> [name for name, _ in fp.named_leaves(({"0.bias": torch.zeros(1)}, [torch.ones(1)]))]
     ['0.0.bias', '1.0']
 
+    Args:
+        tree: any tree, such as the params of all stages.
+
     Raises:
-        PlanError: some things in the tree hide tensors.
+        PlanError: an object in the tree hides tensors.
     """
     values, spec = flatten(tree)
     faults = refuse_hidden(tree, "tree", values, spec)
     raise_all(
-        "this is no tree of tensors; give the params that are run (stage, params, state = "
-        "fp.from_module(module), fp.split(model, n).params), or list(module.parameters()):",
+        "this is not a tree of tensors; give the params of a run (fp.split(model, n).params, or "
+        "the params of stage, params, state = fp.from_module(module)), or "
+        "list(module.parameters()):",
         faults,
     )
     named: set[int] = set()
@@ -147,36 +154,41 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
 
 
 def leaves(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree, each once: what ``torch.optim`` wants.
+    """Return the tensors of a tree, each once, for example for an optimizer of ``torch.optim``.
 
     >>> w = torch.zeros(2)
     >>> len(fp.leaves(({"w": w, "tied": w}, {"steps": 3, "b": torch.ones(1)})))
     2
 
+    Args:
+        tree: any tree, such as the params of all stages.
+
     Raises:
-        PlanError: some things in the tree hide tensors.
+        PlanError: an object in the tree hides tensors.
     """
     return [leaf for _, leaf in named_leaves(tree)]
 
 
 def at(tree: Tree, path: str | Path) -> Any:
-    """The leaf (or the container) at a path: the keys in order, or the one key of a flat dict.
-    Raises KeyError."""
-    structure(tree)  # registers what is met for the first time
+    """Return the leaf or the container at a path: a tuple of keys, or the key of a flat dict.
+
+    Raises KeyError if there is no such path.
+    """
+    structure(tree)  # registers new container classes
     for key in path if isinstance(path, tuple) else (path,):
         tree = {step: child for step, _, child in _branches(tree)}[key]
     return tree
 
 
 def under_transform() -> bool:
-    """Is this call inside torch.func's grad, vmap, jvp, ..."""
+    """Return whether this call is inside a transform of torch.func, such as grad or vmap."""
     return transforms() is not None
 
 
 def cow_clone(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that takes memory only when somebody writes (differentiable).
+    """Return a differentiable copy-on-write copy of a tensor: it takes memory at the first write.
 
-    So layers that write in place at a border write to no tensor but their own.
+    With such a copy, a layer that writes in place at a border does not change the original.
     """
     if under_transform():  # torch.func has no rule for the lazy kind
         return tensor.clone()
@@ -184,16 +196,16 @@ def cow_clone(tensor: Tensor) -> Tensor:
 
 
 def cow_clone_unchecked(tensor: Tensor, otherwise: Callable[[Tensor], Any] = Tensor.clone) -> Any:
-    """`cow_clone` where no transform of torch.func can be on; ``otherwise`` is called where no lazy
-    copy can be made.
+    """Do the work of `cow_clone`, without looking for transforms of torch.func.
 
-    On devices with streams the copy is made at once. Torch makes a late one on the legacy default
-    stream, which lanes do not wait for; its allocator forgets streams recorded on shared memory;
-    and no graph of the device has it.
+    ``otherwise`` is called if no lazy copy is possible. On devices with streams the copy is always
+    made at once, for three reasons. Torch makes the late copy on the legacy default stream, which
+    lanes do not wait for. Its allocator forgets streams recorded on shared memory. And a device
+    graph does not contain the late copy.
     """
     if tensor.is_cpu or tensor.is_meta or isinstance(tensor, (FakeTensor, FunctionalTensor)):
-        # Memory that ``torch.load`` read has no allocator, which torch sees only when somebody
-        # writes: it crashes then.
+        # Memory from ``torch.load`` has no allocator. Torch notices that only at the first write to
+        # a lazy copy, and then crashes. Such memory is not resizable.
         try:
             if tensor.untyped_storage().resizable():
                 return lazy_clone(tensor)
@@ -203,32 +215,34 @@ def cow_clone_unchecked(tensor: Tensor, otherwise: Callable[[Tensor], Any] = Ten
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """May this leaf have a gradient: a floating or complex tensor."""
+    """Return whether a leaf can have a gradient: whether it is a floating or complex tensor."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def take_apart(node: Any) -> tuple[list[Any], Any]:
-    """The children of a container of a registered class, and what puts them back. Raises PlanError
-    for others."""
+    """Return the children of a container of a registered class, and the data to rebuild it.
+
+    Raises PlanError for other containers.
+    """
     entry = optree.register_pytree_node.get(type(node), namespace=_NAMESPACE)
     if entry is None:
-        raise PlanError(
-            f"a {type(node).__name__} is none of the containers that are taken apart by their class"
-        )
+        raise PlanError(f"the class {type(node).__name__} is not registered as a container")
     children, kept, *_ = entry.flatten_func(node)
     return list(children), kept
 
 
 def is_registered(kind: type) -> bool:
-    """Return whether a class itself is registered as a container, by a user or because a tree
-    contained one."""
+    """Return whether a class itself is registered as a container, by a user or by `flatten`."""
     entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)
     return entry is not None and entry.type is kind
 
 
 def put_together_by(kind: type) -> Callable[[Any, Any], Any] | None:
-    """What makes a container of a class out of what `take_apart` returned, the last first; None: it
-    makes leaves."""
+    """Return the function (data, children) -> container of a class; None if its instances are
+    leaves.
+
+    `take_apart` returns these arguments in the other order.
+    """
     entry = optree.register_pytree_node.get(kind, namespace=_NAMESPACE)
     return unflatten_fn_of(kind) if entry is None else entry.unflatten_func
 
@@ -248,8 +262,7 @@ class _PathEntry(optree.PyTreeEntry):
 
 
 def _register(leaf: Any) -> bool:
-    """Register the type of a leaf as a container where it can be one. Returns whether it is one
-    now."""
+    """Register the class of a leaf as a container, if possible. Return whether it is one now."""
     kind, functions = type(leaf), flatten_fns_of(leaf)
     if functions is None:
         return False
@@ -259,7 +272,7 @@ def _register(leaf: Any) -> bool:
                 raise TypeError(
                     f"cannot flatten {kind.__name__}: optree sees its instances as leaves"
                 )
-            return True  # another thread was faster
+            return True  # another thread has registered the class meanwhile
         optree.register_pytree_node(
             kind, *functions, path_entry_type=_PathEntry, namespace=_NAMESPACE
         )
@@ -267,18 +280,19 @@ def _register(leaf: Any) -> bool:
     return True
 
 
-# -- trees that hide tensors, or end nowhere
+# -- trees that hide tensors, or contain themselves
 # -------------------------------------------------------------------------------
 
 
 def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str]:
-    """The faults of a tree that hides tensors: nobody would cut, move, detach or train these.
+    """Return the faults of a tree that hides tensors: they would not be cut, moved or trained.
 
     Args:
         tree: the tree.
-        root: what to call it.
-        leaves, spec: as flattened; the leaves may be others in their places, or none: then only
-            containers are seen.
+        root: the name of the tree in messages.
+        leaves: the leaves of the flattened tree, or other objects in their places. []: only
+            containers are checked.
+        spec: the structure of the flattened tree.
     """
     for leaf in leaves:
         if type(leaf) not in ATOMS and fault_of(leaf):
@@ -295,10 +309,13 @@ def refuse_hidden(tree: Tree, root: str, leaves: Leaves, spec: Spec) -> list[str
 
 
 def _odd(spec: Spec) -> bool:
-    """May a structure hold tensors: as keys, as what classes keep besides children, as attributes
-    of a named tuple."""
+    """Return whether a structure may contain tensors.
+
+    Tensors can be keys, data that a class keeps besides its children, or attributes of a named
+    tuple.
+    """
     first, *referents = gc.get_referents(spec)
-    if first is Spec and only_plain(referents):  # mostly
+    if first is Spec and only_plain(referents):  # the usual case
         return False
     referents.append(first)
     tuples = any(
@@ -309,7 +326,7 @@ def _odd(spec: Spec) -> bool:
 
 
 def _fault_of_node(node: Any) -> str:
-    """Why a container cannot stand in a tree though its children can; "": it can."""
+    """Say why a container cannot be part of a tree although its children can; "" if it can."""
     spec = optree.tree_structure(node, is_leaf=_below(), none_is_leaf=True, namespace=_NAMESPACE)
     if not hides_tensors(
         (gc.get_referents(spec), vars(node) if _is_tuple_with_attributes(node) else ())
@@ -319,8 +336,8 @@ def _fault_of_node(node: Any) -> str:
         return built
     return (
         f"is a {type(node).__name__}, which hides tensors outside of its children (as a key, an "
-        "attribute, or in what its class is registered with): they would not be cut, moved or "
-        "differentiated. Make them children, or say how it is taken apart: "
+        "attribute, or data of its registered flatten function): they would not be cut, moved or "
+        "differentiated. Make them children, or register the class: "
         f"optree.register_pytree_node({type(node).__name__}, flatten, unflatten, "
         f"namespace={_NAMESPACE!r})"
     )
@@ -331,14 +348,16 @@ def _is_tuple_with_attributes(node: Any) -> bool:
 
 
 def _below() -> Callable[[Any], bool]:
-    """A predicate, for one use, that stops optree one level below where it begins."""
+    """Return a predicate, for one use, that stops optree one level below its start."""
     first = iter([False])
     return lambda _: next(first, True)
 
 
 def _branches(node: Any) -> list[tuple[Any, Callable[[str], str], Any]]:
-    """The children of a container, each with its key, and a function that writes its place after
-    the container's."""
+    """Return (key, write, child) for each child of a container.
+
+    ``write`` turns the container's location into the child's location.
+    """
     options: dict[str, Any] = {"none_is_leaf": True, "namespace": _NAMESPACE}
     steps, children, _ = optree.tree_flatten_with_accessor(node, is_leaf=_below(), **options)
     return [
@@ -349,7 +368,7 @@ def _branches(node: Any) -> list[tuple[Any, Callable[[str], str], Any]]:
 
 
 def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
-    """Every container of a tree, with its place."""
+    """Yield each container of a tree, with its location."""
     todo = [(root, tree)]
     while todo:
         place, node = todo.pop()
@@ -359,20 +378,20 @@ def _nodes(tree: Tree, root: str) -> Iterator[tuple[str, Any]]:
 
 
 def _endless(tree: Tree) -> str:
-    """Why a tree cannot be walked to its end: it contains itself, or is nested too deep."""
+    """Say why a tree cannot be flattened: it contains itself, or is nested too deep."""
     todo: list[tuple[str, Any, tuple[int, ...]]] = [("tree", tree, ())]
     while todo and len(todo[-1][2]) < 2000:
         place, node, above = todo.pop()
         if id(node) in above:
             name = f"{place} is the {type(node).__name__}"
             return (
-                f"this is no tree: {name} that contains it; hand the tensors in without what "
-                "refers back"
+                f"this is not a tree: {name} that contains it; pass the tensors without the "
+                "object that refers back"
             )
         todo += [(write(place), child, (*above, id(node))) for _, write, child in _branches(node)]
     return (
-        "a tree is nested too deep, in more levels than optree can follow; hand its tensors in as "
-        "a flat list or dict"
+        "a tree is nested too deep, in more levels than optree can follow; pass its tensors as a "
+        "flat list or dict"
     )
 
 
@@ -388,7 +407,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument of an operation: a single one, or those in lists."""
+    """Yield the tensors in an argument of an operation: the argument itself, or items of lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Words for messages and tables: sizes in units, and the nearest known name."""
+"""Words for messages and tables: byte sizes, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def size_of(count: int) -> str:
-    """A number of bytes in the largest unit that it fills: ``"1.5 MiB"``."""
+    """Write a number of bytes in a suitable unit: ``"1.5 MiB"``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -15,8 +15,7 @@ def size_of(count: int) -> str:
 
 
 def similar(name: object, names: Iterable[object], words: str = "; did you mean {!r}?") -> str:
-    """What to add to a message about an unknown name: the nearest known one; nothing where none is
-    near.
+    """Suggest the nearest known name for an unknown one, for a message; "" if none is near.
 
     >>> similar("layer.0", ["layers.0", "head"])
     "; did you mean 'layers.0'?"

@@ -1,4 +1,4 @@
-"""Which action hands a value to which: the arrows of a trace, between devices and of skips."""
+"""The arrows of a trace: values that actions pass between devices, and skips."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WORDS = {Role.SKIP: "skip", Role.SKIP_GRAD: "gradient of skip", Role.GRAD: "gra
 
 
 class Arrow(NamedTuple):
-    """A value that one action makes and another one reads, microbatches left open: each has one.
+    """A value that one kind of action makes and another reads. Each microbatch has such an arrow.
 
     Attributes:
-        value: what it is: "act", "gradient", "skip early".
-        source: kind and stage of what makes it.
-        target: kind and stage of what reads it.
-        crosses: do they run on two devices, so that it is copied, or sent.
+        value: the label: "act", "gradient", "skip early".
+        source: (kind, stage) of the action that makes the value.
+        target: (kind, stage) of the action that reads the value.
+        crosses: whether the two actions run on two devices, so that the value is copied or sent.
     """
 
     value: str
@@ -30,7 +30,7 @@ class Arrow(NamedTuple):
 
 
 def arrows_of(program: Lowered) -> tuple[Arrow, ...]:
-    """The arrows of a program: of values that cross from one lane to another, and of all skips."""
+    """Return the arrows of a program: values that cross between lanes, and all skips."""
     makers: dict[int, list[Call]] = {}
     for call in program.calls:
         for wire in call.writes:

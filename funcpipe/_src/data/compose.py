@@ -1,4 +1,4 @@
-"""Composition: neighbouring stages as one stage."""
+"""Join neighbouring stages into one stage: declarations, binding, calls and commits."""
 
 from __future__ import annotations
 
@@ -22,18 +22,25 @@ from funcpipe._src.data.stage import (
 
 
 def compose(*stages: Stage, name: str = "") -> Stage:
-    """Neighbouring stages as one. Parameters and state are tuples of the inner ones; inner names
-    keep their keys.
+    """Join neighbouring stages into one stage.
 
-    A value stashed and popped inside vanishes from the outside, unless a later stage pops it as
-    well.
+    The parameters and the state of the new stage are tuples with one entry per inner stage. Inner
+    stages keep their names and their keys for random numbers. A value that one inner stage stashes
+    and another pops stays inside, unless a later stage of the plan pops it too.
 
     >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
     >>> fp.compose(double, add)((2, 5), 10)
     25
 
+    Args:
+        *stages: the stages, in the order in which they run.
+        name: the name of the new stage; by default the inner names joined with ``+``.
+
+    Returns:
+        The new stage.
+
     Raises:
-        PlanError: no stages, or stash and pop inside do not fit.
+        PlanError: no stages are given, or the inner stash and pop names do not match.
     """
     if not stages:
         raise PlanError("compose needs at least one stage")
@@ -78,7 +85,7 @@ def compose(*stages: Stage, name: str = "") -> Stage:
 
 
 def _inside(part: int, path: Any) -> tuple[Any, ...]:
-    """The path in the params of a composition of a leaf of this part."""
+    """Return the path, in a composition's params, of a leaf of the inner stage number ``part``."""
     return (part, *(path if isinstance(path, tuple) else (path,)))
 
 
@@ -89,8 +96,10 @@ def chain(
     extras: Mapping[str, Any],
     states: Sequence[Tree],
 ) -> Out:
-    """Call stages one after the other, ``calls[i](x, **extras)`` for the i-th, threading skips;
-    sums their losses."""
+    """Call stages in order, pass skips between them, and combine their auxiliary losses.
+
+    ``calls[i](x, **extras)`` runs the i-th stage.
+    """
     skips = dict(extras.get("skips", {}))
     stats: list[Tree] = []
     stash: dict[str, Tree] = {}
@@ -99,8 +108,8 @@ def chain(
     carry: list[Tree] = []
     for part, call, state, before in zip(stages, calls, states, carries, strict=True):
         feeds = extras.get("feeds", {})
-        # Each part gets copies of its own, as in a plan: what it writes in place reaches nobody
-        # else.
+        # Each inner stage gets its own copies, as in a plan. Without them an in-place write would
+        # change the skip or feed that another inner stage reads.
         taken = {name: map_tensors(cow_clone, skips[name]) for name in part.pop}
         own_feeds = {name: map_tensors(cow_clone, feeds[name]) for name in part.feeds}
         own_extras = part.extras(
@@ -131,7 +140,7 @@ def chain(
 
 
 class _Composition(Bindable):
-    """Stages called one after the other."""
+    """The function of a composition: calls its inner stages in order."""
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
@@ -161,7 +170,7 @@ class _Composition(Bindable):
         return _BoundComposition(self, bound)
 
     def parts(self) -> tuple[Stage, ...]:
-        """The stages that it calls."""
+        """The inner stages."""
         return self.stages
 
 
@@ -179,13 +188,15 @@ class _BoundComposition:
 
 
 class _CommitEach:
-    """The commits of a composition: each inner stage commits its own statistics."""
+    """The commit of a composition: each inner stage commits its own statistics."""
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
 
     def __call__(self, state: Tree, stats: tuple[Tree, ...]) -> Tree:
-        new = [  # a list: a generator would make another error of a StopIteration
+        # A list, because a generator would turn a StopIteration of a user's commit into a
+        # RuntimeError.
+        new = [
             old if part.commit is None else part.commit(old, tuple(row[index] for row in stats))
             for index, (part, old) in enumerate(zip(self.stages, state, strict=True))
         ]
@@ -199,6 +210,6 @@ def _check_length(label: str, trees: Any, stages: Sequence[Stage]) -> None:
         )
         names = ", ".join(part.name or "?" for part in stages)
         raise PlanError(
-            f"{label} of a composition of {len(stages)} stages ({names}) is a tuple with one tree "
-            f"per stage; got {kind}"
+            f"{label} of a composition of {len(stages)} stages ({names}) must be a tuple with one "
+            f"tree per stage; got {kind}"
         )

@@ -1,4 +1,8 @@
-"""What actions cost: times and memory, by stage."""
+"""The times and the memory of actions, by stage.
+
+`Cost` holds the numbers. `measured_cost.py` computes them from a timeline, `view/play.py` and
+`schedules/clock.py` simulate with them.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,29 @@ from funcpipe._src.core.shown import guarded, some
 from funcpipe._src.data.kinds import KINDS, Kind
 
 _LONGEST = 1e15
-"""Lengths are below it, so that their sum is exact enough."""
+"""The upper bound of a slice's length, so that sums of lengths stay exact enough."""
 PerStage = float | Sequence[float]
-"""One number for all stages, or one for each."""
+"""One number for all stages, or one number per stage."""
 _HALVES = {"backward_input": "backward_weight", "backward_weight": "backward_input"}
-"""The two fields that share the time of B, each with the other one."""
+"""The two halves of B, each with the other half."""
 _OPTIONAL = (*_HALVES, "backward", "remat", "bandwidth")
-"""Fields that may be None: then the other fields say."""
+"""Fields that may be None: their value then follows from the other fields."""
 _LENGTHS = ("slices", "slice_times")
 _ROUNDING = 1e-9
-"""Relative: I may be longer than B by this much, from rounding, and W is 0 then."""
+"""Relative tolerance: by rounding, I may be longer than B by this much. W is then 0."""
 
 
 class Skip(NamedTuple):
-    """A value that a stage stashes and a later one pops.
+    """A value that one stage stashes and a later stage pops, for `Cost.skips`.
+
+    >>> fp.Cost(skips=[fp.schedules.Skip(0, 3, 0.5)]).skips
+    (Skip(stash=0, pop=3, size=0.5),)
 
     Attributes:
-        stash, pop: the stages.
-        size: its memory, and that of its gradient, in the unit of `Cost.residual`.
+        stash: the index of the stage that stashes the value.
+        pop: the index of the stage that pops the value; larger than ``stash``.
+        size: the memory of the value for one microbatch, in the unit of `Cost.residual`. The
+            gradient of the value has the same size.
     """
 
     stash: int
@@ -43,52 +52,58 @@ def _numbers_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What actions cost: times in one unit of your choice, memory in another.
+    """The times of actions, in one unit of your choice, and their memory, in another unit.
 
-    Every number may be one for all stages, or a sequence with one per stage, unless it says
-    otherwise. All are of a whole microbatch; of one in slices each slice has its share of them.
+    Each field is one number for all stages, or a sequence with one number per stage, unless its
+    description says otherwise. All numbers are for a whole microbatch. If microbatches are cut into
+    slices, each slice takes its share.
+
+    >>> cost = fp.Cost(forward=[1, 2], backward=[2, 4], comm=0.1)
+    >>> cost.of(fp.Kind.B, 1), cost.of(fp.Kind.I, 1)
+    (4, 2.0)
 
     Attributes:
-        forward: time of F.
-        backward_input: time of I. None: B minus W; half of B where W is None, too; 1 where
+        forward: the time of F. Default: 1.
+        backward_input: the time of I. None: B minus W, or half of B if W is None too, or 1 if
             ``backward`` is None.
-        backward_weight: time of W. None: B minus I; half of B where I is None, too; 1 where
+        backward_weight: the time of W. None: B minus I, or half of B if I is None too, or 1 if
             ``backward`` is None.
-        backward: time of B; None: the sum of I and W. If all three are given, B may differ from
-            that sum, as measurements do.
-        remat: time of R; None: that of F.
-        forward_link: for how much of the time of F, and of R, the device only waits for other
-            devices (all-to-all of experts, sums of tensor parallelism): time in which another
-            action can compute, where two overlap.
-        backward_link: the same of B, and of I.
-        offload: time of O, and of L, on the link between a device and its host; the device works on
-            meanwhile.
-        reduce: time of G, on the link between the replicas of a stage; the device works on
-            meanwhile.
-        gather: time of U, on the link between the replicas of a stage, which G occupies too; the
-            device works on meanwhile.
-        step: time of S.
-        comm: latency of one hop between devices, from the end of an action to the start of what
-            needs it: one number, or S - 1 of them, from each stage to the next and back.
-        bandwidth: memory that crosses from one device to another in a unit of time, one number;
-            None: no limit. Values with the same two ends cross one after the other.
-        output: memory of what a stage hands to the next, and of its gradient. Each lies at its
-            reader from when it has crossed the link until the action that reads it starts (where it
-            becomes part of the residual), or ends if that keeps none.
-        skips: the skips, which cross and lie like outputs; of one that is popped several times, one
-            for each.
-        residual: memory that F (or R, or L) takes at its start, until B or W ends (or O).
-        weight_residual: what is left of it after I, until W ends. One half is the zero-bubble
-            paper's figure (arXiv 2401.10241, table 1); traced programs measure 0.6 to 1.6 of
-            ``residual``.
-        slices: the lengths of the slices of a microbatch, in any unit; (): the plan's lengths, or
-            equal ones.
-        slice_times: the times of the slices of a microbatch, in any unit, as `Timeline.cost`
-            measures them; (): computed from ``slices`` and ``attention``.
-        attention: which share of a stage's time causal attention takes for a whole microbatch, one
-            number from 0 to 1: that grows with the square of the length. The slice from x to y of
-            the sequence, as shares of it, takes ``(1 - a) (y - x) + a (y² - x²)`` of the time, and
-            ``y - x`` of the memory.
+        backward: the time of B. None: the sum of I and W. If all three are given, B may differ from
+            the sum, as measurements do.
+        remat: the time of R. None: the time of F.
+        forward_link: the part of the time of F, and of R, in which the device only waits for other
+            devices, such as an all-to-all of experts. An overlapping action can compute in this
+            time. Default: 0.
+        backward_link: the same part of the time of B, and of I. Default: 0.
+        offload: the time of O, and of L, on the link between a device and its host. The device
+            works on meanwhile. Default: 1.
+        reduce: the time of G, on the link between the replicas of a stage. The device works on
+            meanwhile. Default: 0.
+        gather: the time of U, on the same link as G. The device works on meanwhile. Default: 0.
+        step: the time of S. Default: 0.
+        comm: the latency of a hop between devices, from the end of an action to the start of an
+            action that reads its value. One number, or S - 1 numbers: from each stage to the next
+            stage and back. Default: 0.
+        bandwidth: the memory that crosses from one device to another per unit of time, one number.
+            Values between the same two devices cross one after the other. None: no limit.
+        output: the memory of a stage's output, and of its gradient. An output occupies memory of
+            its reader from its arrival to the start of the action that reads it, where it becomes
+            part of the residual. If that action keeps no residual, to its end. Default: 0.
+        skips: the skips, as `Skip` or (stash, pop, size). They occupy links and memory like
+            outputs. A skip with several pops needs one entry per pop. Default: none.
+        residual: the memory that F (or R, or L) takes at its start, until the end of B or W (or of
+            O). Default: 1.
+        weight_residual: the part of the residual that stays after I, until the end of W. Default:
+            0.5, from the zero-bubble paper (arXiv 2401.10241, table 1). Traced programs measure 0.6
+            to 1.6 times ``residual``.
+        slices: the lengths of a microbatch's slices, in any unit. (): the lengths of the plan, or
+            equal lengths.
+        slice_times: the times of a microbatch's slices, in any unit, as `Timeline.cost` measures
+            them. (): computed from ``slices`` and ``attention``.
+        attention: the share ``a`` of a stage's time that causal attention takes for a whole
+            microbatch, one number from 0 to 1. The time of attention grows with the square of the
+            length. A slice from x to y, as shares of the sequence, takes ``(1 - a) (y - x) + a (y²
+            - x²)`` of the time, and ``y - x`` of the memory. Default: 0.
     """
 
     forward: PerStage = 1.0
@@ -114,7 +129,7 @@ class Cost:
 
     @guarded
     def __repr__(self) -> str:
-        """What differs from ``Cost()``, to four digits."""
+        """Show the fields that differ from ``Cost()``, to four digits."""
         changed = {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -148,14 +163,14 @@ class Cost:
                     break
         faults += self._take_slices()
         if self.bandwidth == 0:
-            faults.append("bandwidth is more than 0; None for no limit")
+            faults.append("bandwidth must be more than 0; give None for no limit")
         faults = faults or self._long_halves() or self._long_links()
         raise_all("no such cost:", faults, ScheduleError)
 
     def _take_skips(self, skips: Any) -> list[str]:
-        """Keep the skips as a tuple of `Skip`; returns what is wrong with them."""
+        """Store the skips as a tuple of `Skip`. Return the faults in them."""
         if isinstance(skips, str) or not isinstance(skips, Sequence):
-            return [f"skips is a sequence of (stash, pop, size); got {skips!r}"]
+            return [f"skips must be a sequence of (stash, pop, size); got {skips!r}"]
         rows = [
             tuple(row) if isinstance(row, (tuple, list)) else (row,)
             for row in cast("Sequence[Any]", skips)
@@ -165,30 +180,31 @@ class Cost:
             object.__setattr__(self, "skips", tuple(Skip(*row) for row in rows))
         return [
             (
-                "skips has (stash, pop, size) with stages 0 <= stash < pop and a size from 0; "
-                f"got {row!r}"
+                "skips must contain (stash, pop, size), with stages 0 <= stash < pop and a size of "
+                f"at least 0; got {row!r}"
             )
             for row in bad
         ]
 
     def _take_slices(self) -> list[str]:
-        """Store lengths and times of slices as tuples. Return the faults in them, and in
+        """Store lengths and times of slices as tuples. Return faults, also those of
         ``attention``."""
         faults: list[str] = []
         for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
             values: Any = getattr(self, name)
             if not are_lengths(values):
                 faults.append(
-                    f"{name} has the {word} of each slice, numbers above 0; got {values!r}"
+                    f"{name} must have the {word} of each slice, numbers above 0; got {values!r}"
                 )
             else:
                 object.__setattr__(self, name, tuple(values))
         if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
-            faults.append(f"attention is a share from 0 to 1; got {self.attention!r}")
+            faults.append(f"attention must be a share from 0 to 1; got {self.attention!r}")
         return faults
 
     def _long_halves(self) -> list[str]:
-        """Name each half of B that is longer than B and has no other half given."""
+        """Return a fault for each half of B that is longer than B, if the other half is not
+        given."""
         faults: list[str] = []
         for name, other in _HALVES.items():
             whole, half = self.backward, getattr(self, name)
@@ -206,7 +222,7 @@ class Cost:
         return faults
 
     def _long_links(self) -> list[str]:
-        """What is wrong with the time for which actions wait for links: it is a part of theirs."""
+        """Return a fault for each link time that exceeds the time of its action."""
         faults: list[str] = []
         for kind, row in KINDS.items():
             if row.link is None or not getattr(self, row.link):
@@ -229,11 +245,16 @@ class Cost:
         return faults
 
     def slice_shares(self, num_slices: int) -> list[tuple[float, float]]:
-        """Return each slice's share of its microbatch's times, and of its memory. The shares add up
-        to 1.
+        """Return each slice's share of its microbatch's time and memory.
 
         >>> fp.Cost(slices=[3, 1], attention=0.5).slice_shares(2)
         [(0.65625, 0.75), (0.34375, 0.25)]
+
+        Args:
+            num_slices: the number of slices per microbatch.
+
+        Returns:
+            (share of the time, share of the memory) for each slice. Each of the two adds up to 1.
 
         Raises:
             ScheduleError: ``slices`` or ``slice_times`` has another number of slices.
@@ -246,7 +267,7 @@ class Cost:
             if values and len(values) != num_slices:
                 raise ScheduleError(
                     f"the cost has the {word} of {len(values)} slices, and a microbatch has "
-                    f"{num_slices}; give {name}= one for each, or () for equal ones"
+                    f"{num_slices}; give {name}= one number per slice, or () for equal slices"
                 )
         if num_slices == 1:
             return [(1.0, 1.0)]
@@ -263,11 +284,12 @@ class Cost:
 
     @property
     def num_stages(self) -> int | None:
-        """How many stages (or layers) its sequences speak of; None: it has one number for all."""
+        """The number of stages (or layers) of the cost's sequences; None: no field is a
+        sequence."""
         return next((len(row) + (name == "comm") for name, row in self._rows().items()), None)
 
     def _rows(self) -> dict[str, tuple[float, ...]]:
-        """The fields that are sequences, with a number for each stage (``comm``: each hop)."""
+        """The fields that are sequences, with one number per stage (``comm``: per hop)."""
         others = ("skips", *_LENGTHS)
         return {
             name: value
@@ -276,7 +298,11 @@ class Cost:
         }
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Time of one action of this kind on this stage."""
+        """Return the time of one action of a kind on a stage, for a whole microbatch.
+
+        >>> fp.Cost(forward=[1, 2]).of(fp.Kind.F, 1)
+        2
+        """
         for names in KINDS[kind].times:
             values = [self._time(name, stage) for name in names]
             if None not in values:
@@ -284,10 +310,9 @@ class Cost:
         return 0.0
 
     def _time(self, name: str, stage: int) -> float | None:
-        """Return the time in a field, for a half of B also the time that follows from the other
-        fields.
+        """Return the time in a field; None if no field gives it.
 
-        None: no field gives it.
+        The time of a half of B may follow from the other fields.
         """
         value: PerStage | None = getattr(self, name)
         if value is not None or name not in _HALVES:
@@ -311,45 +336,46 @@ class Cost:
         return tuple(times) if rows else times[0]
 
     def both(self, one: tuple[Kind, int, float], other: tuple[Kind, int, float]) -> float:
-        """Time of two actions that overlap, from the start of both to the end of both.
+        """Return the time of two actions that overlap, from their common start to their common end.
 
-        The device computes for the one or for the other, a link carries for the one or for the
-        other; neither can be quicker than alone: ``max(computing of both, links of both, the longer
-        one)``. DeepSeek calls it F&B (arXiv 2412.19437, table 2).
+        The device computes for one action at a time, and a link works for one action at a time. No
+        action is faster than alone. So the time is the largest of three: the computing time of
+        both, the link time of both, and the longer action. DeepSeek calls such a pair F&B (arXiv
+        2412.19437, table 2).
 
         >>> cost = fp.Cost(1, 1, 1, forward_link=0.5, backward_link=0.25)
         >>> cost.both((fp.Kind.F, 0, 1.0), (fp.Kind.B, 1, 1.0))
         2.25
 
         Args:
-            one: kind, stage, and which share of its microbatch's time it takes (of a whole
-                microbatch 1).
-            other: the same.
+            one: (kind, stage, share) of the first action. The share is the part of its microbatch's
+                time: 1 for a whole microbatch.
+            other: the same of the second action.
 
         Raises:
-            ScheduleError: one of them is something else.
+            ScheduleError: an argument is not such a tuple, or the cost has no such stage.
         """
         try:
             alone = [self.of(kind, stage) * share for kind, stage, share in (one, other)]
             waits = [self._link(kind, stage) * share for kind, stage, share in (one, other)]
         except (KeyError, IndexError, TypeError, ValueError):
             raise ScheduleError(
-                "both takes (kind, stage, share) twice, such as (fp.Kind.F, 0, 1.0), with stages "
-                f"that the cost has; got {one!r} and {other!r}"
+                "both takes two tuples (kind, stage, share), such as (fp.Kind.F, 0, 1.0), with "
+                f"stages of the cost; got {one!r} and {other!r}"
             ) from None
+        # sum(alone) - sum(waits) is the computing time of both actions.
         return max(sum(alone) - sum(waits), sum(waits), *alone)
 
     @property
     def hides(self) -> bool:
-        """Is there something to hide: does any action wait for a link."""
+        """Whether any action waits for a link, so that an overlapping action can hide the wait."""
         return any(
             max(per_stage(value, 1), default=0.0) > 0
             for value in (self.forward_link, self.backward_link)
         )
 
     def computing(self) -> Cost:
-        """The cost without the time for which actions wait for links: what is left where all of it
-        is hidden.
+        """Return the cost without the link times: the computing that no overlap can hide.
 
         >>> fp.Cost([1, 2], 1, backward=2, forward_link=0.5, backward_link=[0, 1]).computing().backward
         (2, 1)
@@ -377,25 +403,25 @@ class Cost:
         return _pick(getattr(self, name), stage) if name is not None else 0.0
 
     def group(self, sizes: Sequence[int]) -> Cost:
-        """The cost of neighbouring layers as stages, if this is the cost of layers.
+        """Turn the cost of layers into the cost of stages that each join neighbouring layers.
 
-        Times and residuals add up; what a stage hands on is the output of its last layer, and of
-        the hops those between its layers vanish, as do skips within a stage. Skips between the same
-        two stages are one.
+        Times and residuals of the layers add up. The output of a stage is the output of its last
+        layer. Hops and skips within a stage vanish. Skips between the same two stages add up to
+        one skip.
 
         >>> fp.Cost([1, 2, 3], output=[4, 5, 6]).group([2, 1]).forward
         (3, 3)
 
         Args:
-            sizes: how many layers each stage has, as ``balance`` gives them.
+            sizes: the number of layers of each stage, as `fp.models.balance` returns them.
 
         Raises:
-            ScheduleError: sizes that are not positive, or do not add up to the layers of the cost.
+            ScheduleError: a size is not positive, or the sizes do not add up to the cost's layers.
         """
         counts = list(sizes)
         layers = sum(counts)
         if not counts or any(count < 1 for count in counts):
-            raise ScheduleError(f"sizes are positive numbers; got {counts}")
+            raise ScheduleError(f"sizes must be positive numbers; got {counts}")
         self.check_stages(layers)
         ends = list(accumulate(counts))
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -417,8 +443,10 @@ class Cost:
         fields: dict[str, Any] = {
             name: value if name in kept else sums(value) for name, value in vars(self).items()
         }
+        # Without B, the halves may be implicit ones of each layer, which must be added up, too.
         if self.backward is None:
             fields |= {name: sums(self._half(name)) for name in _HALVES}
+        # The output of a stage, and the hop after it, are those of its last layer.
         fields["output"] = tuple(per_stage(self.output, layers)[end - 1] for end in ends)
         if isinstance(self.comm, Sequence):
             fields["comm"] = tuple(self.comm[end - 1] for end in ends[:-1])
@@ -426,31 +454,38 @@ class Cost:
         return Cost(**fields)
 
     def latency(self, stage: int, to: int) -> float:
-        """Of a value that goes from one device to another; of a skip over several hops, that of the
-        slowest."""
+        """Return the latency between the devices of two stages.
+
+        A skip over several stages has the latency of the slowest hop.
+
+        >>> fp.Cost(comm=[0.1, 0.3]).latency(0, 2)
+        0.3
+        """
         if isinstance(self.comm, Sequence):
             return max(self.comm[min(stage, to) : max(stage, to)])
         return self.comm
 
     def check_stages(self, num_stages: int) -> None:
-        """Refuse sequences that do not have one number per stage. Raises ScheduleError."""
+        """Raise ScheduleError if a sequence does not have one number per stage."""
         faults: list[str] = []
         for name, row in self._rows().items():
             if len(row) != num_stages - (name == "comm"):
-                hint = f" (it has {num_stages - 1}, one for each hop)" if name == "comm" else ""
+                hint = f" (it needs {num_stages - 1}, one per hop)" if name == "comm" else ""
                 faults.append(f"{name} has {len(row)} numbers{hint}")
         faults += [
-            f"{skip} is popped by a stage that is not there"
+            f"{skip} is popped by a stage that does not exist"
             for skip in self.skips
             if skip.pop >= num_stages
         ]
         raise_all(
-            f"a cost has one number, or one for each of {num_stages} stages:", faults, ScheduleError
+            f"a cost needs one number, or one for each of {num_stages} stages:",
+            faults,
+            ScheduleError,
         )
 
 
 def are_lengths(values: Any) -> bool:
-    """Can these be the lengths of slices."""
+    """Return whether the values can be lengths of slices: positive numbers in a sequence."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         return False
     numbers = cast("Sequence[Any]", values)
@@ -469,7 +504,7 @@ def _is_skip(row: tuple[Any, ...]) -> bool:
 
 
 def per_stage(value: PerStage, num_stages: int) -> tuple[float, ...]:
-    """The number of each stage."""
+    """Return a tuple with the number of each stage."""
     return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
 
 

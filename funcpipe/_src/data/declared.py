@@ -1,4 +1,4 @@
-"""Checks that what a stage declares fits its function."""
+"""Check that the declaration of a stage matches the arguments of its function."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
-    """Names as a tuple. Raises PlanError where they are one string, whose letters would be the
-    names."""
+    """Return names as a tuple. Raises PlanError for a single string: its letters would be names."""
     if isinstance(names, str):
         raise PlanError(f"{option}={names!r}: give a sequence of names, {option}=[{names!r}]")
     names = tuple(names)
@@ -24,18 +23,18 @@ def checked_names(names: Iterable[str], option: str) -> tuple[str, ...]:
 
 
 def check_function(fn: Any) -> None:
-    """Refuse what cannot be the function of a stage. Raises PlanError."""
+    """Raise PlanError if an object cannot be the function of a stage."""
     if isinstance(fn, type):
         example = (
             f"fp.from_module({fn.__name__}(...))"
             if hasattr(fn, "named_parameters")
             else f"fp.stage({fn.__name__}(...))"
         )
-        raise PlanError(f"{fn.__name__} is a class, and a stage is made of an instance: {example}")
+        raise PlanError(f"{fn.__name__} is a class; make a stage from an instance: {example}")
     if hasattr(fn, "named_parameters"):
         raise PlanError(
-            f"{type(fn).__name__} is a module: its parameters are inside of it, and a stage is a "
-            "function of them; make one with stage, params, state = fp.from_module(module)"
+            f"{type(fn).__name__} is a module, which contains its parameters, but a stage is a "
+            "function of its parameters; write stage, params, state = fp.from_module(module)"
         )
     if not callable(fn):
         raise PlanError(
@@ -44,14 +43,13 @@ def check_function(fn: Any) -> None:
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
         verb = "yields" if inspect.isgeneratorfunction(fn) else "is async"
         raise PlanError(
-            f"{fn.__name__!r} {verb}, so a call of it computes nothing; a stage is an ordinary "
-            "function that returns "
-            "its output, and what it hands to later stages in fp.Out(y, stash={...})"
+            f"{fn.__name__!r} {verb}, so a call of it computes nothing; write an ordinary function "
+            "that returns its output, or fp.Out(y, stash={...}) to pass values to later stages"
         )
 
 
 def arguments_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """What a function takes; None for built-ins without a signature."""
+    """Return the parameters of a function; None for built-ins without a signature."""
     try:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -59,13 +57,13 @@ def arguments_of(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def keywords_of(parameters: Sequence[inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function besides params and x, by name."""
+    """Return the parameters of a function after params and x, by name."""
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {p.name: p for p in parameters[2:] if p.kind in kinds}
 
 
 def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> None:
-    """Refuse a declaration that does not fit what the function takes. Raises PlanError."""
+    """Raise PlanError if a stage's declaration does not match its function's parameters."""
     keywords = keywords_of(parameters)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     declared = {"skips": stage.pop, "feeds": stage.feeds, "state": stage.state}
@@ -89,22 +87,21 @@ def check_declaration(stage: Stage, parameters: Sequence[inspect.Parameter]) -> 
 
 
 def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
-    """The faults of the arguments besides the keywords that stages declare: there are two, params
-    and x."""
+    """Return the faults of the positional arguments: a stage's function takes params and x."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [p for p in parameters if p.kind in kinds]
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return []
     if len(positional) < 2:
         return [
-            f"takes {len(positional)} arguments by position, and is called with two, fn(params, "
+            f"takes {len(positional)} arguments by position, but is called with two, fn(params, "
             "x); without parameters params is ()"
         ]
     if positional[0].name == "self":
         return ["takes self: give the method of an instance, fp.stage(net.method)"]
     known = ("skips", "feeds", "state", "train", "carry")
     return [
-        f"needs {p.name!r} besides params and x, which nobody gives: bind it, "
+        f"needs {p.name!r} besides params and x, but no call passes it: bind it, "
         f"functools.partial(fn, {p.name}=...), or declare it as a feed of the batch (feeds=[...])"
         for p in parameters
         if p not in positional[:2]

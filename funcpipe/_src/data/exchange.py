@@ -1,5 +1,7 @@
-"""What the processes of a plan have to say to each other about a result; a process alone has nobody
-to ask."""
+"""Exchange facts about a result between the processes of a plan.
+
+Does not own the transport: `processes/` provides the functions that exchange values.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import Any
 
 
 def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
-    """Is this a DTensor whose mesh are these processes, in a row."""
+    """Return whether a tensor is a DTensor over a mesh of exactly these processes, in order."""
     mesh = getattr(tensor, "device_mesh", None)
     return mesh is not None and mesh.mesh.tolist() == [*processes]
 
 
 def entire(tensor: Any) -> Any:
-    """A tensor; of a DTensor all of it, and every process that has a part of it must ask."""
+    """Return a tensor; for a DTensor its full tensor. All processes of a DTensor must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -44,19 +46,19 @@ class Exchange:
     telling: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __call__(self, about: str, mine: Any) -> list[Any]:
-        """What every process gives."""
+        """Return the values of all processes for a named subject."""
         return self.call(about, mine)
 
     def here(self, tensor: Any) -> Any:
-        """What this process has of a tensor that is spread over the copies; any other one as it
-        is."""
+        """Return this process's part of a tensor that is spread over the copies; others as they
+        are."""
         return tensor.to_local() if lies_over(tensor, self.copies) else tensor
 
     def finite(self, about: str, tensors: Iterable[Any]) -> bool:
-        """Are all numbers of these tensors finite, and of those that the others give."""
-        finite = [
-            bool(entire(numbers(self.here(tensor)).isfinite().all())) for tensor in tensors
-        ]  # no early end: every process must take part for every tensor
+        """Return whether all numbers are finite, in this and in all other processes."""
+        # A list, without an early end: `full_tensor` is a collective, so each process must reach it
+        # for each tensor. With a generator, one process could stop early and the others would hang.
+        finite = [bool(entire(numbers(self.here(tensor)).isfinite().all())) for tensor in tensors]
         return all(self(about, all(finite)))
 
 
@@ -65,7 +67,7 @@ def _nobody_else(about: str, mine: Any) -> list[Any]:
 
 
 alone = Exchange(_nobody_else)
-"""The exchange of a process that has no others."""
+"""The exchange of a run in a single process."""
 
 
 def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
@@ -84,6 +86,7 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
         f"funcpipe/saves/{path}",
         ",".join(map(str, sorted(members))),
     )
+    # compare_set is atomic: of several pipelines that claim at once, one wins, the others see it.
     found = store.compare_set(key, "", mine).decode()
     while found != mine:
         others = tuple(map(int, found.split(",")))

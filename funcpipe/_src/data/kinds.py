@@ -1,8 +1,8 @@
-"""The kinds of actions, and the one table of what is true of each.
+"""The kinds of actions, and one table with the properties of each kind.
 
-Whatever walks over actions without running them reads this table: the check, the clock, costs,
-memory, parsers, pictures. What an action does with values is the row of its kind in
-``lower/effects.py``, what it does with a stage its step in ``engine/steps.py``.
+All code that looks at actions without running them reads this table: the check, the clock, costs,
+memory, parsers and pictures. The table does not own what an action reads and writes
+(``lower/effects.py``), nor what an action does with a stage (``engine/steps.py``).
 """
 
 from __future__ import annotations
@@ -13,33 +13,39 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an action does; the closed set, by the letters of the zero-bubble paper (arXiv
-    2401.10241) and torch."""
+    """The kind of work that an action does.
+
+    F, B and W are letters of the zero-bubble paper (arXiv 2401.10241) and of torch; I is the
+    paper's B.
+
+    >>> fp.Kind("F") is fp.Kind.F
+    True
+    """
 
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """The whole backward: gradients of the input and of the weights."""
+    """Whole backward: the gradients of the input and of the weights."""
     I = "I"
-    """Backward of the input only (the paper's B)."""
+    """Backward of the input. In an eager stage also the weight gradients that need no W."""
     W = "W"
-    """Backward of the weights only; what `I` left to do."""
+    """Backward of the weights: the weight gradients that `I` did not compute."""
     R = "R"
-    """Remat: compute again the residual that `F` did not keep."""
+    """Remat: compute the residual that `F` did not keep."""
     O = "O"
-    """Offload: begin to move the residual to host memory, while the device goes on."""
+    """Offload: begin to move the residual to host memory, while the device works on."""
     L = "L"
-    """Load: begin to move it back."""
+    """Load: begin to move the residual back from host memory, while the device works on."""
     G = "G"
-    """Reduce: begin to sum the gradients of a stage over its replicas; once a batch."""
+    """Reduce: begin to sum the gradients of a stage over its replicas; once per batch."""
     U = "U"
-    """Unshard: begin to gather the parameters of a stage of which each replica holds a part; once
-    or several times."""
+    """Unshard: begin to gather the sharded parameters of a stage from its replicas; once or several
+    times per batch."""
     S = "S"
-    """Step: the optimizer's step of a stage, once its gradients are whole; once a batch."""
+    """Step: step the optimizer of a stage after its last gradient; once per batch."""
 
-    # Members are singletons: identity is hash enough, and ten times faster than hashing the name in
-    # Python.
+    # Members are singletons, so the hash of the identity is enough. It is ten times faster than the
+    # hash of the name, which Enum computes in Python, and tables are keyed by kinds everywhere.
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
@@ -47,76 +53,75 @@ class Kind(Enum):
 
 
 class Resource(Enum):
-    """What an action occupies."""
+    """What an action occupies while it runs."""
 
     DEVICE = "device"
-    """It computes: the device does nothing else."""
+    """The device itself: it computes, and runs nothing else."""
     TO_HOST = "to host"
-    """The link from the device to its host; the device goes on."""
+    """The link from the device to its host; the device works on."""
     FROM_HOST = "from host"
-    """The link from the host to the device; the device goes on."""
+    """The link from the host to the device; the device works on."""
     NETWORK = "network"
-    """The link to the other replicas of its stages; the device goes on."""
+    """The link to the other replicas of its stages; the device works on."""
 
 
 class Flow(Enum):
-    """Which way values go between stages."""
+    """The direction in which values go between stages."""
 
     FORWARD = "forward"
-    """Activations and skips, from earlier stages to later ones."""
+    """Activations and skips, from earlier to later stages."""
     BACKWARD = "backward"
-    """Their gradients, the other way."""
+    """Gradients of activations and skips, from later to earlier stages."""
 
 
 class Held(Enum):
-    """Memory of one stage for one microbatch."""
+    """An amount of memory of one stage for one microbatch."""
 
     RESIDUAL = "residual"
-    """What a forward keeps for its backward."""
+    """The data that a forward keeps for its backward."""
     WEIGHT_RESIDUAL = "weight residual"
-    """What is left of it for the backward of the weights."""
+    """The rest of the residual after I, kept for W."""
     DIFFERENCE = "what the backward of the input needs alone"
+    """The residual without the weight residual: what I frees."""
 
 
 class Scope(Enum):
-    """What one action of a kind is for."""
+    """The work that one action of a kind covers."""
 
     MICROBATCH = "microbatch"
-    """A microbatch, or a slice of one."""
+    """One microbatch, or one slice."""
     STAGE = "stage"
-    """A stage, once a batch: the action has no number. It comes after everything that adds to the
-    stage's gradients."""
+    """One stage, once per batch. The action has no number, and comes after the last action that
+    adds to the stage's gradients."""
     RUN = "run"
-    """A run of actions of a stage: those from here to the next action of this kind. The action's
-    number counts the runs of the stage, and what the stage computes in the run waits for the
-    action."""
+    """All actions of a stage from here to the stage's next action of this kind. They wait for this
+    action. Its number counts such actions of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindRow:
-    """What is true of a kind of action.
+    """The properties of a kind of action.
 
     Attributes:
-        word: what it does, in pictures.
-        scope: what one action is for.
-        after: the kind that must stand before it, of the same stage and microbatch; None: it comes
-            first.
-        before_backward: does it stand before the backward (B or I) of its stage and microbatch.
-        pair: the kind with which it comes in pairs.
-        excludes: the kind that a stage and microbatch has in its place.
-        flow: which values of other stages it waits for, and hands on at its end; None: it stays
-            within its stage.
-        takes, frees: the memory that it takes at its start, and frees at its end.
-        adds: does it add to the gradients of the weights.
-        times: how long it takes, as sums of fields of `Cost`: the first sum that has no None.
-        link: the field of `Cost` that says for how much of this time it waits for a link between
-            devices; None: it computes all the time.
-        units: how long it takes in plan order.
-        resource: what it occupies.
-        colour: red, green, blue: near those of Okabe and Ito, moved apart until everybody can tell
-            any two of them apart, also without one of the three cones; all are light enough for
-            dark letters.
-        codes: the nearest of a terminal's 256 colours, then lighter ones for a device's further
+        word: the name of the kind in pictures.
+        scope: the work that one action of the kind covers.
+        after: the kind that must come before, on the same stage and microbatch; None: no kind.
+        before_backward: whether the kind comes before the backward (B or I) of its stage and
+            microbatch.
+        pair: the kind that must accompany this kind; None: no kind.
+        excludes: the kind that a stage and microbatch can have in place of this kind.
+        flow: the direction of the values that the action receives from other stages and sends at
+            its end; None: the action does not exchange values with other stages.
+        takes, frees: the memory that the action takes at its start, and frees at its end.
+        adds: whether the action adds to the gradients of the weights.
+        times: the duration, as sums of fields of `Cost`: the first sum without a None.
+        link: the field of `Cost` with the part of the duration in which the action waits for a link
+            between devices; None: the action computes all the time.
+        units: the duration in plan order.
+        resource: what the action occupies.
+        colour: red, green, blue. The colours are near those of Okabe and Ito, but far enough apart
+            for people with colour blindness, and light enough for dark letters.
+        codes: the nearest of a terminal's 256 colours, then lighter colours for a device's later
             stages.
     """
 
@@ -167,7 +172,7 @@ KINDS: Mapping[Kind, KindRow] = {
         pair=Kind.W,
         excludes=Kind.B,
         frees=Held.DIFFERENCE,
-        adds=True,  # to the parameters that do not wait for W, of an eager stage
+        adds=True,  # an eager stage adds gradients of biases and the like at I, not at W
         times=(("backward_input",),),
         link="backward_link",
         colour=(222, 112, 46),
@@ -246,53 +251,53 @@ KINDS: Mapping[Kind, KindRow] = {
         codes=(119, 155, 157),
     ),
 }
-"""A row for each kind."""
+"""The properties of each kind."""
 
 ONCE = tuple(kind for kind, row in KINDS.items() if row.scope is Scope.STAGE)
-"""The kinds that stand once a batch, without a microbatch."""
+"""The kinds that appear once per stage and batch, without a microbatch: G and S."""
 
 COUNTED = tuple(kind for kind, row in KINDS.items() if row.scope is Scope.RUN)
-"""The kinds whose number counts the times that they stand for their stage."""
+"""The kinds whose number counts their appearances in the stage, not microbatches: U."""
 
 SPELLING = (
     f"stage, one of {' '.join(kind.value for kind in Kind if kind not in ONCE)}, microbatch, as "
     f"in 2F0 (2F0.1: its slice 1); or stage and one of {' '.join(kind.value for kind in ONCE)}, "
     "as in 2G"
 )
-"""How actions are written, in messages."""
+"""The spelling of actions, for messages."""
 
 LINKS = tuple(resource for resource in Resource if resource is not Resource.DEVICE)
 """The links of a device."""
 
 MOVES = tuple(kind for kind, row in KINDS.items() if row.resource is not Resource.DEVICE)
-"""The kinds that run on a device's links (to its host, to other replicas), while the device
-works."""
+"""The kinds that run on a device's links (to its host, to other replicas) while the device
+computes: O, L, G and U."""
 
 COMPUTES = tuple(
     kind
     for kind, row in KINDS.items()
     if row.resource is Resource.DEVICE and row.scope is Scope.MICROBATCH
 )
-"""The kinds in which a stage computes with its parameters."""
+"""The kinds in which a stage computes with its parameters: F, B, I, W and R."""
 
 WHOLE = (*ONCE, *COUNTED)
-"""The kinds that are for all microbatches, so that they have no slice of one."""
+"""The kinds for all microbatches together, which have no slices: G, S and U."""
 
 BY_SIZE = tuple(
     kind for kind, row in KINDS.items() if row.resource in (Resource.TO_HOST, Resource.FROM_HOST)
 )
-"""The kinds that move memory: for a slice they take its share of the microbatch's memory, not of
-the time."""
+"""The kinds that move memory to or from the host. For a slice they take its share of the
+microbatch's memory, not of the time."""
 
 WITHOUT_BACKWARD = tuple(
     kind for kind, row in KINDS.items() if row.flow is Flow.FORWARD or row.scope is Scope.RUN
 )
-"""The kinds of a batch that computes no gradients."""
+"""The kinds of a batch without gradients: F and U."""
 
 ADDS = tuple(kind for kind, row in KINDS.items() if row.adds)
-"""The kinds that add to the gradients of the weights."""
+"""The kinds that add to the gradients of the weights: B, I and W."""
 
 
 def flowing(flow: Flow) -> tuple[Kind, ...]:
-    """The kinds that hand values on to other stages, this way."""
+    """Return the kinds that send values to other stages in a direction."""
     return tuple(kind for kind, row in KINDS.items() if row.flow is flow)

@@ -1,4 +1,8 @@
-"""How losses weigh microbatches: by what a loss says of itself, or what is known of torch's own."""
+"""The weights of microbatches in the loss of a batch.
+
+A loss may give its weight itself, by ``(sum, weight)``, `Loss` or a method ``weigh``. For torch's
+own losses this module knows the divisor of their mean.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +21,35 @@ from funcpipe._src.core.tree import Tree, flatten, unflatten
 from funcpipe._src.data.result import Loss
 
 Weigh = Callable[[Tree, Tree], Any]
-"""``(inputs, target) -> number``: how much a microbatch counts, before any forward; None: as much
-as it has rows."""
+"""``(inputs, target) -> weight`` of a microbatch, called before any forward. A result of None means
+the number of rows."""
 
 
 @runtime_checkable
 class Weighing(Protocol):
-    """A loss that returns the mean over a microbatch, and knows beforehand what that mean is
-    divided by."""
+    """A loss that returns the mean over a microbatch, and knows the mean's divisor beforehand."""
 
     def __call__(self, y: Any, target: Any, /) -> Any:
-        """The loss of a microbatch."""
+        """Return the mean loss of a microbatch."""
         ...
 
     def weigh(self, inputs: Any, target: Any, /) -> Any:
-        """How much the microbatch counts: a number from 0, also in a 0-dim tensor; None: as much as
-        it has rows."""
+        """Return the microbatch's weight: a number or 0-dim tensor of at least 0; None: its
+        rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How the losses of microbatches combine to the loss of the batch.
+    """The rule that combines the losses of microbatches to the loss of the batch.
 
     Attributes:
-        weigh: how much each counts; None: its rows.
-        summed: losses are sums: they are added, and divided by the weights only where the plan's
-            ``weight`` gives them.
+        weigh: the function that returns the weight of a microbatch; None: its number of rows.
+        summed: whether losses are sums. Sums are added, and divided by weights only if the plan has
+            a ``weight``.
         known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run
-            raises BatchError where it sees that the loss leaves out targets.
-        alike: without weights, all microbatches count equally, whatever their rows.
+            raises BatchError if it sees that the loss ignores some targets.
+        alike: whether all microbatches count equally if they have no weights, whatever their rows.
     """
 
     weigh: Weigh | None = None
@@ -56,11 +59,10 @@ class Counts:
 
 
 BY_ROWS = Counts(known=True)
-"""Means that count by rows."""
+"""Microbatches count by their rows."""
 
 ALIKE = Counts(known=True, alike=True)
-"""The mean over the microbatches of what the loss returned for each, as
-torch.distributed.pipelining has it."""
+"""The plain mean over microbatches, as in torch.distributed.pipelining."""
 
 
 _MODULES = tuple(
@@ -116,19 +118,19 @@ _FUNCTIONS = (
     F.triplet_margin_with_distance_loss,
 )
 _KNOWN = {*_FUNCTIONS, *(module.forward for module in _MODULES)}
-"""Torch's losses: functions, and the forwards of modules. All but those below have means that rows
-divide."""
+"""Torch's losses: functions, and the forwards of modules. The divisor of a mean is proportional to
+the rows, except for the losses in `_INDEXED`."""
 
 _INDEXED = {F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
-"""Losses whose mean is divided by what the targets, class indices, count."""
+"""Losses whose mean is divided by the weights of the targets, which are class indices."""
 
 
 def counts_of(loss: Callable[..., Any] | None) -> Counts:
-    """How a plan's loss counts.
+    """Return the weighting rule of a plan's loss.
 
     Raises:
-        PlanError: a loss of torch that leaves a number for each element, or takes other arguments
-            than (y, target).
+        PlanError: the loss takes other arguments than (y, target), or is a loss of torch that
+            returns one number per element.
     """
     if loss is None:
         return BY_ROWS
@@ -136,9 +138,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
     body = _body(loss)
     if (
         not isinstance(body, FunctionType | BuiltinFunctionType) or body not in _KNOWN
-    ):  # it may have no hash
-        # What a module of the user's returns is not known; where its reduction says sum, that is
-        # believed.
+    ):  # a callable object may have no hash, so its type is checked first
+        # The result of a user's module is not known, but its reduction="sum" is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         weighing = isinstance(loss, Weighing)
         return Counts(
@@ -148,8 +149,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
     if reduction not in ("mean", "batchmean", "sum"):
         name = _name(loss)
         raise PlanError(
-            f"loss is {name} with reduction={reduction!r}, and the loss of a microbatch is one "
-            "number; take reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, "
+            f"loss is {name} with reduction={reduction!r}, but the loss of a microbatch must be "
+            "one number; take reduction='mean' or 'sum', or reduce it yourself: loss=lambda y, "
             f"target: (({name}(y, target) * weights).sum(), weights.sum())"
         )
     weigh = CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None
@@ -157,35 +158,34 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
 
 
 class CountedTargets:
-    """What a mean cross entropy is divided by: targets that are not ignored, each by the weight of
-    its class."""
+    """The divisor of a mean cross entropy: the class weights of the targets that are not
+    ignored."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss = loss
 
     def __call__(self, inputs: Tree, target: Tree) -> Any:
-        """The sum of the weights; None for probabilities, of which each row counts as much as
-        another."""
+        """Return the sum of the weights; None for probabilities, where all rows count equally."""
         if not isinstance(target, Tensor) or target.is_floating_point() or target.is_meta:
             return None
         counted = target != _option(self.loss, "ignore_index", -100)
         weights: Tensor | None = _option(self.loss, "weight", None)
         if weights is None:
             return counted.sum()
-        # A class out of range is refused by the loss itself, which says where.
+        # The loss itself raises for a class out of range, with a better message than this lookup.
         classes = target.clamp(0, len(weights) - 1)
         return weights.detach().to(target.device)[classes].mul(counted).sum()
 
 
 def _body(loss: Any) -> Any:
-    """The function that a loss calls in the end; None where positional arguments are bound."""
+    """Return the function that a loss calls; None for a partial with positional arguments."""
     if isinstance(loss, partial):
         return None if loss.args else loss.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return type(loss).forward if isinstance(loss, nn.Module) else loss
 
 
 def _option(loss: Any, name: str, default: Any) -> Any:
-    """An option of a loss of torch, as it is now."""
+    """Return the present value of an option of a torch loss."""
     if isinstance(loss, partial):
         return loss.keywords.get(name, default)
     return getattr(loss, name, default) if isinstance(loss, nn.Module) else default
@@ -209,7 +209,7 @@ def _refuse_other_arguments(loss: Any) -> None:
     except TypeError:
         raise PlanError(
             f"loss is called with (y, target), but {_name(loss)} takes "
-            f"({', '.join(signature.parameters)}); give a function of the two: loss=lambda y, "
+            f"({', '.join(signature.parameters)}); give a function of these two: loss=lambda y, "
             f"target: {_name(loss)}(...)"
         ) from None
 
@@ -220,7 +220,7 @@ def _name(loss: Any) -> str:
 
 
 def check_weight(weight: Any) -> None:
-    """How much a microbatch counts is a number, which is not trained. Raises StageError."""
+    """Raise StageError if a microbatch's weight is not a number, or requires a gradient."""
     tensor = isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad
     if weight is None or tensor or isinstance(weight, (int, float)):
         return
@@ -231,8 +231,8 @@ def check_weight(weight: Any) -> None:
             + ", which requires a gradient" * weight.requires_grad
         )
     raise StageError(
-        "a pair from the loss is (sum, weight), and the weight is a number without a gradient, "
-        f"how much the microbatch counts; got {kind}. What comes back beside the loss goes into "
+        "the loss returned a pair, which must be (sum, weight): the weight is a number without a "
+        f"gradient; got {kind}. To return other values beside the loss, return "
         "fp.Loss(loss, aux=...)"
     )
 
@@ -269,11 +269,11 @@ def read_loss(value: Any) -> tuple[Tensor, Loss]:
 
 
 def detached(tree: Tree) -> Tree:
-    """The tree with its tensors cut off from their graphs."""
+    """Return the tree with its tensors detached from their graphs."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [cut_off(leaf) for leaf in leaves])
 
 
 def cut_off(leaf: Any) -> Any:
-    """A leaf without its graph."""
+    """Return a leaf, detached if it requires a gradient."""
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf

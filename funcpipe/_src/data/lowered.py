@@ -1,4 +1,7 @@
-"""A plan's whole program: kept short, and built out lane by lane when someone looks."""
+"""The program of a whole plan: stored in a short form, and expanded lane by lane on demand.
+
+`program.py` has the instructions, `lower/program.py` makes the short form from stages and schedule.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,25 @@ from funcpipe._src.data.program import (
 from funcpipe._src.data.schedule import Action, action_of
 
 TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.SUMS})
-"""The values that the caller takes at the end. No action frees them, even an action that reads
-them."""
+"""The roles of values that the caller takes at the end.
+
+No action frees such a value, not even an action that reads it.
+"""
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The program of a plan: integers and names, no functions. Compares, hashes, pickles.
+    """The program of a plan: integers and names, no functions. Compares, hashes and pickles.
 
     Attributes:
-        num_stages, num_microbatches, num_slices, num_lanes: the counts; slices are those of each
+        num_stages, num_microbatches, num_slices, num_lanes: the counts; the slices are per
             microbatch.
-        wires: what the wire numbers mean.
-        calls: every action of the order, its microbatch left open.
-        order: ``call * num_pieces + piece`` of each action, in plan order: an order in which one
-            thread can run everything, and which every lane follows for its own actions.
+        wires: the meaning of the wire numbers.
+        calls: the actions of the order, without their microbatches.
+        order: the code ``call * num_pieces + piece`` of each action, in plan order. One thread can
+            run all actions in this order, and each lane follows it for its own actions.
         pools: the slots between lanes.
-        pairs: the codes of those that overlap with what comes after them in the order.
+        pairs: the codes of the actions that overlap with their successor in the order.
     """
 
     num_stages: int
@@ -79,26 +84,25 @@ class Lowered:
 
     @cached_property
     def num_pieces(self) -> int:
-        """How many slices the microbatches have together; as many as these where they are whole."""
+        """The number of pieces: all slices, or microbatches if they are not cut."""
         return self.num_microbatches * self.num_slices
 
     def value(self, number: int) -> Value:
-        """The value with this number."""
+        """Return the value with a number."""
         return value_of(self.wires, number, self.num_pieces, self.num_slices)
 
     def action(self, code: int) -> Action:
-        """The action with this code of the order."""
+        """Return the action with a code of the order."""
         number, piece = divmod(code, self.num_pieces)
         call = self.calls[number]
         return action_of(call.kind, call.stage, call.first + piece, self.num_slices)
 
     def first(self, num_microbatches: int) -> Lowered:
-        """The program of the first few microbatches: every action of the others left out, the order
-        kept.
+        """Return the program without the actions of later microbatches; the order stays.
 
-        Counted actions (U) keep their numbers, also where no remaining action needs them: replicas
-        with more microbatches have the same ones. `Schedule.first` drops them. Pools need no more
-        slots than for all microbatches, so their sizes stay.
+        Counted actions (U) keep their numbers, even if no remaining action needs them, because
+        replicas with more microbatches run the same U and must meet. (`Schedule.first` drops unused
+        U.) Pools need no more slots than for all microbatches, so their sizes stay.
         """
         before, count = self.num_pieces, num_microbatches * self.num_slices
         limits = [num_microbatches if call.kind in ONCE else count for call in self.calls]
@@ -113,6 +117,7 @@ class Lowered:
             return number * count + piece if piece < limits[number] else None
 
         codes = [kept(code) for code in self.order]
+        # A pair stays a pair only if both of its actions are kept.
         pairs = (
             pair
             for code, pair in zip(self.order, pairwise(codes), strict=False)
@@ -126,7 +131,7 @@ class Lowered:
 
     @cached_property
     def lane_order(self) -> list[int]:
-        """The lane of each action of the order."""
+        """The lane of each action in the order."""
         lane_of, count = [call.lane for call in self.calls], self.num_pieces
         return [lane_of[code // count] for code in self.order]
 
@@ -136,17 +141,17 @@ class Lowered:
         return expand(self, range(self.num_lanes))
 
     def lane(self, lane: int) -> LaneProgram:
-        """The program of one lane; those of the others are not built."""
+        """Return the program of one lane, without building the programs of other lanes."""
         return expand(self, [lane])[0]
 
     def walk(self) -> Iterator[tuple[int, Instruction, dict[int, int]]]:
-        """All instructions in plan order, each with its lane and what lies in its slots
-        (`LaneProgram.contents`)."""
+        """Yield all instructions in plan order, with lane and slots (see
+        `LaneProgram.contents`)."""
         for lane, each in _in_turn(self, [program.contents() for program in self.lanes]):
             yield lane, *each
 
     def lines(self) -> Iterator[str]:
-        """All instructions in words, in plan order, each after the number of its lane."""
+        """Yield all instructions as text, in plan order, each after the number of its lane."""
         for lane, words in _in_turn(self, [program.lines() for program in self.lanes]):
             yield f"{lane}: {words}"
 
@@ -154,8 +159,11 @@ class Lowered:
 def _renumbered(
     calls: Sequence[Call], before: int, after: int
 ) -> tuple[tuple[Call, ...], dict[tuple[int, int], int]]:
-    """Adapt calls to fewer pieces, and map (stage, turn) of counted actions to its call, numbered
-    from turn * after."""
+    """Adapt calls to fewer pieces.
+
+    Counted actions (U) of one call may need several calls afterwards: call number ``turn`` has the
+    numbers from ``turn * after``. Returns the calls, and their indices by (stage, turn).
+    """
     out, turns = list(calls), dict[tuple[int, int], int]()
     for call in calls:
         if call.kind in COUNTED:
@@ -170,7 +178,7 @@ _T = TypeVar("_T")
 
 
 def _in_turn(lowered: Lowered, lanes: Sequence[Iterator[_T]]) -> Iterator[tuple[int, _T]]:
-    """Something for each instruction of each lane, in plan order."""
+    """Merge the items of all lanes, one item per instruction, in plan order."""
     parts = [iter(program.parts) for program in lowered.lanes]
     for lane in lowered.lane_order:
         for _ in next(parts[lane]):
@@ -178,7 +186,8 @@ def _in_turn(lowered: Lowered, lanes: Sequence[Iterator[_T]]) -> Iterator[tuple[
 
 
 def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
-    """The programs of some lanes."""
+    """Build the programs of some lanes."""
+    # The slots on an edge depend on both of its lanes, so the neighbours are followed too.
     near = {*lanes}
     for pool in lowered.pools:
         if pool.lane in lanes or pool.source in lanes:
@@ -201,7 +210,7 @@ def expand(lowered: Lowered, lanes: Sequence[int]) -> tuple[LaneProgram, ...]:
 
 
 def slots_of(pools: Sequence[Pool]) -> list[range]:
-    """The slots of each pool at its lane: one pool after the other."""
+    """Return the slot numbers of each pool on its lane: one pool after the other."""
     ends: dict[int, int] = defaultdict(int)
     out: list[range] = []
     for pool in pools:
@@ -217,12 +226,16 @@ def read_again(
     num_pieces: int,
     lanes: Container[int],
 ) -> set[tuple[int, int]]:
-    """(position in the order, wire): where an action reads what another of its lane reads later. It
-    must not free that.
+    """Find the reads whose value a later action of the same lane reads again.
 
-    A residual that was moved to the host and comes back is another one.
+    Such a read must not free the value. A residual that comes back from the host is a new value:
+    its write ends the search.
+
+    Returns:
+        (position in the order, wire) of each such read.
     """
     readers = Counter((call.lane, wire) for call in calls for wire, _ in call.reads)
+    # Only values with several readers on one lane can be read again. Most programs have none.
     shared = {place for place, number in readers.items() if number > 1 and place[0] in lanes}
     if not shared:
         return set()
@@ -237,6 +250,7 @@ def read_again(
     writes = [[wire for wire in call.writes if (call.lane, wire) in shared] for call in calls]
     again: set[tuple[int, int]] = set()
     later: set[tuple[int, int, int]] = set()
+    # Backwards through the order: `later` has the values that are read after this position.
     for position, code in zip(reversed(range(len(order))), reversed(order), strict=True):
         number, piece = divmod(code, num_pieces)
         lane = calls[number].lane
@@ -251,10 +265,10 @@ def read_again(
 def _crossings(
     lowered: Lowered, lanes: set[int], near: set[int], again: set[tuple[int, int]]
 ) -> dict[int, dict[int, int]]:
-    """By lane and value, the slot of what some lanes are sent or send.
+    """Choose a slot for each value that crosses between lanes, by lane and value number.
 
-    In plan order, the slot that has been free for longest: a sender waits only where the plan says
-    that all are taken.
+    Follows plan order and takes the slot that has been free for the longest time. So a sender waits
+    only if all slots of the pool are full in plan order.
     """
     free = [deque(numbers) for numbers in slots_of(lowered.pools)]
     slots: dict[int, dict[int, int]] = {lane: {} for lane in near}
@@ -281,6 +295,7 @@ def _crossings(
     ]
     for position, code in enumerate(lowered.order):
         number, microbatch = divmod(code, count)
+        # Sender and receiver both follow this order, so they choose the same slots without talking.
         for wire, pool in reads[number]:
             if (position, wire) not in again:
                 pool.append(slots[lowered.calls[number].lane][wire * count + microbatch])
@@ -290,8 +305,7 @@ def _crossings(
 
 
 class _Writer:
-    """Writes the program of a lane, action by action. Liveness decides every free: after the last
-    read."""
+    """Writes the program of a lane, action by action. Frees each value after its last read."""
 
     def __init__(
         self,
@@ -303,26 +317,26 @@ class _Writer:
     ) -> None:
         self.lowered, self.lane, self.again, self.crossings = lowered, lane, again, crossings
         self.read = read
-        """The wires that an action of the lane reads."""
+        """The wires that actions of the lane read."""
         self.taken = frozenset(
             [number for number, wire in enumerate(lowered.wires) if wire.role in TAKEN]
         )
-        """The wires of what the caller takes."""
+        """The wires that the caller takes."""
         self.calls: dict[int, _Form] = {}
         self.instructions: list[Instruction] = []
         self.ends: list[int] = []
         self.pairs: list[int] = []
         self.late: list[int] = []
-        """What the first of a pair has read and the second frees: the one may still read it while
-        the other runs."""
+        """Values that the first action of a pair has read. They are freed with the second action:
+        the first may still read them while the second runs."""
         self.left: list[tuple[int, int]] = []
         self.where: dict[int, int] = {}
-        """The slot of each value that lies here."""
+        """The slot of each value that is on the lane now."""
         self.slots: list[Slot] = []
         self.spare: dict[Slot, deque[int]] = defaultdict(deque)
-        """The slots that are free, of those that only this lane fills."""
+        """The free slots, among those that only this lane fills."""
         self.home: list[deque[int] | None] = []
-        """Where each slot goes when it is free; None: its sender knows."""
+        """The queue that each slot returns to when it is free; None: its sender chooses slots."""
         for pool in lowered.pools:
             if pool.lane == lane:
                 kind = Slot(pool.source, pool.role)
@@ -333,7 +347,7 @@ class _Writer:
                 self.home += [spare] * pool.slots
 
     def _form(self, number: int) -> _Form:
-        """A call with everything that is the same for all its microbatches."""
+        """Collect the facts of a call that are the same for all its microbatches."""
         call, wires, count = self.lowered.calls[number], self.lowered.wires, self.lowered.num_pieces
         sources = [
             self.lane if pool < 0 else self.lowered.pools[pool].source for _, pool in call.reads
@@ -358,8 +372,10 @@ class _Writer:
     def write(
         self, position: int, number: int, microbatch: int, after: tuple[int, int] | None = None
     ) -> None:
-        """One action with everything around it; of a pair the first receives for both, and the
-        second frees for both."""
+        """Write one action with its receives, frees and sends.
+
+        The first action of a pair receives for both, and the second frees for both.
+        """
         form = self._get(number)
         where, again, add = self.where, self.again, self.instructions.append
         reads = self._received(form, microbatch)
@@ -378,6 +394,7 @@ class _Writer:
             where[base + microbatch] = slot = self._take(kind)
             writes.append(slot)
         add(Run(form.number, microbatch, tuple(reads), tuple(writes)))
+        # Frees come before sends: a send may block, and meanwhile others could not fill our slots.
         if done:
             self._free(done)
         for base, to, there in form.sends:
@@ -395,7 +412,7 @@ class _Writer:
         return form
 
     def _received(self, form: _Form, microbatch: int) -> list[int]:
-        """The slots of what a call reads; what is not there is received."""
+        """Return the slots of the values that a call reads. Receive the values that are missing."""
         slots: list[int] = []
         for _, base, source, kind in form.reads:
             value = base + microbatch
@@ -424,7 +441,7 @@ class _Writer:
                 home.append(slot)
 
     def program(self) -> LaneProgram:
-        """What was written."""
+        """Return the program that was written."""
         pools, lowered = self.lowered.pools, self.lowered
         outgoing = [
             (pool.lane, slot)
@@ -448,15 +465,15 @@ class _Writer:
 
 
 class _Form(NamedTuple):
-    """A call, for who writes a lane; of values the numbers for microbatch 0.
+    """A call as `_Writer` needs it. Value numbers are for piece 0.
 
     Attributes:
-        number: among the calls of the lane.
+        number: the index among the calls of the lane.
         reads: (wire, value, source, kind of slot).
         writes: (value, kind of slot).
-        sends: (value, lane, the slots of values there).
-        taken: what the caller takes.
-        unread: what nobody on the lane reads; it is freed when it is sent.
+        sends: (value, lane, slot by value on that lane).
+        taken: the values that the caller takes.
+        unread: the values that no action of the lane reads; freed as soon as they are sent.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""The cost of what a timeline shows: the times of actions, and what lies between them."""
+"""Compute a `Cost` from a timeline: the times of actions, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Handover(NamedTuple):
-    """What lies between actions.
+    """The time between actions of a measured timeline.
 
     Attributes:
-        host: by kind and stage, what passed since the action before it on its device, where all was
-            there.
-        hop: from the end of an action to the start of the one on another device that waits for it,
-            without the host's time; None: none did.
+        host: by kind and stage, the time between the previous action of the device and the action,
+            if the action did not have to wait for a value.
+        hop: the time from the end of an action to the start of an action on another device that
+            waited for it, without the host time. None: no action waited.
     """
 
     host: Mapping[tuple[Kind, int], float]
@@ -33,12 +33,11 @@ class Handover(NamedTuple):
 
 
 def handover_of(spans: Iterable[Span]) -> Handover:
-    """Medians of what lies between the actions of a timeline.
+    """Return the median times between the actions of a timeline.
 
-    Of what overlaps with another action nothing is taken, nor of what waited for a link of its own
-    device. A wait for a skip, or for a slot, is not seen as one. Where nothing at all overlaps one
-    thread did everything: what it did for another device is no time between two actions of this
-    one.
+    Skips actions that overlap with another action, and actions that waited for a link of their own
+    device. Does not recognize a wait for a skip or for a slot. If no two spans overlap, one thread
+    ran all devices: gaps are then counted between the actions of this thread.
     """
     ordered = sorted(spans, key=lambda span: span.start)
     one_thread = all(first.end <= second.start for first, second in pairwise(ordered))
@@ -61,6 +60,8 @@ def handover_of(spans: Iterable[Span]) -> Handover:
         links = bisect_right(ends, start) - bisect_right(ends, before)
         needs = [need for other in action.needs() if (need := spans_of.get(other)) is not None]
         sent = max((need.end for need in needs if need.device != device), default=0.0)
+        # If the last value arrived after the device was free, the device waited for the hop.
+        # Otherwise the gap is host time.
         if action not in joined and not links:
             if sent and sent >= before:
                 hops.append((key, start - sent))
@@ -74,7 +75,7 @@ def handover_of(spans: Iterable[Span]) -> Handover:
 
 
 def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
-    """What `Timeline.cost` says."""
+    """Compute the result of `Timeline.cost`."""
     host, hop = handover_of(timeline.spans) if handover else Handover({}, None)
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     spans = without_pairs(timeline.spans)
@@ -120,7 +121,7 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
-    """The median of each number of costs that have the same stages."""
+    """Return the cost with the median of each number, over costs that have the same stages."""
     others = ("skips", "slices", "slice_times")
     rows = [
         name
@@ -136,11 +137,12 @@ def middle(costs: Sequence[Cost]) -> Cost:
 
 
 def _slices(spans: Sequence[Span]) -> tuple[list[float], Mapping[tuple[Kind, int], float]]:
-    """The time of each slice, and of each kind and stage how many microbatches its slices are
-    together."""
+    """Return the time of each slice, and the microbatches that the slices of each (kind, stage)
+    make."""
     slices = [0.0] * (1 + max((span.action.slice or 0 for span in spans), default=0))
     for _, start, end, action in spans:
-        if action.slice is not None and action.kind in (Kind.F, *ADDS):  # what every slice runs
+        # Every slice runs these kinds. With R, the times of rematted slices would count twice.
+        if action.slice is not None and action.kind in (Kind.F, *ADDS):
             slices[action.slice] += end - start
     whole = sum(slices)
     shares: dict[tuple[Kind, int], float] = defaultdict(float)

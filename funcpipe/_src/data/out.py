@@ -19,14 +19,16 @@ class Out(NamedTuple):
 
     Attributes:
         y: the output, any tree: the input of the next stage or of the loss.
-        stash: a tree for each declared name; later stages take it by ``pop``.
+        stash: a tree for each declared name. Later stages receive it by ``pop``. Default: none.
         stats: statistics of this microbatch for the stage's ``commit``, any tree.
-        loss: an auxiliary loss ``(sum, weight)``; each microbatch adds ``sum / weight`` with the
-            microbatch's own weight to the plan's loss. () for none (not None: every leaf of an
-            ``Out`` is a tensor then, as vmap and jvp want it).
-        carry: any tree for the next slice of the microbatch, such as keys and values of all slices
-            so far.
+        loss: an auxiliary loss ``(sum, weight)``. Each microbatch adds ``sum / weight`` to the
+            plan's loss, with the microbatch's own weight. Default: (), no auxiliary loss.
+        carry: any tree for the next slice of the microbatch, such as the keys and values of all
+            slices so far.
     """
+
+    # The defaults are () and {}, not None: every leaf of an Out is then a tensor, as torch.func's
+    # vmap and jvp require.
 
     y: Tree
     stash: Mapping[str, Tree] = {}
@@ -57,6 +59,6 @@ def _with_own_stash(
     return _new_out(cls, y, {} if stash is None else stash, *rest, **named)
 
 
-# A default dict would be shared: a stage that writes ``out.stash["e"] = x`` would change every
-# later Out.
+# All calls would share one default dict: a stage that writes ``out.stash["e"] = x`` would change
+# every later Out.
 Out.__new__ = _with_own_stash

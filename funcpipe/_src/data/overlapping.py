@@ -1,4 +1,4 @@
-"""Actions of one device that overlap in time: which, and how long the device works."""
+"""Find actions of one device that overlap in a timeline, and the time that the device works."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def time_worked(spans: Iterable[Span], num_devices: int) -> tuple[float, ...]:
-    """For how long each device computes; where two actions overlap it does so once."""
+    """Return the time that each device computes. Overlapping actions count once."""
     worked, until = [0.0] * num_devices, [0.0] * num_devices
     for device, start, end, action in sorted(spans, key=itemgetter(1)):
+        # Only the part after `until` counts, so that overlapping actions are not counted twice.
         if action[0] not in MOVES and end > until[device]:
             worked[device] += end - max(start, until[device])
             until[device] = end
@@ -24,10 +25,10 @@ def time_worked(spans: Iterable[Span], num_devices: int) -> tuple[float, ...]:
 
 
 def pairs_in(spans: Iterable[Span]) -> dict[Action, int]:
-    """The actions that overlap with another one of their device: 0 for the first of two, 1 for the
-    second.
+    """Return the actions that overlap with another action of their device.
 
-    Those of links (O, L, G, U) are none.
+    The value is 0 for the first action of a pair and 1 for the second. Actions on links (O, L, G,
+    U) do not count.
     """
     found: dict[Action, int] = {}
     last: dict[int, Span] = {}
@@ -44,8 +45,10 @@ def pairs_in(spans: Iterable[Span]) -> dict[Action, int]:
 
 
 def without_pairs(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans but for those of pairs; such stay of which nothing of their kind and stage stands
-    alone."""
+    """Return the spans without overlapping ones.
+
+    Overlapping spans remain if no action of their kind and stage ran alone.
+    """
     every = tuple(spans)
     joined = pairs_in(every)
     alone = {span.action[:2] for span in every if span.action not in joined}

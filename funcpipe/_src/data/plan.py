@@ -1,4 +1,7 @@
-"""A plan: the lowered program with the stages and the loss that it runs."""
+"""A plan: the lowered program with its stages, its loss and its options.
+
+`lower/plan.py` makes plans, `engine/` runs them.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,36 @@ from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.data.stage import Stage, names_of
 
 Ties: TypeAlias = tuple[tuple[tuple[int, Any], ...], ...]
-"""Groups of (stage, path): leaves that are one parameter."""
+"""Groups of (stage, path): the leaves of each group are one parameter."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule lowered for stages: what `run`, `simulate`, `draw` and `print` interpret. Made by
-    `make_plan`.
+    """A schedule lowered for stages, with a loss: `run`, `simulate` and `draw` take a plan.
+
+    `make_plan` makes plans. ``print(plan)`` shows the program of each lane.
+
+    >>> double = fp.stage(lambda params, x: params * x, name="double")
+    >>> plan = fp.make_plan([double], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")
+    >>> plan.num_stages, plan.num_microbatches, plan.num_devices
+    (1, 2, 1)
 
     Attributes:
         stages: the stages.
         schedule: the schedule.
         program: the lowered program, plain data.
-        devices: a torch device (or its name) for each lane; None: chosen at the run.
-        loss: ``(y, target) -> loss``, or None.
-        weight: ``target -> number``, or None: as the loss counts by itself.
+        devices: a torch device (or its name) for each lane. None: the run chooses the devices.
+        loss: ``(y, target) -> loss``; None: the plan has no loss.
+        weight: ``target -> number``, the weight of a microbatch. None: the loss gives its weight.
         ties: groups of (stage, path) that are one parameter.
-        train: what stages that ask for it get.
-        outputs: does a run return the merged outputs of the last stage.
-        merge: how outputs of microbatches are joined; see `make_plan`.
-        state: of the model that the stages were cut from, as it was then; None: nobody knows.
-        counts: how the loss counts by itself.
-        spare_slots: how many more slots there are between two lanes than where values take no time.
-        slices: the lengths of the slices of a microbatch, in any unit; () for equal ones.
+        train: the value of ``train`` for stages that take it.
+        outputs: whether a run returns the merged outputs of the last stage.
+        merge: the rule to join the outputs of microbatches; see `make_plan`.
+        state: the state of the model at the time of its split. None: not known.
+        counts: the weighting of microbatches by the loss itself.
+        spare_slots: the number of slots on each edge between lanes, beyond those needed if values
+            took no time.
+        slices: the lengths of a microbatch's slices, in any unit; () for equal lengths.
     """
 
     stages: tuple[Stage, ...]
@@ -71,23 +81,22 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
         return len(self.stages)
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches at most; a batch with fewer rows has fewer."""
+        """The largest number of microbatches. A batch with fewer rows has fewer microbatches."""
         return self.schedule.num_microbatches
 
     @property
     def num_devices(self) -> int:
-        """How many lanes."""
+        """The number of lanes."""
         return self.schedule.num_devices
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything but the functions: the same in every process that made the same
-        plan."""
+        """A hash of all options but the functions. Processes with equal plans have equal hashes."""
         parts = [
             str(self.schedule),
             str(self.train),
@@ -99,6 +108,7 @@ class Plan:
         parts.append(
             str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__))
         )
+        # Functions are left out: their hashes differ between processes.
         declared = [
             (s.name, s.stash, s.pop, s.feeds, s.state, s.commit is None, s.offers, s.carry)
             for s in self.stages
@@ -108,7 +118,7 @@ class Plan:
 
     @cached_property
     def hints(self) -> tuple[str, ...]:
-        """What about the plan is not as it could be."""
+        """Sentences about likely mistakes in the plan, for ``print`` and notebooks."""
         evaluating = (
             "stage {} stays in evaluation mode, as its module was: model.train() before it is "
             "made a stage"
@@ -123,7 +133,7 @@ class Plan:
 
     @property
     def facts(self) -> Facts:
-        """What it is of, in words."""
+        """The facts for ``repr`` and for notebooks, as (name, words)."""
         schedule = self.schedule
         slices = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
         devices = (
@@ -176,10 +186,9 @@ class Plan:
 
 
 def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
-    """Explain why ``state=`` cannot be missing: training changes the state of some stages. "" where
-    it does not.
+    """Say that ``state=`` is missing, because training changes the state of some stages; "" if not.
 
-    ``origin`` is the user's name for the object with the model's state; "" without one.
+    ``origin`` is the user's name for the object with the model's state; "" without such an object.
     """
     changing = [
         label
@@ -194,6 +203,6 @@ def forgotten_state(stages: Sequence[Stage], origin: str) -> str:
         else "the state that training began with"
     )
     return (
-        f"state= is missing: training changes that of {', '.join(changing)}; give result.state, "
-        f"or {begins}"
+        f"state= is missing: training changes the state of {', '.join(changing)}; give "
+        f"result.state, or {begins}"
     )

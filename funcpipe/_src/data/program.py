@@ -1,15 +1,17 @@
-"""Programs: what each lane of a plan does, instruction by instruction, over numbered slots.
+"""Programs: the instructions of each lane of a plan, over numbered slots.
 
 A lane is a device with a row of slots. Its program is a flat list of four instructions: `Receive` a
-value of another lane (or of the caller) into a slot, `Run` an action that reads slots and writes
-slots, `Send` a slot's value into a slot of another lane, `Free` slots. A lane knows no other: what
-it sends waits until the slot at the other end is free, what it receives until it has come. Whatever
-the library does with a plan (print, run, simulate, prove) reads this list.
+value of another lane (or of the caller) into a slot, `Run` an action that reads and writes slots,
+`Send` the value of a slot into a slot of another lane, and `Free` slots. A send waits until the
+slot at the other end is free. A receive waits until the value has arrived. Printing, running,
+simulating and checking a plan all read this list.
 
-What the lists are made of is kept short: a *wire* is a value whose microbatch is left open, a
-`Call` an action whose microbatch is left open. The value of wire ``w`` at microbatch ``m`` is the
-number ``w * M + m``. Where microbatches are cut into slices each slice is a piece by itself, and it
-is pieces that are numbered and counted so: slice ``k`` of ``q`` is piece ``m * q + k``.
+The list is stored in a short form. A *wire* is a value without its microbatch, a `Call` is an
+action without its microbatch. The value of wire ``w`` at microbatch ``m`` has the number ``w * M +
+m``, with M microbatches. If microbatches are cut into slices, pieces are counted in place of
+microbatches: slice ``k`` of ``q`` is piece ``m * q + k``.
+
+`Lowered` (lowered.py) contains the short form of all lanes and expands it.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.data.schedule import Action, Kind, action_of
 
 CALLER = -1
-"""The lane of what the caller gives: inputs, targets, feeds."""
+"""The lane number of the caller, which gives inputs, targets and feeds."""
 
 
 class Role(Enum):
-    """What a value is for."""
+    """The role of a value in a plan. Printed in programs, as in ``act[0,1]``.
+
+    >>> fp.typing.Role("act") is fp.typing.Role.ACT
+    True
+    """
 
     INPUT = "input"
     """A microbatch of the inputs, for stage 0."""
@@ -39,55 +45,60 @@ class Role(Enum):
     FEED = "feed"
     """A microbatch of a named feed."""
     ACT = "act"
-    """The output of a stage, for the next."""
+    """The output of a stage, for the next stage."""
     SKIP = "skip"
     """A stashed value, for the stages that pop it."""
     GRAD = "grad"
     """The gradient of a stage's output."""
     INPUT_GRAD = "input_grad"
-    """The gradient of a microbatch of the inputs, in the program of a `vjp`; the caller takes
-    it."""
+    """The gradient of a microbatch of the inputs, for the caller of a `vjp`."""
     SKIP_GRAD = "skip_grad"
-    """The gradient of a skip from one of its poppers (the peer)."""
+    """The gradient of a skip, from one of the stages that pop it (the peer)."""
     RESIDUAL = "residual"
-    """What a forward keeps for its backward."""
+    """The data that a forward keeps for its backward."""
     OFFLOADED = "offloaded"
-    """A residual that lies in host memory."""
+    """A residual in host memory."""
     WEIGHT_RESIDUAL = "weight_residual"
-    """What the backward of the input keeps for that of the weights."""
+    """The data that the backward of the input keeps for the backward of the weights."""
     REPORT = "report"
-    """What a forward has for the end of the batch: statistics, losses, aux; the caller takes it."""
+    """Statistics, losses and aux of a forward, for the caller at the end of the batch."""
     OUTPUT = "output"
-    """The last stage's output, where the plan returns outputs; the caller takes it."""
+    """The last stage's output, for the caller, if the plan returns outputs."""
     CARRY = "carry"
-    """What a stage hands from one slice of a microbatch to the next; read by the piece after the
-    one that made it."""
+    """A value that a stage passes from one slice of a microbatch to the next slice."""
     CARRY_GRAD = "carry_grad"
-    """The gradient of what a slice was handed; read by the piece before the one that made it."""
-
+    """The gradient of a carry, which a slice passes to the slice before it."""
     SUMS = "sums"
-    """The reduction of a stage's gradients over its replicas; S reads it, and the caller takes
-    it."""
+    """The reduction of a stage's gradients over its replicas, for S and for the caller."""
 
+    # Roles are keys of tables everywhere. The hash of the identity is ten times faster than Enum's.
     __hash__ = object.__hash__
 
 
 FROM = {Role.CARRY: -1, Role.CARRY_GRAD: 1}
-"""Of which piece a value is that an action reads, counted from its own; of all others it is the
-same."""
+"""The offset from an action's own piece to the piece of a value that it reads; 0 for other roles.
+
+A carry comes from the slice before, the gradient of a carry from the slice after.
+"""
 
 
 class Value(NamedTuple):
-    """One named tree that actions read or write, printed ``skip[0,3,e1]``.
+    """One named tree that actions read or write.
+
+    Printed as role, stage, microbatch and name: ``skip[0,3,e1]`` is the skip ``e1`` of stage 0 for
+    microbatch 3.
+
+    >>> print(fp.typing.Value(fp.typing.Role.SKIP, 0, 3, "e1"))
+    skip[0,3,e1]
 
     Attributes:
-        role: what it is for.
-        stage: the stage that it belongs to: that wrote it, or (for gradients) whose value it is the
-            gradient of.
-        microbatch: of which microbatch.
-        name: of a skip or a feed.
-        peer: of a skip gradient: the stage that popped; else -1.
-        slice: of which slice; None: of the whole microbatch.
+        role: the role of the value.
+        stage: the index of the stage that wrote the value. For a gradient: the stage that wrote the
+            value whose gradient this is.
+        microbatch: the index of the microbatch.
+        name: the name of a skip or a feed; "" for other roles.
+        peer: for the gradient of a skip, the stage that popped the skip; else -1.
+        slice: the index of the slice; None: the value of a whole microbatch.
     """
 
     role: Role
@@ -108,7 +119,7 @@ class Value(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """A value with its microbatch left open."""
+    """A `Value` without its microbatch."""
 
     role: Role
     stage: int
@@ -117,19 +128,19 @@ class Wire(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An action with its microbatch left open.
+    """An `Action` without its microbatch, with the wires that it reads, writes and sends.
 
     Attributes:
-        kind: what it does.
-        stage: on which stage.
-        lane: where.
-        keeps: does a forward keep its residual.
-        reads: (wire, pool): the slots in which it comes from another lane; pool -1: it is made on
-            this one.
-        writes: wires.
-        sends: (wire, lane, pool): who else gets what it writes, in this order.
-        first: for counted actions (U), the number that piece 0 of this call stands for. A stage may
-            have more U than microbatches.
+        kind: the kind of the action.
+        stage: the index of the stage.
+        lane: the lane that runs the action.
+        keeps: for a forward, whether it keeps its residual.
+        reads: (wire, pool) of each value that it reads. The pool has the slots for values of the
+            other lane; -1: this lane makes the value.
+        writes: the wires that it writes.
+        sends: (wire, lane, pool) of each value that it sends to another lane, in this order.
+        first: for counted actions (U), the number of the action with piece 0. A stage may have more
+            U than pieces, and then has several calls.
     """
 
     kind: Kind
@@ -143,13 +154,13 @@ class Call(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The slots of one kind of value on one directed edge between lanes.
+    """The slots for one role of values on one directed edge between lanes.
 
     Attributes:
-        source: the lane that sends, -1 for the caller.
-        lane: the lane where the values lie.
-        role: what kind of value.
-        slots: how many of them may lie there at a time: the most that do in plan order.
+        source: the lane that sends; -1 for the caller.
+        lane: the lane that receives and contains the slots.
+        role: the role of the values.
+        slots: the number of slots: the most values at a time in plan order.
     """
 
     source: int
@@ -160,12 +171,12 @@ class Pool(NamedTuple):
 
 @final
 class Receive(NamedTuple):
-    """Wait until a value lies in a slot.
+    """Wait until a value is in a slot.
 
     Attributes:
-        value: its number.
-        source: the lane that sends it; -1: the lane fetches it from the caller.
-        slot: where it lies.
+        value: the number of the value.
+        source: the lane that sends the value; -1: this lane fetches the value from the caller.
+        slot: the slot.
     """
 
     value: int
@@ -175,13 +186,13 @@ class Receive(NamedTuple):
 
 @final
 class Run(NamedTuple):
-    """Do an action.
+    """Run an action.
 
     Attributes:
-        call: the number of the call, among those of the lane.
-        microbatch: of which microbatch; where these are in slices, the number of the piece.
-        reads: the slots of what it reads, in the order of the call.
-        writes: the slots of what it writes.
+        call: the index of the call among the calls of the lane.
+        microbatch: the index of the microbatch, or of the piece if microbatches are cut.
+        reads: the slots that the action reads, in the order of the call's wires.
+        writes: the slots that the action writes, in the order of the call's wires.
     """
 
     call: int
@@ -192,12 +203,12 @@ class Run(NamedTuple):
 
 @final
 class Send(NamedTuple):
-    """Start to move what lies in a slot, once the slot at the other end is free.
+    """Begin to send the value of a slot, as soon as the slot at the other end is free.
 
     Attributes:
-        slot: where it lies.
-        to: the lane that gets it.
-        into: the slot there.
+        slot: the slot of the value on this lane.
+        to: the lane that receives the value.
+        into: the slot on that lane.
     """
 
     slot: int
@@ -207,10 +218,10 @@ class Send(NamedTuple):
 
 @final
 class Free(NamedTuple):
-    """Empty slots; those that another lane fills are told to it.
+    """Empty slots. If another lane fills a slot, that lane learns that the slot is free.
 
     Attributes:
-        slots: which.
+        slots: the slots.
     """
 
     slots: tuple[int, ...]
@@ -220,11 +231,12 @@ Instruction: TypeAlias = Receive | Run | Send | Free
 
 
 class Slot(NamedTuple):
-    """What a slot is for.
+    """The use of a slot.
 
     Attributes:
-        source: the lane that fills it: -1 for the caller, or the lane itself.
-        role: what kind of value lies there.
+        source: the lane that fills the slot: another lane, the slot's own lane, or -1 for the
+            caller.
+        role: the role of the values in the slot.
     """
 
     source: int
@@ -233,21 +245,23 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneProgram:
-    """What one lane does. Plain data: compares, hashes, pickles; it needs no other lane's.
+    """The program of one lane. Plain data: compares, hashes and pickles.
+
+    A lane's program is complete: running it does not need the programs of other lanes.
 
     Attributes:
-        lane: which.
-        num_microbatches: how many.
-        num_slices: how many slices each has.
-        wires: what the wires of values mean.
-        calls: what it runs, microbatches left open.
-        slots: what each slot is for.
-        instructions: the program.
-        ends: where each action's part of the instructions ends: its receives, itself, its frees and
-            sends.
-        outgoing: (lane, slot) of every slot elsewhere that it sends into.
-        left: (value, slot) of what the caller takes at the end.
-        pairs: the numbers of the actions that overlap with the action after them.
+        lane: the number of the lane.
+        num_microbatches: the number of microbatches.
+        num_slices: the number of slices per microbatch.
+        wires: the meaning of the wire numbers.
+        calls: the calls of the lane: its actions without microbatches.
+        slots: the use of each slot.
+        instructions: the instructions, in order.
+        ends: for each action, the end of its part of the instructions: its receives, its run, its
+            frees and its sends.
+        outgoing: (lane, slot) of each slot of another lane that this lane fills.
+        left: (value, slot) of each value that the caller takes at the end.
+        pairs: the positions of the actions that overlap with their successor.
     """
 
     lane: int
@@ -277,26 +291,26 @@ class LaneProgram:
 
     @cached_property
     def num_pieces(self) -> int:
-        """How many slices the microbatches have together."""
+        """The number of pieces: all slices, or microbatches if they are not cut."""
         return self.num_microbatches * self.num_slices
 
     def value(self, number: int) -> Value:
-        """The value with this number."""
+        """Return the value with a number."""
         return value_of(self.wires, number, self.num_pieces, self.num_slices)
 
     def action(self, run: Run) -> Action:
-        """What a `Run` does."""
+        """Return the action of a `Run`."""
         call = self.calls[run.call]
         return action_of(call.kind, call.stage, call.first + run.microbatch, self.num_slices)
 
     @cached_property
     def sources(self) -> tuple[int | None, ...]:
-        """Who else fills each slot; None: only the lane itself."""
+        """The lane that fills each slot; None: this lane fills it."""
         return tuple(None if slot.source == self.lane else slot.source for slot in self.slots)
 
     @cached_property
     def taken(self) -> dict[Role, list[tuple[int, int, int]]]:
-        """`left` by role: (stage, piece, slot)."""
+        """The entries of `left` by role, as (stage, piece, slot)."""
         out: dict[Role, list[tuple[int, int, int]]] = {}
         for number, slot in self.left:
             wire, piece = divmod(number, self.num_pieces)
@@ -306,17 +320,19 @@ class LaneProgram:
 
     @cached_property
     def parts(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The instructions of each action: its receives, itself, its frees and sends."""
+        """The instructions of each action: its receives, its run, its frees and its sends."""
         return tuple(self.instructions[start:end] for start, end in pairwise((0, *self.ends)))
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Its actions, in order."""
+        """The `Run` instructions, in order."""
         return tuple(instruction for instruction in self.instructions if type(instruction) is Run)
 
     def contents(self) -> Iterator[tuple[Instruction, dict[int, int]]]:
-        """Each instruction with what lies in the slots when it begins: value numbers by slot. The
-        dict is reused."""
+        """Yield each instruction with the value number in each slot at its begin.
+
+        The yielded dict is reused: copy it to keep it.
+        """
         value_of: dict[int, int] = {}
         for instruction in self.instructions:
             if type(instruction) is Receive:
@@ -333,7 +349,7 @@ class LaneProgram:
                     del value_of[slot]
 
     def lines(self) -> Iterator[str]:
-        """Each instruction in words; a value is followed by the slot where it lies."""
+        """Yield each instruction as text; ``@`` and a slot follow each value."""
         runs = enumerate(self.runs)
         for instruction, value_of in self.contents():
 
@@ -357,7 +373,7 @@ class LaneProgram:
                     yield f"free {see(*slots)}"
 
     def head(self) -> str:
-        """Its slots in words."""
+        """Return a line of text about the slots of the lane."""
         kinds: dict[Slot, list[int]] = {}
         for number, slot in enumerate(self.slots):
             kinds.setdefault(slot, []).append(number)
@@ -373,7 +389,7 @@ class LaneProgram:
 
 
 def spans(numbers: list[int]) -> str:
-    """Ascending numbers in short.
+    """Write ascending numbers as ranges.
 
     >>> spans([0, 1, 2, 5])
     '0-2 5'
@@ -388,12 +404,12 @@ def spans(numbers: list[int]) -> str:
 
 
 def lane_name(lane: int) -> str:
-    """A lane in print."""
+    """Return the printed name of a lane."""
     return "caller" if lane == CALLER else str(lane)
 
 
 def value_of(wires: tuple[Wire, ...], number: int, num_pieces: int, num_slices: int) -> Value:
-    """The value with this number."""
+    """Return the value with a number."""
     wire, piece = divmod(number, num_pieces)
     role, stage, name, peer = wires[wire]
     if num_slices == 1:

@@ -1,4 +1,7 @@
-"""Timelines, simulated or measured, and the result of a run."""
+"""Timelines, simulated or measured, and the result of a run.
+
+These are data. `view/` draws them, `measured_cost.py` computes costs from them.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,21 @@ from funcpipe._src.data.schedule import Action
 from funcpipe._src.data.trace import chrome_trace
 
 NEGLIGIBLE = 0.01
-"""Smaller imbalances are not mentioned."""
+"""Pictures and reports do not mention smaller imbalances."""
 
 
 class Span(NamedTuple):
-    """One action in time.
+    """One action with its device, start and end.
+
+    >>> span = fp.typing.Span(0, 1.0, 3.0, fp.Action.parse("0F1"))
+    >>> span.end - span.start
+    2.0
 
     Attributes:
-        device: the lane that ran it.
-        start, end: in the timeline's unit, from the start of the first action of all.
-        action: what ran.
+        device: the index of the device that ran the action.
+        start: the start in the timeline's unit; the first action of all starts at 0.
+        end: the end in the timeline's unit.
+        action: the action.
     """
 
     device: int
@@ -52,22 +60,30 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in time, simulated or measured: one type for both. Compares, hashes and pickles.
+    """The start and end of each action, simulated or measured.
+
+    `simulate` returns a timeline, and `run` measures one with ``record=True``. Timelines compare,
+    hash and pickle.
+
+    >>> timeline = fp.simulate(fp.schedules.one_f_one_b(2, 4))
+    >>> timeline.makespan, timeline.busy
+    (15.0, (12.0, 12.0))
 
     Attributes:
-        spans: every action, by start.
-        num_devices: how many lanes.
-        peak: the most memory held in residuals, one number per device, in the unit of
-            `Cost.residual` (measured timelines count residuals).
-        unit: of the times: "units" of a cost, or "s" where measured.
+        spans: all actions, ordered by start.
+        num_devices: the number of devices.
+        peak: the most memory of each device at a time, in the unit of `Cost.residual`. Measured
+            timelines count residuals. (): not known.
+        unit: the unit of the times: "units" of a cost, or "s" in measured timelines.
         comm: the latency between devices that the times include, as in `Cost`.
-        name: what it is a timeline of.
-        memory: for each device what it holds over time, as steps ``(from when, how much)``; its
-            maximum is the peak.
-        lanes: what each device is called in pictures; () for "device 0", "device 1", ...
-        path: the critical path where it is known, as `simulate` knows it.
-        stages: the names of the stages, for traces; () where they are not known. Not compared.
-        arrows: which actions hand values to which, for the arrows of traces; likewise.
+        name: the name in pictures.
+        memory: for each device its memory over time, as steps ``(start, amount)``. The maximum is
+            the peak. (): not known.
+        lanes: the name of each device in pictures; (): "device 0", "device 1", ...
+        path: the critical path as `simulate` found it; (): not known.
+        stages: the names of the stages, for traces; (): not known. Not compared.
+        arrows: the values that actions send to each other, for the arrows in traces; (): not known.
+            Not compared.
     """
 
     spans: tuple[Span, ...]
@@ -86,15 +102,15 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last action of one isolated batch."""
+        """The end of the last action of one isolated batch."""
         return max((span.end for span in self.spans), default=0.0)
 
     @cached_property
     def span(self) -> float:
-        """The longest time that a device is between its first start and last end.
+        """The longest time of a device from its first start to its last end.
 
-        The steady-state cost of the zero-bubble papers, where one batch follows the other without a
-        barrier.
+        If batches follow each other without a barrier, the span is the time per batch: the
+        steady-state cost of the zero-bubble papers (arXiv 2401.10241).
         """
         first, last = [float("inf")] * self.num_devices, [0.0] * self.num_devices
         for device, start, end, _ in self.spans:
@@ -103,41 +119,44 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each device works; O, L and G are the work of its links. Where two overlap it
-        works once."""
+        """The time that each device works.
+
+        O, L, G and U do not count, because they occupy links. Overlapping actions count once.
+        """
         return time_worked(self.spans, self.num_devices)
 
     @property
     def bubble(self) -> float:
-        """The share of the makespan in which the busiest device waits: ``1 - max(busy) /
-        makespan``.
+        """The share of the makespan in which the busiest device waits.
 
-        What the schedule loses. The other devices may wait for longer: see `idle`.
+        The bubble is ``1 - max(busy) / makespan``: the loss by the schedule. Other devices may wait
+        longer: see `idle`.
         """
         return 1.0 - max(self.busy, default=0.0) / self.makespan if self.makespan else 0.0
 
     @property
     def span_bubble(self) -> float:
-        """The same where batches follow each other: ``1 - max(busy) / span``."""
+        """The bubble if batches follow each other without a barrier: ``1 - max(busy) / span``."""
         return 1.0 - max(self.busy, default=0.0) / self.span if self.span else 0.0
 
     @property
     def idle(self) -> float:
-        """The share of all device time in which devices do not work: ``1 - sum(busy) / (num_devices
-        * makespan)``.
+        """The share of all device time in which devices do not work.
 
-        Never less than the bubble, and equal to it where all devices work as long.
+        This is ``1 - sum(busy) / (num_devices * makespan)``. It is at least the bubble, and equal
+        to the bubble if all devices work equally long.
         """
         return 1.0 - fmean(self.busy) / self.makespan if self.makespan else 0.0
 
     @property
     def imbalance(self) -> float:
-        """What devices lose by unequal work: ``1 - mean(busy) / max(busy)``, whatever the makespan.
+        """The loss by unequal work of the devices: ``1 - mean(busy) / max(busy)``.
 
-        With the bubble it makes all that is idle: ``1 - idle == (1 - bubble) * (1 - imbalance)``.
-        Equal work at the same bubble would shorten the makespan, and the span, by this share: the
-        most that `balance` wins there. Mostly the bubble grows as the work becomes equal, and the
-        win is smaller; simulate equal stages to see it.
+        With equal work and the same bubble, the makespan and the span would be shorter by this
+        share. So the imbalance is an upper bound on the gain of `fp.models.balance` at this bubble.
+        Usually the bubble grows as the work becomes equal; simulate equal stages to see the gain.
+        Bubble and imbalance together give the idle time: ``1 - idle == (1 - bubble) * (1 -
+        imbalance)``.
 
         >>> slow = fp.typing.Span(0, 0.0, 4.0, fp.Action.parse("0F0"))
         >>> fast = fp.typing.Span(1, 6.0, 8.0, fp.Action.parse("1F0"))
@@ -150,11 +169,10 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last
-        action.
+        """The chain of actions that ends with the last action, each waiting for the one before.
 
-        Of a measured timeline it is what the spans look like: along stages, devices and links to
-        the host; a wait for a skip or a slot is not followed.
+        For a measured timeline, the chain is derived from the spans: it follows stages, devices and
+        links to the host. It does not follow a wait for a skip or a slot.
         """
         if self.path or not self.spans:
             return self.path
@@ -175,6 +193,7 @@ class Timeline:
             needs = [
                 other for need in span.action.needs() if (other := spans.get(need)) is not None
             ]
+            # The action started when the latest of these ended: that one is before it on the path.
             choices = [(previous.end, previous)] if previous is not None else []
             choices += [(other.end + self._latency(other, span), other) for other in needs]
             choices = [choice for choice in choices if choice[1].action not in visited]
@@ -188,20 +207,19 @@ class Timeline:
 
     @cached_property
     def by_kind(self) -> Mapping[tuple[Kind, int], tuple[float, ...]]:
-        """All durations of each (kind, stage), in order of start."""
+        """All durations of each (kind, stage), ordered by start."""
         out: dict[tuple[Kind, int], list[float]] = defaultdict(list)
         for span in self.spans:
             out[span.action.kind, span.action.stage].append(span.end - span.start)
         return {key: tuple(values) for key, values in out.items()}
 
     def cost(self, *, handover: bool = False) -> Cost:
-        """The mean time of each kind on each stage, to simulate with: what the actions took,
-        without the waiting.
+        """Return the mean time of each kind on each stage, without waiting, to simulate with.
 
-        Of what a stage did not run, B is I and W together, I and W are half of B each, R is F; O,
-        L, G, U and S are nothing. The slices of a microbatch count together; `Cost.slice_times` has
-        the time of each slice. If an action overlaps with another one, its time counts only for
-        stages where the kind never runs alone.
+        For kinds that a stage did not run, B is the sum of I and W, I and W are half of B, and R is
+        F. Times of O, L, G, U and S are then 0. Slices of a microbatch are added;
+        `Cost.slice_times` has the time of each slice. Actions that overlap with another action
+        count only if the stage never ran the kind alone.
 
         >>> first = fp.typing.Span(0, 0.0, 1.0, fp.Action.parse("0F0"))
         >>> second = fp.typing.Span(0, 1.5, 4.5, fp.Action.parse("0F1"))
@@ -210,23 +228,23 @@ class Timeline:
         ((2.0,), (2.5,))
 
         Args:
-            handover: count what a measured timeline has between actions, too. What passes on a
-                device between two of them, though all was there, is time of the second (the median
-                of its kind and stage): the host's. And ``comm`` is the median of what passes from
-                the end of an action to the start of the one on another device that waits for it:
-                the hop, with waking up.
+            handover: also count the time between the actions of a measured timeline. The median
+                host time before a kind of action of a stage is added to its time: the time from the
+                previous action of the device, if no value was missing. And ``comm`` is the median
+                time of a hop: from the end of an action to the start of an action on another device
+                that waited for it. Default: False.
 
         Returns:
-            A cost with one number per stage, in the timeline's unit; ``comm`` is one number, or the
-            timeline's.
+            A cost with one number per stage, in the timeline's unit. Its ``comm`` is the hop's
+            time, or the timeline's ``comm``.
         """
         return cost_of(self, handover=handover)
 
     def to_chrome_trace(self, path: Any) -> None:
-        """Write the timeline as a trace that Perfetto and chrome://tracing open.
+        """Write the timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
         Args:
-            path: of the JSON file; written anew.
+            path: the path of the JSON file. An existing file is replaced.
         """
         import json
         from pathlib import Path
@@ -234,12 +252,12 @@ class Timeline:
         Path(path).write_text(json.dumps(self.chrome_trace(), separators=(",", ":")))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The trace as data: complete events ("X") in microseconds, one thread per device; what it
-        holds as a counter.
+        """Return the trace as data that `json.dumps` can write.
 
-        One unit of a simulated timeline is shown as a millisecond. O, L, G and U are on threads of
-        their own. Arrows (flow events) lead from what makes a value to what reads it on another
-        device, or pops it.
+        Each device is a thread of complete events ("X") in microseconds; its memory is a counter.
+        One unit of a simulated timeline is shown as a millisecond. O, L, G and U have their own
+        threads. Flow events (arrows) connect the action that makes a value with the action that
+        reads it on another device, or pops it.
         """
         return chrome_trace(self)
 
@@ -262,13 +280,13 @@ class Timeline:
 
 
 def percent(share: float) -> str:
-    """A share for people to read; rounding errors may have left it a hair below 0."""
+    """Return a share as a percentage. Rounding errors below 0 are shown as 0."""
     return f"{max(0.0, share):.1%}"
 
 
 def imbalance_of(timeline: Timeline) -> str:
-    """The imbalance and what balancing wins, in words; "" where it is negligible, or where lanes
-    are not devices."""
+    """Say the imbalance and the possible gain; "" if it is negligible, or if lanes are not
+    devices."""
     if timeline.lanes or timeline.imbalance < NEGLIGIBLE:
         return ""
     share = percent(timeline.imbalance)
@@ -279,7 +297,7 @@ def imbalance_of(timeline: Timeline) -> str:
 
 
 def shares(timeline: Timeline) -> str:
-    """The bubble, the idle share and the imbalance, in a line."""
+    """Say the bubble, the idle share and the imbalance in one line."""
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan"
     if timeline.span != timeline.makespan:
         bubbles += f", {percent(timeline.span_bubble)} of the span"
@@ -288,13 +306,22 @@ def shares(timeline: Timeline) -> str:
 
 
 class Loss(NamedTuple):
-    """What a loss function may return when a plain mean is not enough.
+    """The return value of a loss function that is not a plain mean over rows.
+
+    The loss of the batch is the sum of all ``sum`` divided by the sum of all ``weight``.
+
+    >>> def per_token(y, target):
+    ...     counted = target >= 0
+    ...     return fp.Loss((y * counted).sum(), counted.sum(), aux=y.max())
+    >>> per_token(torch.tensor([1.0, 2.0]), torch.tensor([0, -1])).weight
+    tensor(1)
 
     Attributes:
-        sum: the sum over what counts, a 0-dim tensor; with ``weight=None`` the mean over the
-            microbatch.
-        weight: how much counts (rows, tokens): the batch's loss is all sums over all weights.
-        aux: anything else to hand back, any tree; `Result.aux` has one per microbatch.
+        sum: the loss summed over the microbatch, a 0-dim tensor; with ``weight=None`` the mean over
+            the microbatch.
+        weight: the number of summands (rows, tokens), a number or a 0-dim tensor. None: ``sum`` is
+            a mean, and the microbatch counts by its rows.
+        aux: any tree to return from the run; `Result.aux` has one per microbatch. Default: None.
     """
 
     sum: Any
@@ -304,18 +331,18 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStats:
-    """How a run went.
+    """Facts about the execution of a run, in `Result.stats`.
 
     Attributes:
-        executor: "threads", "serial", "graph" (it was played) or "sequential" (the oracle).
-        reason: why this executor, where it was not asked for.
-        threads_per_lane: intra-op threads of each lane.
-        num_microbatches: how many microbatches had rows.
-        seconds: from the first action to the last, by the wall clock.
-        slots: the most values that lay in each pool at a time, in the order of the program's pools;
-            of `ranks` in those of this process, once they are read, and 0 in others.
-        began: when the timeline's first action began, in seconds of ``time.perf_counter``; 0 where
-            none was measured.
+        executor: "threads", "serial", "graph" (a replayed recording) or "sequential" (the oracle).
+        reason: why funcpipe chose this executor; "" if you chose it.
+        threads_per_lane: the number of intra-op threads of each lane.
+        num_microbatches: the number of microbatches with rows.
+        seconds: the wall-clock time from the first action to the last.
+        slots: the most values at a time in each pool, in the order of the program's pools. With
+            `ranks`, only pools of this process are counted, and the others are 0.
+        began: the start of the timeline's first action, in seconds of ``time.perf_counter``; 0
+            without a measured timeline.
         first_microbatch: with replicas, the index of this replica's first microbatch in
             ``Result.losses``.
     """
@@ -340,26 +367,37 @@ class RunStats:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a run gives back. Everything is detached; nothing of it is written into your tensors.
+    """The result of a run: the loss, the gradients, the new state and the outputs.
+
+    All tensors are detached. A run does not write into your tensors: `step` applies the gradients.
+
+    >>> stage = fp.stage(lambda w, x: w * x)
+    >>> loss = torch.nn.functional.mse_loss
+    >>> plan = fp.make_plan([stage], fp.schedules.one_f_one_b(1, 2), loss=loss, devices="cpu")
+    >>> w, x = torch.ones(1, requires_grad=True), torch.ones(4)
+    >>> result = fp.run(plan, (w,), (x, 3 * x))
+    >>> result.loss, result.grads
+    (tensor(4.), (tensor([-4.]),))
 
     Attributes:
-        loss: of the whole batch, a 0-dim tensor on the last device; None without a loss.
-        weight: what the loss was divided by; None: by nothing, it is the sum of the microbatches'
-            sums.
-        losses: of each microbatch, its mean (where the loss is a sum, its sum).
-        aux: what the loss function handed back, one tree per microbatch.
-        grads: one tree per stage, as params: None where not trainable, zeros where unused. None
-            without backwards, and of `run_batches`, which spends them.
-        unused: (stage, path) of trainable leaves that no backward reached.
-        state: the new state, one tree per stage, always the full tuple.
-        outputs: of the last stage, merged over microbatches; None unless the plan returns outputs.
-        timeline: measured, with ``record=True``.
-        stats: how the run went.
-        loss_scale: what the gradients (not the loss) were multiplied by.
-        ties: of the plan: groups of (stage, path) that are one parameter.
-        exchange: what other processes have to say of the result, where it is of `ranks`.
-        norm: of the gradients of all stages before clipping, as `step` gives it; None where the run
-            stepped nothing.
+        loss: the loss of the whole batch, a 0-dim tensor on the last device; None without a loss.
+        weight: the divisor of the loss. None: no divisor, the loss is the sum over microbatches.
+        losses: the mean loss of each microbatch, or its sum if the loss is a sum.
+        aux: the ``aux`` that the loss function returned, one tree per microbatch.
+        grads: one tree per stage, structured as the params. None for leaves that are not trainable,
+            zeros for unused leaves. The whole is None without backwards, and after `run_batches`,
+            which uses the gradients up.
+        unused: (stage, path) of each trainable leaf that no backward reached.
+        state: the new state, a tuple with one tree for each stage.
+        outputs: the outputs of the last stage, merged over the microbatches; None unless the plan
+            returns outputs.
+        timeline: the measured timeline; None without ``record=True``.
+        stats: facts about the execution.
+        loss_scale: the factor of the gradients (not of the loss). Default: 1.
+        ties: the ties of the plan: groups of (stage, path) that are one parameter.
+        exchange: with `ranks`, the connection to the other processes; used by `finite` and `step`.
+        norm: the norm of the gradients of all stages before clipping, as `step` returns it; None if
+            the run did not step parameters.
     """
 
     loss: Any
@@ -379,7 +417,7 @@ class Result:
 
     @property
     def facts(self) -> Facts:
-        """What there is in it, in words."""
+        """The facts for ``repr`` and for notebooks, as (name, words)."""
         stats, timeline = self.stats, self.timeline
         loss = "" if self.loss is None else number_of(self.loss)
         return [
@@ -413,14 +451,15 @@ class Result:
         return page("Result", self.facts, "" if self.timeline is None else picture(self.timeline))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the processes it came from are not."""
+        """Pickle all fields, but without the connection to other processes."""
         return {**declared_fields(self), "exchange": alone}
 
     @cached_property
     def finite(self) -> bool:
-        """Are the loss and all gradients finite. Looked up when asked, once; waits for the devices.
+        """Whether the loss and all gradients are finite.
 
-        Of a result of `ranks` it is about the gradients of all ranks, and all ask for it together.
+        The first access computes the answer and waits for the devices. With `ranks`, the answer
+        includes the gradients of all ranks, and all ranks must read it together.
         """
         numbers = [leaf for leaf in flatten((self.loss, self.grads))[0] if is_differentiable(leaf)]
         return self.exchange.finite("result.finite", numbers)

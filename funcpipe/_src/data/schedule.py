@@ -1,4 +1,8 @@
-"""A schedule: which action each device runs, in which order. Numbers only."""
+"""Schedules and actions: which action each device runs, in which order.
+
+Contains numbers only: stages and functions are bound in a `Plan`. `schedules/legal.py` checks
+schedules, `schedules/families.py` makes them.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +34,22 @@ from funcpipe._src.data.spelling import ACTION, is_word, unread, words_of
 
 
 class Action(NamedTuple):
-    """One kind of work of one stage on one microbatch, printed ``2F0``: stage 2, forward,
-    microbatch 0.
+    """One step of a device: a kind of work, a stage and a microbatch.
 
-    A microbatch may be cut along its sequence into slices, each an action of its own: ``2F0.1`` is
-    its slice 1.
+    Printed as stage, kind, microbatch: ``2F0`` is the forward of stage 2 for microbatch 0. If a
+    microbatch is cut into slices along its sequence, each slice has its own action: ``2F0.1``.
 
-    What stands once a batch (`Kind.G`) has microbatch 0, and is printed without: ``2G``. Of what
-    stands several times for all microbatches (`Kind.U`) the number says which time it is: ``2U0``,
-    later ``2U1``.
+    >>> action = fp.Action(fp.Kind.F, 2, 0, slice=1)
+    >>> print(action, action.stage)
+    2F0.1 2
+
+    Attributes:
+        kind: the kind of work.
+        stage: the index of the stage, from 0.
+        microbatch: the index of the microbatch, from 0. G and S run once per batch: they have
+            microbatch 0, and are printed without a number (``2G``). U runs for all microbatches:
+            its number counts the U of its stage (``2U0``, then ``2U1``).
+        slice: the index of the slice, from 0; None: the action is for the whole microbatch.
     """
 
     kind: Kind
@@ -54,18 +65,17 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read one action.
+        """Read one action from its printed form, such as ``2F0``, ``2F0.1`` or ``2G``.
 
         >>> fp.Action.parse("12W3.0") == fp.Action(fp.Kind.W, 12, 3, 0), fp.Action.parse("2G") == fp.Action(fp.Kind.G, 2)
         (True, True)
 
         Raises:
-            ScheduleError: the text is anything else than stage, letter, microbatch (or none), and
-                perhaps a slice.
+            ScheduleError: the text is not an action.
         """
         match = ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is no action: write {SPELLING}")
+            raise ScheduleError(f"{text!r} is not an action: write {SPELLING}")
         stage, kind, microbatch, number, once = match.groups()
         return cls(
             Kind(once or kind),
@@ -75,10 +85,11 @@ class Action(NamedTuple):
         )
 
     def needs(self) -> Sequence[Action]:
-        """What it may wait for: of its own stage and microbatch, and of the next stages that values
-        come from.
+        """Return the actions whose results this action may read.
 
-        Of slices also the one before (backward: after) it, whose carry it reads.
+        These are the action before it on the same stage and microbatch, and the actions of the
+        neighbouring stage that sends to it. With slices, also the slice whose carry it reads: the
+        previous slice for a forward, the next slice for a backward. Skips are not included.
 
         >>> print(*fp.Action(fp.Kind.B, 1, 0).needs())
         1F0 2B0 2I0
@@ -101,30 +112,34 @@ class Action(NamedTuple):
 
 
 def action_of(kind: Kind, stage: int, piece: int, num_slices: int) -> Action:
-    """The action of a piece: a microbatch, or one of so many slices that each has."""
+    """Return the action for a piece: a microbatch, or a slice if microbatches are cut."""
     if num_slices == 1 or kind in WHOLE:
         return Action(kind, stage, piece)
     return Action(kind, stage, *divmod(piece, num_slices))
 
 
 Pair = tuple[Action, Action]
-"""Two actions of a device, one after the other in its order, that overlap."""
+"""Two neighbouring actions in the order of a device that overlap."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions on each device.
 
-    Schedules compare, hash and pickle by orders and pairs; the name is a label. The constructor
-    checks nothing: `check` does, which `make_plan` and `simulate` call.
+    Schedules compare, hash and pickle by their orders and pairs. The constructor does not check
+    whether a schedule is legal: `check` does, and `make_plan` and `simulate` call `check`.
+
+    >>> schedule = fp.Schedule.parse("0F0 0F1 0B0 0B1")
+    >>> schedule.num_stages, schedule.num_microbatches, schedule.num_devices
+    (1, 2, 1)
 
     Attributes:
         orders: one tuple of Actions per device, in the order in which the device runs them.
-        name: what to call it in pictures.
-        pairs: which neighbours in an order overlap, as (first, second). Both begin when both can; a
-            CUDA device runs them on two streams, so that one computes while the other waits for a
-            link (all-to-all of experts), a CPU lane runs them one after the other. Printed ``(0F3
-            1B1)``.
+        name: the name in pictures and messages; schedules with different names can be equal.
+        pairs: the neighbouring actions that overlap, as (first, second); printed ``(0F3 1B1)``.
+            Both actions begin when both can begin. A CUDA device runs them on two streams, so that
+            one computes while the other waits for a link between devices. A CPU lane runs them one
+            after the other.
     """
 
     orders: tuple[tuple[Action, ...], ...]
@@ -139,19 +154,24 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, *, name: str = "custom") -> Schedule:
-        """Read the text form: one line per device, actions apart by spaces, ``#`` starts a comment.
+        """Read a schedule from text: one line per device, actions separated by spaces.
 
-        Two actions in parentheses overlap.
+        Two actions in parentheses overlap. A ``#`` starts a comment.
 
-        >>> print(fp.Schedule.parse("0F0 (0F1 0B0) 0B1"))
+        >>> print(fp.Schedule.parse("0F0 (0F1 0B0) 0B1  # stage 0"))
         0F0 (0F1 0B0) 0B1
 
+        Args:
+            text: the schedule, as `str` prints it.
+            name: the name of the schedule.
+
         Raises:
-            ScheduleError: some words are no actions; each is named with its line.
+            ScheduleError: some words are not actions; the message lists each with its line. Whether
+                the schedule is legal is not checked.
         """
         if not isinstance(text, str):
             raise ScheduleError(
-                "parse takes text, a line for each device, such as '0F0 0B0'; got a "
+                "parse takes text with one line per device, such as '0F0 0B0'; got a "
                 f"{type(text).__name__}"
             )
         orders: list[tuple[Action, ...]] = []
@@ -165,14 +185,16 @@ class Schedule:
                 read = [tuple(map(Action.parse, group)) for group in groups]
                 orders.append(tuple(action for group in read for action in group))
                 pairs += [(group[0], group[1]) for group in read if len(group) == 2]
-        raise_all(f"write {SPELLING}; two that overlap as in (0F3 1B1):", faults, ScheduleError)
+        raise_all(
+            f"write {SPELLING}; two overlapping actions as in (0F3 1B1):", faults, ScheduleError
+        )
         return cls(tuple(orders), name, frozenset(pairs))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The order of each device in words."""
+        """Yield the order of each device as text."""
         for order in self.orders:
             words = [str(action) for action in order]
             for at in self.joined(order):
@@ -180,13 +202,13 @@ class Schedule:
             yield " ".join(words)
 
     def joined(self, order: Sequence[Action]) -> list[int]:
-        """The positions in an order of those that overlap with the action after them."""
+        """Return the positions in an order of the actions that overlap with their successor."""
         if not self.pairs:
             return []
         return [at for at, pair in enumerate(pairwise(order)) if pair in self.pairs]
 
     def reordered(self, orders: Sequence[Sequence[Action]], name: str) -> Schedule:
-        """Return a schedule with other orders. Pairs that are still neighbours stay pairs.
+        """Return a schedule with other orders. Pairs whose actions are still neighbours remain.
 
         >>> schedule = fp.Schedule.parse("(0F1 0B0)")
         >>> print(schedule.reordered([[*schedule.orders[0], fp.Action(fp.Kind.B, 0, 1)]], "longer"))
@@ -216,17 +238,17 @@ class Schedule:
 
     @property
     def num_devices(self) -> int:
-        """How many devices (lanes) the schedule has."""
+        """The number of devices."""
         return len(self.orders)
 
     @cached_property
     def num_stages(self) -> int:
-        """How many stages: one more than the largest index."""
+        """The number of stages: one more than the largest stage index."""
         return 1 + max((action[1] for order in self.orders for action in order), default=-1)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Count the microbatches: one more than the largest index. Numbers of U do not count."""
+        """The number of microbatches: one more than the largest index. U's numbers do not count."""
         numbers = (
             action[2] for order in self.orders for action in order if action[0] not in COUNTED
         )
@@ -234,19 +256,18 @@ class Schedule:
 
     @cached_property
     def num_slices(self) -> int:
-        """How many slices each microbatch is cut into, along its sequence; 1: it is whole."""
+        """The number of slices of each microbatch, along its sequence; 1: it is not cut."""
         numbers = {action[3] for order in self.orders for action in order if type(action) is Action}
         return 1 + max((number for number in numbers if type(number) is int), default=0)
 
     @cached_property
     def num_pieces(self) -> int:
-        """How many pieces the batch has: the slices of its microbatches, or these where they are
-        whole."""
+        """The number of pieces of the batch: all slices, or microbatches if they are not cut."""
         return self.num_microbatches * self.num_slices
 
     @cached_property
     def device_of(self) -> tuple[int, ...]:
-        """The device of each stage, by stage index; -1 for a stage without actions."""
+        """The index of each stage's device, by stage index; -1 for a stage without actions."""
         devices = [-1] * self.num_stages
         for device, order in enumerate(self.orders):
             for action in order:
@@ -255,24 +276,24 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        """Does any action compute gradients."""
+        """Whether any action computes gradients."""
         kinds = {action[0] for order in self.orders for action in order}
         return not kinds.issubset(WITHOUT_BACKWARD)
 
     @cached_property
     def steps(self) -> bool:
-        """Does it step parameters (S)."""
+        """Whether the schedule steps parameters (S)."""
         return any(action[0] is Kind.S for order in self.orders for action in order)
 
     @cached_property
     def is_ascending(self) -> bool:
-        """Do the gradients of every stage accumulate in ascending microbatch order (then such
-        schedules agree).
+        """Whether the gradients of every stage accumulate in ascending microbatch order.
 
-        Those of slices accumulate from the last of a microbatch to its first.
+        Two such schedules give bit-identical gradients. The slices of one microbatch accumulate
+        from the last to the first.
         """
-        # A stage that splits its backward adds at W, one that does not at I; both must ascend, and
-        # B counts for both.
+        # A stage that splits its backward adds weight gradients at W, other stages add them at I.
+        # So both I and W must ascend, and B counts for both.
         last: dict[tuple[Kind, int], tuple[int, int]] = {}
         for order in self.orders:
             for kind, stage, microbatch, number in order:
@@ -286,11 +307,10 @@ class Schedule:
         return True
 
     def backward_order(self, stage: int) -> tuple[Action, ...]:
-        """The backwards of a stage (B, I, W) as its device runs them: the order in which its weight
-        gradients accumulate.
+        """Return the backwards of a stage (B, I, W) in the order in which its device runs them.
 
-        They are added at B and, of a split one, at W; by an eager stage those that do not wait for
-        W at I.
+        The stage's weight gradients accumulate in this order. B adds all of them. In a split
+        backward W adds them, except those that an eager stage already adds at I.
 
         >>> print(*fp.Schedule.parse("0F0 0F1 0I0 0I1 0W1 0W0").backward_order(0))
         0I0 0I1 0W1 0W0
@@ -299,20 +319,24 @@ class Schedule:
         return tuple(a for a in order if a.stage == stage and a.kind in ADDS)
 
     def first(self, num_microbatches: int) -> Schedule:
-        """The schedule of the first few microbatches: every action of the others dropped, the order
-        kept.
+        """Return the schedule without the actions of later microbatches; the order stays.
 
-        U that no remaining action needs are dropped, too, and the others are numbered anew.
+        Each U that no remaining action needs is dropped too. The remaining U are renumbered.
 
         >>> print(fp.Schedule.parse("0U0 0F0 0F1 0U1 0F2 0F3").first(2))
         0U0 0F0 0F1
 
+        Args:
+            num_microbatches: the number of microbatches to keep, at least 1. If the schedule has no
+                more microbatches than that, it is returned unchanged.
+
         Raises:
-            ScheduleError: ``num_microbatches`` is not a whole number from 1.
+            ScheduleError: ``num_microbatches`` is not a whole number of at least 1.
         """
         if type(num_microbatches) is not int or num_microbatches < 1:
             raise ScheduleError(
-                f"first takes a number of microbatches, from 1; got {num_microbatches!r}"
+                "first takes the number of microbatches to keep, at least 1; got "
+                f"{num_microbatches!r}"
             )
         if num_microbatches >= self.num_microbatches:
             return self
@@ -323,7 +347,7 @@ class Schedule:
         return self.reordered([recounted(order) for order in kept], self.name)
 
     def forwards(self) -> Schedule:
-        """The forwards alone: the schedule that evaluates with every stage where it trains.
+        """Return the schedule with the forwards only, to evaluate with each stage on its device.
 
         >>> print(fp.Schedule.parse("0F0 0F1 0B0 0B1").forwards())
         0F0 0F1
@@ -334,8 +358,11 @@ class Schedule:
 
 
 def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
-    """Orders as given, in lists. Raises ScheduleError for what has no rows; what are actions is for
-    `check`."""
+    """Convert the orders that a user gave to tuples.
+
+    Raises ScheduleError if a row is not a sequence. Only `check` looks whether its items are
+    actions.
+    """
     rows: list[tuple[Any, ...]] = []
     for row in (
         orders
@@ -344,35 +371,37 @@ def _rows(orders: Any) -> tuple[tuple[Any, ...], ...]:
     ):
         if isinstance(row, (str, Mapping, Action)) or not isinstance(row, Iterable):
             read = (
-                "; Schedule.parse reads text, a line for each device"
+                "; Schedule.parse reads text with one line per device"
                 if isinstance(row, str)
                 else ""
             )
             raise ScheduleError(
-                f"orders has for each device a tuple of Actions; got {type(row).__name__}{read}"
+                f"orders must have one tuple of Actions per device; got {type(row).__name__}{read}"
             )
         rows.append(tuple(row))
     return tuple(rows)
 
 
 def _frozen(pairs: Any) -> frozenset[Any]:
-    """Pairs as given, in lists or sets. Raises ScheduleError for what is none at all; what are
-    pairs is for `check`."""
+    """Convert the pairs that a user gave to a frozenset of tuples.
+
+    Raises ScheduleError if they cannot be a set. Only `check` looks whether its items are pairs.
+    """
     try:
         return frozenset(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
     except TypeError:
         example = "pairs={(fp.Action(fp.Kind.F, 0, 1), fp.Action(fp.Kind.B, 0, 0))}"
         raise ScheduleError(
-            f"pairs is a set of pairs of actions, as {example}; got {pairs!r}"
+            f"pairs must be a set of pairs of actions, as in {example}; got {pairs!r}"
         ) from None
 
 
 def serving(order: Sequence[Action]) -> frozenset[Action]:
-    """What is counted and serves something: its stage computes after it, and before the next."""
+    """Return the counted actions (U) that their stage needs: it computes before its next U."""
     if all(action.kind not in COUNTED for action in order):
         return frozenset()
     found: set[Action] = set()
-    waiting: set[int] = set()  # stages that compute before their next one
+    waiting: set[int] = set()  # stages that compute before their next counted action
     for action in reversed(order):
         if action.kind in COMPUTES:
             waiting.add(action.stage)
@@ -383,9 +412,9 @@ def serving(order: Sequence[Action]) -> frozenset[Action]:
 
 
 def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Return an order without counted actions that no other action needs; the remaining ones are
-    numbered from 0."""
+    """Return an order without the counted actions (U) that no other action needs, renumbered."""
     out: list[Action] = []
+    # U are numbered per stage, so dropping one renumbers all later U of its stage.
     served, times = serving(order), Counter[int]()
     for action in order:
         if action.kind not in COUNTED:
@@ -397,5 +426,5 @@ def recounted(order: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def select(orders: Sequence[Iterable[Action]], keep: Any) -> tuple[tuple[Action, ...], ...]:
-    """The orders with only the actions for which ``keep(action)`` holds."""
+    """Return the orders with only the actions for which ``keep(action)`` is true."""
     return tuple(tuple(filter(keep, order)) for order in orders)

@@ -1,4 +1,7 @@
-"""A stage: a pure function with declared stash, pop, feeds and state."""
+"""Stages: pure functions that declare their stash, pop, feeds and state.
+
+This module makes stages and calls them alone. `lower` decides what a stage receives in a plan.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,17 @@ Commit: TypeAlias = Callable[[Tree, tuple[Tree, ...]], Tree]
 
 
 CARRY = ""
-"""The name, which no skip has, under which runs keep what a stage hands to its next slice among its
-stashes."""
+"""The key of a carry among the stashes of a stage during a run. No skip can have an empty name."""
 
 
 class BoundFn(Protocol):
-    """A stage function with its parameters put in: what one run calls, from one thread, and drops
-    at its end."""
+    """A stage function with its parameters bound. One run calls it from one thread, then drops
+    it."""
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The paths of layers by the ids of their modules, which key what they draw."""
+        """The path of each layer, by the id of its module. The path keys the layer's random
+        numbers."""
         ...
 
     def __call__(self, x: Tree, **extras: Any) -> Any:
@@ -47,40 +50,40 @@ class BoundFn(Protocol):
         ...
 
     def release(self) -> None:
-        """Drop the parameters; the run is over."""
+        """Drop the parameters at the end of the run."""
         ...
 
 
 class Origin(Protocol):
-    """A model whose copies compute in stages."""
+    """A model of the user whose copies run inside stages."""
 
     def refuse_changes(self) -> None:
-        """Raise PlanError where the model's attributes have changed since the copy was made."""
+        """Raise PlanError if the model's attributes have changed since the copy was made."""
         ...
 
 
 class Bindable(ABC):
-    """A stage function that wants to know its parameters for a whole run (module stages,
-    compositions)."""
+    """A stage function that binds its parameters once per run: a module stage or a composition."""
 
     @abstractmethod
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """Put parameters and state in. Raises PlanError where they do not fit."""
+        """Bind parameters and state. Raises PlanError if they do not fit the function."""
 
     def __repr__(self) -> str:
         return str(getattr(self, "who", type(self).__name__))
 
     def __call__(self, params: Tree, x: Tree, **extras: Any) -> Any:
-        """Call outside of a run."""
+        """Call the function outside of a run."""
         return self.bind(params, extras.get("state", ()))(x, **extras)
 
     @property
     def sliceable(self) -> bool:
-        """Can it run slices of a sequence; False where it is known that it cannot."""
+        """Whether the function can run slices of a sequence. False only if it is known to fail."""
         return True
 
     def layers(self) -> Iterable[str]:
-        """The paths of its layers, which key what they draw; a composition has none of its own."""
+        """The paths of the layers, which key their random numbers. A composition has no own
+        layers."""
         return ()
 
     def parts(self) -> Iterable[Stage]:
@@ -93,28 +96,30 @@ class Bindable(ABC):
 
 
 class _Plain(partial[Any]):
-    """A plain function with its parameters in front."""
+    """A plain function with its parameters bound as first argument."""
 
     @property
     def places(self) -> Mapping[int, str]:
-        """Empty: a function has no layers that are known."""
+        """An empty mapping: funcpipe does not know the layers of a plain function."""
         return {}
 
     def release(self) -> None:
-        """Do nothing: the parameters go with this object."""
+        """Do nothing: the parameters end with this object."""
 
 
 SCOPE: ContextVar[Stage | None] = ContextVar("funcpipe_scope", default=None)
-"""The part of a composition that runs, None outside of any: random numbers are the part's, as if it
-stood alone."""
+"""The inner stage of a composition that runs now; None outside of compositions.
+
+Random numbers are keyed by this stage, so an inner stage draws the same numbers as if it ran alone.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """One parameter that several stages hold, told from others by identity.
+    """One parameter that several stages contain. Compared by identity.
 
     Attributes:
-        name: what the model calls it.
+        name: the parameter's name in the model.
     """
 
     name: str
@@ -122,16 +127,17 @@ class Shared:
 
 @dataclass(eq=False)
 class StageFacts:
-    """Facts about a stage that runs found, kept so that runs look once. Copies of a stage have
-    none.
+    """Facts that runs found out about a stage, kept so that each fact is looked up once.
+
+    A copy of a stage starts without facts. A mode is True for training and False for evaluation.
 
     Attributes:
-        draws: in which modes (training or not) it drew random numbers.
-        reentrant: in which modes its graph had a reentrant checkpoint.
-        kept: in which modes a whole run left its parameters as they were.
-        foreign: weak references to leaves of its graph that are not of the run's making.
+        draws: the modes in which the stage drew random numbers.
+        reentrant: the modes in which the stage's graph had a reentrant checkpoint.
+        kept: the modes in which a whole run left the stage's parameters unchanged.
+        foreign: weak references to leaves of the stage's graph that the run did not create.
         inputs: weak references to the inputs of the microbatch whose graph a run checked last.
-        late: did the plan's loss behind it give weights that nobody knew before.
+        late: whether the plan's loss after the stage returned weights that were not known before.
         settled: whether a plan found the globals and closures of the function as they were at the
             stage's creation.
     """
@@ -147,34 +153,38 @@ class StageFacts:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A pure function with declared stash, pop, feeds and state. Made by `stage`, `from_module`,
-    `compose`.
+    """A pure function for one part of a model, with declared stash, pop, feeds and state.
 
-    Calling it returns what the function returned, so a stage is its own unit test::
+    `stage`, `from_module`, `compose` and `split` make stages. To test a stage, call it outside of a
+    pipeline: the call returns the function's result.
 
-        decoder(params, x, skips={"e1": t})
+    >>> scale = fp.stage(lambda params, x: params * x, name="scale")
+    >>> scale(2.0, 3.0)
+    6.0
 
     Attributes:
-        fn: ``fn(params, x, **what it declares)``.
-        name: what errors and pictures call it; keys its random numbers.
-        stash: names that it hands to later stages.
-        pop: names that it takes from earlier stages; they arrive as ``skips``.
-        feeds: names of values of the batch that it gets besides ``x``; they arrive as ``feeds``.
-        state: does it read state (running statistics, tables); it arrives as ``state``.
-        commit: ``(state, stats of the microbatches) -> state``, once per batch; None: the state
-            never changes.
-        offers: stashed names that nobody has to pop, because a composition already popped them
-            inside.
-        program: how a run calls it: None: as it is; else what `compile` made.
-        shares: which of its parameters other stages hold too: (path, what is shared). A plan ties
-            them by itself.
-        carry: does it hand something from each slice of a microbatch to the next; it arrives as
-            ``carry``, None for the first.
-        evaluation: stays in evaluation mode whatever the plan's ``train`` says, because its module
-            was as a whole.
-        closed: what the free names of its function held when it was made; the first plan looks
-            whether they still do.
-        seen: what runs found out about it.
+        fn: the function ``fn(params, x, **declared)``, where ``declared`` are the keywords below.
+        name: the name in errors and pictures; "" for none. The name also keys the random numbers of
+            a plain function; layers of a module are keyed by their paths.
+        stash: names of the values that the stage passes to later stages.
+        pop: names of the values that the stage receives from earlier stages, as ``skips``.
+        feeds: names of the batch's values that the stage receives besides ``x``, as ``feeds``.
+        state: whether the stage reads state, such as running statistics; passed as ``state``.
+        commit: ``(state, stats) -> state``, called once per batch; ``stats`` is a tuple with one
+            entry per microbatch. None: the state never changes.
+        offers: stashed names that no later stage has to pop, because a composition already popped
+            them inside.
+        takes_train: whether the function takes the keyword ``train``.
+        program: the compiled programs that a run calls in place of ``fn``; None: not compiled.
+        shares: the parameters that other stages contain too, as (path, shared parameter). A plan
+            ties these parameters.
+        carry: whether each slice of a microbatch passes a value to the next slice. The value
+            arrives as ``carry``, and is None for the first slice.
+        evaluation: whether the stage stays in evaluation mode whatever the plan's ``train`` says,
+            because its whole module was in that mode.
+        closed: the values of the function's free names at the stage's creation. The first plan
+            checks that they are unchanged.
+        seen: facts that runs found out about the stage.
     """
 
     fn: StageFn
@@ -216,10 +226,24 @@ class Stage:
         train: bool = False,
         carry: Tree = None,
     ) -> Any:
-        """Run the stage alone; no pipeline, no autograd of ours: torch.func transforms it.
+        """Call the function once, outside of a pipeline.
+
+        funcpipe adds no autograd graph of its own, so transforms of torch.func apply.
+
+        Args:
+            params: the parameters, any tree.
+            x: the input, any tree.
+            skips: a tree for each name in ``pop``.
+            feeds: a tree for each name in ``feeds``.
+            state: the state, if the stage reads one.
+            train: the value of the keyword ``train``, if the function takes it.
+            carry: the carry of the previous slice, if the stage has one; None for the first slice.
+
+        Returns:
+            The function's result: the output, or an `Out`.
 
         Raises:
-            PlanError: a declared skip, feed or the state is missing.
+            PlanError: a declared skip, a declared feed or the state is missing.
         """
         skips, feeds = skips or {}, feeds or {}
         missing = [f"skips={{{name!r}: ...}}" for name in self.pop if name not in skips]
@@ -244,7 +268,7 @@ class Stage:
         train: bool,
         carry: Tree = None,
     ) -> dict[str, Any]:
-        """The keywords that the function gets: those that the stage declares, no others."""
+        """Return the keyword arguments for the function: only those that the stage declares."""
         out: dict[str, Any] = {}
         if self.pop:
             out["skips"] = skips
@@ -259,7 +283,7 @@ class Stage:
         return out
 
     def bind(self, params: Tree, state: Tree) -> BoundFn:
-        """The function with parameters and state put in, for one run."""
+        """Return the function with parameters and state bound, for one run."""
         return (
             self.fn.bind(params, state)
             if isinstance(self.fn, Bindable)
@@ -267,7 +291,7 @@ class Stage:
         )
 
     def layers(self) -> set[str]:
-        """The paths of the layers of a module stage; a function has none."""
+        """Return the paths of a module stage's layers; an empty set for a plain function."""
         return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
 
     def origins(self) -> Iterable[Origin]:
@@ -275,7 +299,7 @@ class Stage:
         return self.fn.origins() if isinstance(self.fn, Bindable) else ()
 
     def simple(self) -> list[Stage]:
-        """The stages that this one is made of, itself if it is no composition."""
+        """Return the innermost stages of a composition; for other stages, a list of this stage."""
         inner = self.fn.parts() if isinstance(self.fn, Bindable) else ()
         return [simple for part in inner for simple in part.simple()] or [self]
 
@@ -295,7 +319,8 @@ class Stage:
 
 @runtime_checkable
 class Divided(Protocol):
-    """A model in stages, with what a plan must know of it besides: what `split` gives."""
+    """A model cut into stages, with the state and the loss that a plan needs. `split` returns
+    one."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -304,37 +329,42 @@ class Divided(Protocol):
 
     @property
     def state(self) -> tuple[Tree, ...]:
-        """The state as it was in the model, one tree per stage."""
+        """The state of the model at the time of the split, one tree per stage."""
         ...
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        """The model's own loss, None for none."""
+        """The model's own loss; None if it has none."""
         ...
 
 
 def normalise(result: Any) -> Out:
-    """What a stage function returned, as an Out."""
+    """Return the result of a stage function as an `Out`."""
     return result if isinstance(result, Out) else Out(result)
 
 
 def carried(stage: Stage, result: Any) -> Out:
-    """What a stage returned, as an Out. Raises PlanError where it returned a carry and takes none,
-    or the other way."""
+    """Return the result of a stage as an `Out`.
+
+    Raises PlanError if the stage takes a carry but returned none, or returned a carry that it does
+    not take.
+    """
     if stage.carry and not isinstance(result, Out):
         raise PlanError(
-            "the stage takes a carry and returned none: return Out(y, carry=...), () for nothing"
+            "the stage takes a carry and returned none: return Out(y, carry=...), with carry=() "
+            "for an empty carry"
         )
     out = normalise(result)
     if not stage.carry and not (out.carry is None or (type(out.carry) is tuple and not out.carry)):
         raise PlanError(
-            "the stage returned a carry, and its function takes none: add the keyword carry"
+            "the stage returned a carry but its function does not take one: add the keyword "
+            "argument carry to the function"
         )
     return out
 
 
 def side_loss(out: Out) -> tuple[Any, Any] | None:
-    """The auxiliary loss of a stage, None for none."""
+    """Return the auxiliary loss of a stage as (sum, weight); None if there is none."""
     loss: Any = out.loss
     return None if isinstance(loss, tuple) and not loss else loss
 
@@ -374,13 +404,14 @@ def stage(
     state: bool = False,
     commit: Commit | None = None,
 ) -> Stage | Callable[[StageFn], Stage]:
-    """Make a stage of a pure function; also a decorator, with or without arguments.
+    """Make a stage from a pure function; usable as a decorator, with or without arguments.
 
-    The function is ``fn(params, x) -> y``, or with what it declares ``fn(params, x, *, skips,
-    feeds, state, train, carry) -> Out(y, stash=..., stats=..., loss=..., carry=...)``. With a
-    keyword ``carry`` it runs slice after slice of a microbatch that is cut along its sequence, as
-    schedules with ``num_slices`` do: each gets what the one before returned as ``Out(carry=...)``,
-    the first None.
+    The simplest function is ``fn(params, x) -> y``. A function can also take the keywords
+    ``skips``, ``feeds``, ``state``, ``train`` and ``carry``, and return an `Out`.
+
+    A function with the keyword ``carry`` can run slices: parts of a microbatch along its sequence,
+    as in schedules with ``num_slices``. Each slice receives the value that the previous slice
+    returned as ``Out(carry=...)``. The first slice receives None.
 
     >>> @fp.stage(pop=["e1"])
     ... def decoder(params, x, *, skips):
@@ -390,15 +421,22 @@ def stage(
 
     Args:
         fn: the function.
-        name: default: the function's own name.
-        stash: names of the values that it hands to later stages (``Out(stash={name: tree})``).
-        pop: names of the values that it takes from earlier stages; the keyword ``skips`` has them.
-        feeds: names of values given with the batch; the keyword ``feeds`` has them.
-        state: does it read state; implied by ``commit`` and by a keyword ``state``.
-        commit: ``(state, stats: tuple over microbatches) -> state``.
+        name: the name of the stage; by default the function's own name.
+        stash: names of the values that the stage passes to later stages
+            (``Out(stash={name: tree})``). Default: none.
+        pop: names of the values that the stage receives from earlier stages, as a dict in the
+            keyword ``skips``. Default: none.
+        feeds: names of values of the batch that the stage receives, as a dict in the keyword
+            ``feeds``. Default: none.
+        state: whether the stage reads state. A ``commit`` or a keyword ``state`` implies True.
+        commit: ``(state, stats) -> state``, called once per batch; ``stats`` is a tuple with one
+            entry per microbatch. None: the state never changes.
+
+    Returns:
+        The stage. Without ``fn``: a decorator that makes a stage.
 
     Raises:
-        PlanError: this is no function, or the declaration and the function's keywords do not fit.
+        PlanError: ``fn`` is not a function, or its arguments do not match the declaration.
     """
     if fn is None:
         return lambda f: stage(
@@ -406,13 +444,15 @@ def stage(
         )
     if isinstance(fn, Stage):
         raise PlanError(
-            f"{fn.name or 'this'!r} is a stage already; say name=, stash=, pop= and the like "
-            "where it is made, or make another one of its function: fp.stage(made.fn, ...)"
+            f"{fn.name or 'this'!r} is a stage already; pass name=, stash=, pop= and the other "
+            "options where that stage is made, or make another stage from its function: "
+            "fp.stage(made.fn, ...)"
         )
     check_function(fn)
     label = name or getattr(fn, "__name__", "")
     arguments = arguments_of(fn)
     keywords = keywords_of(arguments or ())
+    # All lambdas have the same name, which would give their stages the same random numbers.
     new = Stage(
         fn,
         "" if label == "<lambda>" else label,
@@ -431,7 +471,7 @@ def stage(
 
 
 def _importable(value: Any) -> str:
-    """``module:name`` under which pickle finds this very object; "" where it does not."""
+    """Return the ``module:name`` under which pickle finds this object; "" if pickle cannot."""
     fn = value.fn if isinstance(value, Stage) else value
     location = f"{getattr(fn, '__module__', None)}:{getattr(fn, '__qualname__', None)}"
     try:
@@ -441,22 +481,21 @@ def _importable(value: Any) -> str:
 
 
 def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
-    """Refuse what is no stage among stages. Raises PlanError."""
+    """Raise PlanError if some of the given objects are not stages."""
     kinds = [type(entry).__name__ for entry in stages if not isinstance(entry, Stage)]
     if kinds:
         raise PlanError(
-            f"{name} takes stages, {usage}; among them came: {', '.join(kinds)}; make them with "
-            "fp.stage(fn), fp.from_module(module), or fp.split(model, n).stages"
+            f"{name} takes stages, {usage}; got other objects: {', '.join(kinds)}; make stages "
+            "with fp.stage(fn), fp.from_module(module), or fp.split(model, n).stages"
         )
 
 
 def refuse_changed_models(stages: Iterable[Stage]) -> None:
-    """Raise PlanError for stages of models whose attributes have changed since the stages were
-    made."""
+    """Raise PlanError if a model's attributes have changed since its stages were made."""
     for origin in {id(origin): origin for stage in stages for origin in stage.origins()}.values():
         origin.refuse_changes()
 
 
 def names_of(stages: Iterable[Stage]) -> list[str]:
-    """``stage 2 ('decoder')`` for each stage, as errors write it."""
+    """Return ``stage 2 ('decoder')`` for each stage, as errors write it."""
     return [f"stage {i}" + (f" ({s.name!r})" if s.name else "") for i, s in enumerate(stages)]

@@ -1,4 +1,4 @@
-"""A timeline as a trace for Perfetto and chrome://tracing."""
+"""Convert a timeline to a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 _RANKS = 1 + len(LINKS)
-"""Rows that a device may have: its own, and one for each of its links."""
+"""The most rows of a device: its own, and one for each of its links."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as data; see `Timeline.chrome_trace`."""
+    """Return the trace as data; see `Timeline.chrome_trace`."""
     scale = 1e6 if timeline.unit == "s" else 1e3
     devices = range(timeline.num_devices)
     events = [_event("M", name="process_name", args={"name": timeline.name or "funcpipe"})]
@@ -60,7 +60,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         events.append(_event("X", tid=thread, name=str(action), cat=kind.value, **times, args=args))
     events += _arrows(timeline, rows, scale)
     for device, steps in enumerate(timeline.memory):
-        # Of several at one time a counter shows the last.
+        # A counter shows the last of several values at one time, so only that one is written.
         for (time, amount), following in zip(steps, [*steps[1:], None], strict=True):
             if following is None or following[0] != time:
                 events.append(
@@ -77,8 +77,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 def _arrows(
     timeline: Timeline, rows: Mapping[Action, int], scale: float
 ) -> Iterator[dict[str, Any]]:
-    """Flow events, two for each arrow: from the end of what makes it to the first of its stage that
-    reads it."""
+    """Yield two flow events per arrow: from the end of the maker to the stage's first reader."""
     spans = {span.action: span for span in timeline.spans}
     targets: dict[tuple[str, int], list[Arrow]] = {}
     starts: dict[tuple[Kind, int], list[Arrow]] = {}
@@ -100,10 +99,10 @@ def _arrows(
             ]
             first = min(readers, key=lambda span: span.start, default=None)
             if first is None or first.action.kind is not arrow.target[0]:
-                continue  # a forward that is done again (R) reads what its F was handed
+                continue  # R reads the values of its F again: no second arrow
             number += 1
-            # An arrow belongs to the event that is open at its time, and at its very end an event
-            # is open no more.
+            # A viewer attaches an arrow to the event that is open at the arrow's time. An event is
+            # not open at its own end, so the arrow starts slightly earlier.
             times = (made.end - (made.end - made.start) / 1024) * scale, first.start * scale
             event = {"name": arrow.value, "cat": "copy" if arrow.crosses else "skip", "id": number}
             yield _event("s", tid=rows[made.action], ts=times[0], **event)
@@ -111,7 +110,7 @@ def _arrows(
 
 
 def _thread(tid: int, name: str, place: int) -> list[dict[str, Any]]:
-    """The name of a row, and its place among the rows."""
+    """Return the events that give a row its name and its place among the rows."""
     return [
         _event("M", tid=tid, name="thread_name", args={"name": name}),
         _event("M", tid=tid, name="thread_sort_index", args={"sort_index": place}),

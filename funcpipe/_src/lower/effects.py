@@ -1,4 +1,7 @@
-"""What each kind of action reads and writes; what is sent, slots and frees follow from it."""
+"""The table of values that each kind of action reads and writes.
+
+Sends, slots and frees are not listed here: `program.py` and `data/lowered.py` derive them.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from funcpipe._src.lower.skips import Route
 
 @dataclass(frozen=True)
 class EffectContext:
-    """What the table depends on besides the action.
+    """The facts about a plan that the table depends on.
 
     Attributes:
         stages: the stages.
-        routes: the skips.
-        loss: does the last stage end in the plan's loss.
-        outputs: does the caller get the last stage's outputs.
-        inputs: does the caller get the gradients of the inputs.
-        reduced: the stages with a G, which begins to sum their gradients; of others S does.
+        routes: the route of each skip.
+        loss: whether the last stage ends in the plan's loss.
+        outputs: whether the caller receives the outputs of the last stage.
+        inputs: whether the caller receives the gradients of the inputs.
+        reduced: the stages with a G, which begins to sum their gradients. For other stages S does.
     """
 
     stages: Sequence[Stage]
@@ -34,25 +37,23 @@ class EffectContext:
 
 
 class Among(NamedTuple):
-    """Where a slice stands among those of its microbatch."""
+    """The place of a slice in its microbatch: first, last, both or neither."""
 
     first: bool
     last: bool
 
 
 ALONE = Among(first=True, last=True)
-"""A microbatch that is whole."""
+"""The place of a microbatch that is not cut."""
 
 
 def effects(
     kind: Kind, stage: int, keeps: bool, context: EffectContext, among: Among = ALONE
 ) -> tuple[list[Wire], list[Wire]]:
-    """The wires that an action reads, and those that it writes.
+    """Return the wires that an action reads, and the wires that it writes.
 
-    A forward does not keep its residual where it is computed again, or never needed. Gradients of
-    one skip from several pops are read in descending order of the popper: plain autograd adds them
-    in that order. A stage with a carry gets it from the slice before, and its gradient from the
-    slice after.
+    A forward with ``keeps=False`` does not keep its residual: R recomputes it, or no backward needs
+    it.
     """
     this, last = context.stages[stage], len(context.stages) - 1
     ends_in_loss = stage == last and context.loss
@@ -77,6 +78,8 @@ def effects(
         case Kind.B | Kind.I:
             cotangents = [] if ends_in_loss else [Wire(Role.GRAD, stage)]
             for name in stashes:
+                # Descending, because plain autograd adds the gradients of several uses in this
+                # order. In another order the sum would not be bit-identical to plain autograd.
                 poppers = sorted(context.routes[name].pops, reverse=True)
                 cotangents += [Wire(Role.SKIP_GRAD, stage, name, popper) for popper in poppers]
             cotangents += [Wire(Role.CARRY_GRAD, stage)] if this.carry and not among.last else []
@@ -105,6 +108,6 @@ def effects(
             sums = [Wire(Role.SUMS, stage)]
             return (sums, []) if stage in context.reduced else ([], sums)
         case Kind.U:
-            return [], []  # the parameters are the stage's own
+            return [], []  # U writes the stage's parameters, which are not values of the program
         case _:
             assert_never(kind)

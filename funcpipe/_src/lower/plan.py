@@ -1,4 +1,7 @@
-"""make_plan: the checks that need stages, and the plan."""
+"""`make_plan`: check stages, schedule and options together, and build the plan.
+
+`program.py` lowers the schedule, `schedules/legal.py` checks the schedule alone.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,13 @@ def make_plan(
     spare_slots: int = 0,
     slices: Sequence[float] = (),
 ) -> Plan:
-    """Lower a schedule for stages; everything that can be wrong before there are numbers is refused
-    here.
+    """Make a plan: lower a schedule for stages, so that `run` can run them.
+
+    Checks all that can be checked without running a stage, and lists every mistake in one error.
 
     >>> double, add = fp.stage(lambda p, x: p * x), fp.stage(lambda p, x: p + x)
-    >>> plan = fp.make_plan([double, add], fp.schedules.one_f_one_b(2, 1), loss=print)
+    >>> schedule = fp.schedules.one_f_one_b(2, 1)
+    >>> plan = fp.make_plan([double, add], schedule, loss=nn.functional.mse_loss)
     >>> print(plan.program.lane(1))
     lane 1, slots: 0 act from 0, 1 target from caller, 2 report, 3 residual, 4 grad
     receive act[0,0]@0 from 0
@@ -50,42 +55,44 @@ def make_plan(
     free grad[0,0]@4
 
     Args:
-        stages: the stages, in order; or what `split` made, whose loss (where the schedule has
-            backwards and none is given), ties and state the plan takes too.
-        schedule: any schedule with as many stages; checked.
-        devices: a ``torch.device`` or its name for each device of the schedule, or one for all of
-            them; None: chosen when the plan runs (CUDA devices if there are any, else the CPU).
-        loss: ``(y, target)`` -> the loss of a microbatch. Torch's own losses (modules, functions, a
-            ``functools.partial`` of these with keywords) are known: the batch's loss is theirs of
-            the whole batch, whatever ``reduction``, ``weight`` and ``ignore_index`` are. A loss of
-            your own returns its mean, which counts by the microbatch's rows; where something else
-            divides it (tokens, class weights) it returns ``(sum, weight)`` or a `Loss`, or has a
-            method ``weigh(inputs, target) -> number``, or ``weight`` is given. (An ``nn.Module`` of
-            your own whose ``reduction`` is "sum" is believed to return sums, which are added.)
-        weight: ``target -> number``, evaluated before any forward: what the loss's mean over a
-            microbatch is divided by, or what all sums together are divided by. It goes before what
-            is known of the loss.
-        ties: groups of ``(stage, path)`` that are one parameter: gradients are summed and every
-            holder gets the sum. Stages that `split` made know theirs; these need not be named.
-        train: what stages that take ``train`` get (dropout, batch norm); None: True if the schedule
-            has backwards.
-        outputs: does a run return the last stage's outputs, merged; None: True if the schedule has
-            no backwards.
-        merge: how outputs are joined over microbatches: an axis (the rows lie along it), "mean" (by
-            rows), "sum", "each" (`Microbatches`, one value each), or a tree of these like the
-            outputs, down to where one rule holds for all below. None: tensors along axis 0, single
-            numbers "each"; values that are no tensors come as one where all are equal.
-        spare_slots: how many more values may be on their way from one lane to another, of each
-            sort, than where they take no time: over a network a lane that waits for the one slot
-            waits for two latencies. Each costs the memory of a value. `simulate` says whether it
-            pays.
-        slices: where the schedule cuts microbatches into slices along their sequence: how long each
-            is, in any unit (`balanced_slices` gives lengths that take equally long). (): equal
-            ones.
+        stages: the stages in order, or the result of `split`. From a split the plan also takes the
+            ties, the state, and the model's loss (if the schedule has backwards and no ``loss`` is
+            given).
+        schedule: a legal schedule with the same number of stages.
+        devices: a ``torch.device`` or its name for each device of the schedule, or one for all.
+            None: the run chooses CUDA devices if there are any, else the CPU.
+        loss: ``(y, target) -> loss`` of a microbatch. For torch's own losses (modules, functions,
+            or a ``functools.partial`` of these with keywords), the batch's loss equals the loss of
+            the whole batch, for each ``reduction``, ``weight`` and ``ignore_index``. Your own loss
+            returns a mean, and microbatches count by their rows. If something else divides the mean
+            (tokens, class weights), return ``(sum, weight)`` or a `Loss`, or define a method
+            ``weigh(inputs, target) -> number``, or give ``weight``. If your loss is an
+            ``nn.Module`` with ``reduction="sum"``, its results are added. None: no loss.
+        weight: ``target -> number``, called before any forward. The number divides the loss's sum
+            over a microbatch; for losses that are sums, the total divides the sum of the batch.
+            Takes precedence over the weight of the loss itself. None: the weight of the loss.
+        ties: groups of ``(stage, path)`` that are one parameter. Their gradients are summed, and
+            each member gets the sum. Ties of stages from `split` are known and need not be given.
+        train: the value for stages that take ``train`` (dropout, batch norm). None: True if the
+            schedule has backwards.
+        outputs: whether a run returns the merged outputs of the last stage. None: True if the
+            schedule has no backwards.
+        merge: the rule to join outputs of microbatches: the axis of the rows, "mean" (weighted by
+            rows), "sum", "each" (`Microbatches`, one value per microbatch), or a tree of rules
+            structured as the outputs; a rule holds for all outputs below it. None: tensors along
+            axis 0, single numbers as "each", and equal values that are not tensors as one value.
+        spare_slots: the number of additional slots for each role of values between two lanes. Each
+            slot takes the memory of one value. Over a network, a lane without a spare slot waits
+            for two latencies; `simulate` shows whether spare slots save time. Default: 0.
+        slices: the length of each slice of a microbatch, in any unit, if the schedule has slices.
+            `balanced_slices` returns lengths that take equally long. (): equal lengths.
+
+    Returns:
+        The plan.
 
     Raises:
         ScheduleError: the schedule is not legal.
-        PlanError: stages, schedule and options do not fit; every fault is listed.
+        PlanError: stages, schedule and options do not fit together. The message lists all faults.
     """
     state: tuple[Any, ...] | None = None
     if isinstance(stages, Divided):
@@ -108,7 +115,7 @@ def make_plan(
     ]
     if type(spare_slots) is not int or spare_slots < 0:
         faults.append(
-            "spare_slots= is how many more slots there are between two lanes, from 0; got "
+            "spare_slots= is the number of additional slots between two lanes, at least 0; got "
             f"{spare_slots!r}"
         )
     faults += _slices(slices, schedule) + _whole(stages, schedule)
@@ -148,7 +155,10 @@ def make_plan(
 
 
 def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> Lowered:
-    """The plan's program for a batch with fewer microbatches (`Lowered.first`), or for a `vjp`."""
+    """Return the plan's program for a number of microbatches, or (``halves``) for a `vjp`.
+
+    Caches programs per plan, so that last batches of an epoch are lowered once.
+    """
     if num_microbatches >= plan.num_microbatches and not halves:
         return plan.program
     cache = _programs(plan)
@@ -166,50 +176,50 @@ def program_for(plan: Plan, num_microbatches: int, *, halves: bool = False) -> L
 
 
 _programs: Remembered[Plan, dict[tuple[int, bool], Lowered]] = Remembered(lambda _: {})
-"""Of each plan, by number of microbatches and halves."""
+"""The programs of each plan, by (number of microbatches, halves)."""
 
 
 def _slices(slices: Any, schedule: Any) -> list[str]:
-    """What is wrong with the lengths of slices."""
+    """Return the faults of the lengths of slices."""
     count = schedule.num_slices if isinstance(schedule, Schedule) else 1
     if not are_lengths(slices):
-        return [f"slices= has the length of each slice, numbers above 0; got {slices!r}"]
+        return [f"slices= must have the length of each slice, numbers above 0; got {slices!r}"]
     if slices and len(slices) != count:
         return [
-            f"slices= has the lengths of {len(slices)} slices, and the schedule cuts a microbatch "
-            f"into {count} (its family's num_slices=)"
+            f"slices= has the lengths of {len(slices)} slices, but the schedule cuts a microbatch "
+            f"into {count} (num_slices= of its family)"
         ]
     return []
 
 
 def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:
-    """What is wrong with stages that must not run slices, where the schedule has them."""
+    """Return a fault for each stage that cannot run slices, if the schedule has slices."""
     if not isinstance(schedule, Schedule) or schedule.num_slices == 1:
         return []
     return [
-        f"{label} attends to whole sequences, and the schedule cuts them into slices: "
-        "fp.split(model, num_stages, slices=True)"
+        f"{label} attends to whole sequences, but the schedule cuts them into slices: split the "
+        "model with fp.split(model, num_stages, slices=True)"
         for label, part in _parts(stages)
         if isinstance(part.fn, Bindable) and not part.fn.sliceable
     ]
 
 
 def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
-    """The stages, and what is wrong with them."""
+    """Return the stages, and their faults."""
     if isinstance(stages, Schedule):
         return (), ["stages is a Schedule; the stages come first: make_plan(stages, schedule)"]
     if not isinstance(stages, Stage | Iterable):
         return (), [
             (
-                f"stages is a {type(stages).__name__}; give a sequence of stages, or what "
-                "fp.split returns"
+                f"stages is a {type(stages).__name__}; give a sequence of stages, or the result "
+                "of fp.split"
             )
         ]
     if hasattr(stages, "named_parameters"):
         kind = type(stages).__name__
         return (), [
-            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it, and "
-            "make_plan takes what it returns"
+            f"stages is a {kind}, a model in one piece: fp.split(model, num_stages) cuts it; give "
+            "its result to make_plan"
         ]
     stages = (stages,) if isinstance(stages, Stage) else tuple(cast("Iterable[Any]", stages))
     faults = [
@@ -222,24 +232,28 @@ def _stages(stages: Any) -> tuple[tuple[Stage, ...], list[str]]:
 
 
 def _parts(stages: Sequence[Stage]) -> list[tuple[str, Stage]]:
-    """The simple stages that all are made of, with what errors call these."""
+    """Return the innermost stages of all stages, with the labels of the outer ones for errors."""
     rows = zip(names_of(stages), stages, strict=True)
     return [(label, part) for label, stage in rows for part in stage.simple()]
 
 
 def _moved(stages: Sequence[Stage]) -> list[str]:
-    """Functions that a loop made, which all read its variable as it was at the end."""
+    """Return a fault for each stage function whose captured variable has changed since.
+
+    Finds functions made in a loop: all of them read the loop variable's last value.
+    """
     functions_of: dict[Any, set[int]] = {}
     for _, part in _parts(stages):
         functions_of.setdefault(getattr(part.fn, "__code__", None), set()).add(id(part.fn))
-    # One function alone may read what it wants; several of one code were made to differ.
+    # A single function may rely on a changed global. Several functions with one code object were
+    # meant to differ, so a changed variable is a mistake.
     parts = [
         row for row in _parts(stages) if len(functions_of[getattr(row[1].fn, "__code__", None)]) > 1
     ]
     faults = [
         f"{label} and others are one function, made in a loop, that reads a variable when it "
-        f"runs: {', '.join(names)}; hold it in a default, lambda params, x, k=k: ..., or by "
-        "functools.partial"
+        f"runs: {', '.join(names)}; bind the variable by a default, lambda params, x, k=k: ..., or "
+        "by functools.partial"
         for label, part in parts
         if part.closed and not part.seen.settled
         for names in [rebound_names(part.closed, part.fn)]
@@ -247,12 +261,12 @@ def _moved(stages: Sequence[Stage]) -> list[str]:
     ]
     if not faults:
         for _, part in parts:
-            part.seen.settled = True  # what changes from now on is meant
+            part.seen.settled = True  # later changes are intended: stages are not checked again
     return faults
 
 
 def _function(name: str, fn: Any, form: str) -> list[str]:
-    """What is wrong with an option that is a function of this form."""
+    """Return the faults of an option that must be a function."""
     if fn is None:
         return []
     if not callable(fn):
@@ -274,7 +288,7 @@ def _function(name: str, fn: Any, form: str) -> list[str]:
 
 
 def _weight(weight: Any) -> list[str]:
-    """What is wrong with the function that says how much a microbatch counts."""
+    """Return the faults of ``weight``."""
     form = "(target) -> number"
     faults = _function("weight", weight, form)
     if weight is None or faults:
@@ -282,7 +296,7 @@ def _weight(weight: Any) -> list[str]:
     try:
         inspect.signature(weight).bind("target")
     except TypeError as error:
-        return [f"weight is a function {form}, and this one cannot be called so: {error}"]
+        return [f"weight must be a function {form}, but this one cannot be called so: {error}"]
     except ValueError:  # built-ins without a signature
         pass
     return []
@@ -297,7 +311,7 @@ def _devices(devices: Any, count: int) -> tuple[Any, ...] | None:
     if len(named) != count:
         raise PlanError(
             f"the schedule has {count} devices, but devices= names {len(named)}; give one for "
-            f"each (the same may stand many times), or fp.devices({count})"
+            f"each (a device may appear several times), or fp.devices({count})"
         )
     return named
 
@@ -311,21 +325,21 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
             isinstance(member, (tuple, list)) for member in group
         ):
             faults.append(
-                f"group {number}: {group!r} is no group; write ties=[[(0, path), (1, path)], ...]"
+                f"group {number}: {group!r} is not a group; write ties=[[(0, path), (1, path)], "
+                "...]"
             )
             continue
         members = [tuple(member) for member in group]
         for member in members:
             if not _is_place(member, len(stages)):
                 faults.append(
-                    f"group {number}: {member!r} is no (stage, path): a stage from 0 to "
+                    f"group {number}: {member!r} is not (stage, path): a stage from 0 to "
                     f"{len(stages) - 1}, a key or a tuple of keys"
                 )
                 continue
             if (member[0], member[1]) in seen:
                 faults.append(
-                    f"group {number}: {member!r} stands in group {seen[member[0], member[1]]} "
-                    "already"
+                    f"group {number}: {member!r} is in group {seen[member[0], member[1]]} already"
                 )
             seen[member[0], member[1]] = number
         if len(members) < 2:
@@ -336,8 +350,7 @@ def _ties(ties: Sequence[Sequence[tuple[int, Any]]], stages: Sequence[Stage]) ->
 
 
 def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
-    """The ties, and those that stages know of each other. Raises PlanError where they
-    contradict."""
+    """Add the ties that stages know. Raises PlanError if they contradict the given ties."""
     groups: dict[Shared, list[tuple[int, Any]]] = {}
     for index, part in enumerate(stages):
         for path, shared in part.shares:
@@ -353,7 +366,8 @@ def _with_shared(ties: Ties, stages: Sequence[Stage]) -> Ties:
                 f"{members} are one parameter ({shared.name!r}), and ties= names only some of them"
             )
     raise_all(
-        "ties do not fit the stages; leave out what split made, the plan ties it by itself:", faults
+        "ties do not fit the stages; leave out ties of stages from split, which the plan knows:",
+        faults,
     )
     return tuple(out)
 
@@ -367,7 +381,7 @@ def _is_rule(rule: Any) -> bool:
 
 
 def _unpacked(part: Any) -> str:
-    """What to say of (stage, params, state)."""
+    """Return advice for a tuple (stage, params, state) in place of a stage; "" for others."""
     unpacked = isinstance(part, tuple) and any(isinstance(item, Stage) for item in part)  # pyright: ignore[reportUnknownVariableType]
     return (
         ", which returns (stage, params, state): stages, params, state = zip(fp.from_module(a), "

@@ -1,8 +1,11 @@
-"""Stages and a schedule become a program: plan order, what is sent where, slots.
+"""Lower stages and a schedule to a program: choose plan order, sends and slots.
 
-What is sent follows one rule: an action reads a value that another lane makes, so that lane sends
-it, once, straight after making it. What the caller gives is fetched just before its first use. The
-slots of an edge are the most values that lie at its end at a time, in plan order.
+One rule decides the sends: if an action reads a value of another lane, that lane sends the value
+once, directly after the action that makes it. Values of the caller are fetched just before their
+first use. The number of slots of an edge is the largest number of values that wait at its end in
+plan order.
+
+`effects.py` says what actions read and write, `data/lowered.py` expands the program.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from funcpipe._src.schedules.legal import Legal, examine
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
 _FIRST = (Kind.F, *MOVES)
 _CARRYING = frozenset({F, B, I, R})
-"""What reads and writes carries, or their gradients."""
+"""The codes of the kinds that read and write carries, or gradients of carries."""
 
 
 def lower(
@@ -38,22 +41,22 @@ def lower(
     halves: bool = False,
     spare_slots: int = 0,
 ) -> Lowered:
-    """Lower a schedule for stages. Linear in the number of actions.
+    """Lower a schedule for stages. Takes linear time in the number of actions.
 
     Args:
-        stages: as many as the schedule has.
+        stages: the stages, as many as the schedule has.
         schedule: any schedule; it is checked.
-        loss: does the plan have a loss.
-        outputs: does the caller get the last stage's outputs.
-        halves: the program of a `vjp`: every forward comes before all backwards, and the caller
-            gets outputs and the gradients of the inputs.
-        spare_slots: how many more slots each way between lanes has than it needs where values take
-            no time.
+        loss: whether the plan has a loss.
+        outputs: whether the caller receives the outputs of the last stage.
+        halves: make the program of a `vjp`: all forwards come before all backwards, and the caller
+            receives the outputs and the gradients of the inputs.
+        spare_slots: the number of additional slots per pool, beyond those needed if values took no
+            time.
 
     Raises:
         ScheduleError: the schedule is not legal.
-        PlanError: the number of stages differs, stash and pop do not match, or halves are asked for
-            and a device has a forward after a backward.
+        PlanError: the number of stages differs, stash and pop do not match, or, with ``halves``, a
+            device has a forward after a backward.
     """
     legal = examine(schedule)
     if len(stages) != schedule.num_stages:
@@ -68,7 +71,8 @@ def lower(
     context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced)
     calls = _Calls(context, schedule, legal)
     order, pairs = calls.order()
-    if halves:  # no lane's own order changes: what belongs to the first half is first already
+    # The order of each lane stays: _refuse_mixed has checked that its forwards come first.
+    if halves:
         order = _forwards_first(order, calls.calls, schedule)
     most = _levels(calls.calls, [*calls.wires], order, schedule.num_pieces, [*calls.pools], pairs)
     pools = tuple(
@@ -87,7 +91,7 @@ def lower(
 
 
 def _refuse_mixed(schedule: Schedule) -> None:
-    """Forwards first, on every device; else they cannot run without the backwards."""
+    """Raise PlanError if a device has a forward after a backward: `vjp` could not split the run."""
     faults: list[str] = []
     for device, order in enumerate(schedule.orders):
         begun = next(
@@ -97,15 +101,17 @@ def _refuse_mixed(schedule: Schedule) -> None:
         if late is not None:
             faults.append(f"device {device} runs {late} after {order[begun]}")
     raise_all(
-        "vjp runs all forwards before it knows the cotangents, so no forward may stand after a "
+        "vjp runs all forwards before it knows the cotangents, so no forward may come after a "
         "backward; use fp.schedules.fill_drain or fp.schedules.looped_bfs:",
         faults,
     )
 
 
 def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> list[int]:
-    """Each lane up to its last forward, with the O that follow it (and L that come before it); then
-    the rest."""
+    """Return the order with the forwards of all lanes first, then the remaining actions.
+
+    The first half of a lane ends with its last forward and the O directly after it.
+    """
     left: list[int] = []
     for actions in schedule.orders:
         end = 1 + max(at for at, action in enumerate(actions) if action.kind is Kind.F)
@@ -121,7 +127,7 @@ def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> 
 
 
 class _Calls:
-    """Numbers wires, pools and calls, each when it is first met."""
+    """Numbers wires, pools and calls, in the order in which they are first needed."""
 
     def __init__(self, context: EffectContext, schedule: Schedule, legal: Legal) -> None:
         self.context, self.schedule, self.legal = context, schedule, legal
@@ -136,8 +142,10 @@ class _Calls:
                     self.readers[wire].add(device)
 
     def order(self) -> tuple[list[int], set[int]]:
-        """The plan order as ``call * M + microbatch``; of slices as ``call * pieces + piece``. And
-        which overlap."""
+        """Return the codes of the plan order, and the codes of the first actions of pairs.
+
+        A code is ``call * num_pieces + piece`` (see `Lowered.order`).
+        """
         schedule, rematted, backward = (
             self.schedule,
             self.legal.rematted,
@@ -146,8 +154,8 @@ class _Calls:
         count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
         stages = schedule.num_stages
         codes = [*chain.from_iterable(coded(schedule.orders, slices))]
-        # By code, and last the F that keeps nothing; then by stage the first number of the call, -1
-        # while it is not made.
+        # One table per place of a slice. By code (the last row is for F that keep no residual) and
+        # stage: the first code of the call; -1 while there is no call yet.
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
         tables = {
             among: (among, [[-1] * stages for _ in range(len(CODED) + 1)])
@@ -158,8 +166,8 @@ class _Calls:
         joined = self._joined()
         counted = {CODE[kind] for kind in COUNTED}
         turns: dict[tuple[int, int, int], int] = {}
-        """The first number of the call, by code, stage and how often all its numbers have stood, of
-        what is counted."""
+        """For counted actions (U): the first code of the call, by code, stage and turn. A U whose
+        number exceeds the number of pieces belongs to a later turn, which is another call."""
         pairs: set[int] = set()
         out: list[int] = []
         for number in self.legal.plan_order:
@@ -186,15 +194,15 @@ class _Calls:
         return out, pairs
 
     def _joined(self) -> set[int]:
-        """Of all actions, counted device by device, those that overlap with the one after them."""
+        """Return the numbers of the actions that overlap with their successor, counted device by
+        device."""
         joined: set[int] = set()
         first = 0
         for order in self.schedule.orders:
             for at in self.schedule.joined(order):
                 kinds = {order[at].kind, order[at + 1].kind}
-                if (
-                    not self.context.inputs or Kind.F not in kinds or len(kinds) == 1
-                ):  # else one is of the other half
+                # In a vjp, a pair of a forward and a backward would be split over both halves.
+                if not self.context.inputs or Kind.F not in kinds or len(kinds) == 1:
                     joined.add(first + at)
             first += len(order)
         return joined
@@ -206,7 +214,7 @@ class _Calls:
         return self.pools.setdefault((source, lane, role), len(self.pools))
 
     def _home(self, wire: Wire) -> int:
-        """The lane where a value is made."""
+        """Return the lane that makes a value."""
         device_of = self.schedule.device_of
         if wire.role in _GIVEN:
             return CALLER
@@ -242,11 +250,13 @@ def _levels(
     pools: Sequence[tuple[int, int, Role]],
     pairs: Collection[int],
 ) -> list[int]:
-    """The most values that lie in each pool at a time, in plan order. What the first of a pair has
-    read stays for both."""
+    """Return the most values in each pool at a time, in plan order.
+
+    Values that the first action of a pair has read stay until the second action ends.
+    """
     readers = Counter(read for call in calls for read in call.reads if read[1] >= 0)
-    # Of values that several calls read it depends on the microbatch which is the first and which
-    # the last.
+    # If several calls read a value, the first and the last reader depend on the microbatch, so such
+    # values are followed one by one.
     shared = [[read for read in call.reads if readers[read] > 1] for call in calls]
     again = set[tuple[int, int]]()
     if any(shared):

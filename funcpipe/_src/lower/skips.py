@@ -1,4 +1,4 @@
-"""Match every stash with its pops: who makes a skip, who takes it."""
+"""Match each stash with its pops, and find all mismatches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from funcpipe._src.data.stage import Stage, names_of
 
 
 class Route(NamedTuple):
-    """The way of one skip: the stage that makes it, and those that take it, ascending."""
+    """The route of a skip: the stage that stashes it, and the stages that pop it, ascending."""
 
     stash: int
     pops: tuple[int, ...]
 
 
 def routes(stages: Sequence[Stage]) -> dict[str, Route]:
-    """The route of each skip that someone pops.
+    """Return the route of each skip that is popped.
 
     Raises:
-        PlanError: with every mismatch: stashed twice, popped before or without a stash, never
-            popped.
+        PlanError: a name is stashed twice, popped before or without a stash, or never popped. The
+            message lists all mismatches.
     """
     labels = names_of(stages)
     stashed: dict[str, int] = {}

@@ -1,5 +1,8 @@
-"""One clock for all devices: when each action of a schedule starts if all run as early as they
-can."""
+"""The clock: the start of each action of a schedule if all actions run as early as possible.
+
+A fast simulation on coded actions, for the check and for searches. It finds deadlocks. It knows no
+slots, no memory and no slices' shares: `view/play.py` simulates plans with all of these.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,15 @@ from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Flow, 
 from funcpipe._src.data.schedule import Action
 
 CODED = tuple(Kind)
-"""The kinds by their codes, the numbers that those use who walk over all actions."""
+"""The kinds by their codes: small ints for loops over all actions."""
 CODE = {kind: code for code, kind in enumerate(CODED)}
 F, B, I, W, R, O, L, G, *_ = range(len(CODED))
 
 
 def coded(orders: Iterable[Iterable[Action]], slices: int = 1) -> list[list[tuple[int, int, int]]]:
-    """The actions of each device as (code, stage, microbatch).
+    """Return the actions of each device as (code, stage, microbatch).
 
-    Of a microbatch in so many slices each is a piece by itself, and the third number is that of the
-    piece.
+    With slices, the third number is the number of the piece.
     """
     if slices == 1:
         return [
@@ -37,14 +39,14 @@ def coded(orders: Iterable[Iterable[Action]], slices: int = 1) -> list[list[tupl
 
 
 class Dependency(NamedTuple):
-    """A value that one stage hands to another, every microbatch.
+    """A value that one stage sends to another for each microbatch.
 
     Attributes:
-        flow: forward: an activation or a skip; backward: a gradient. Sent by the kinds that flow
-            this way, at their end.
-        source, to: the stages.
-        link: time that it occupies the link between the two devices.
-        latency: time that it takes after that.
+        flow: forward for an activation or a skip, backward for a gradient. The kinds with this flow
+            send the value at their end.
+        source, to: the sending stage and the receiving stage.
+        link: the time for which the value occupies the link between the two devices.
+        latency: the additional time until the value arrives.
     """
 
     flow: Flow
@@ -55,11 +57,12 @@ class Dependency(NamedTuple):
 
 
 class ClockResult(NamedTuple):
-    """What the clock showed.
+    """The result of `clock`.
 
     Attributes:
         starts: the start of each action, by device and position.
-        stuck: the position at which each device is stuck, -1 where it is done; empty if all are.
+        stuck: the position of each device in a deadlock, -1 for a finished device. Empty: all
+            devices have finished.
     """
 
     starts: list[list[float]]
@@ -67,14 +70,13 @@ class ClockResult(NamedTuple):
 
 
 def chain(num_stages: int) -> list[Dependency]:
-    """The activations and gradients between neighbours, each in no time."""
+    """Return the activations and gradients between neighbouring stages, without transfer times."""
     forward = [Dependency(Flow.FORWARD, stage, stage + 1) for stage in range(num_stages - 1)]
     return forward + [Dependency(Flow.BACKWARD, edge.to, edge.source) for edge in forward]
 
 
 def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Dependency]:
-    """Everything that crosses from stage to stage, with its times; the skips come after the
-    chain."""
+    """Return all values between stages with their times: first the chain, then the skips."""
     bandwidth, sizes = cost.bandwidth or float("inf"), per_stage(cost.output, len(device_of))
     pairs = [(stage, stage + 1, sizes[stage]) for stage in range(len(device_of) - 1)]
     pairs += [(skip.stash, skip.pop, skip.size) for skip in cost.skips]
@@ -90,7 +92,7 @@ def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Dependency]:
 
 
 def durations_of(cost: Cost, num_stages: int) -> list[list[float]]:
-    """The time of each kind on each stage, by code."""
+    """Return the time of each kind on each stage, by code."""
     return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in CODED]
 
 
@@ -104,32 +106,34 @@ def clock(
     *,
     loose: Sequence[Container[int]] = (),
 ) -> ClockResult:
-    """When each action starts.
+    """Compute the start of each action.
 
-    What flows (`KindRow.flow`: F; B and I) waits for what flows from other stages to its own, and
-    for the residual that an L brings back; everything else a device does for itself, in order.
-    Values that cross from one device to another occupy the link between them, one after the other.
-    O, L, G and U occupy a link of the device (G and U the same) as soon as the device comes to them
-    and the link is free (L when its O has ended, too); the device goes on at once. What a stage
-    computes waits for the last U of the stage before it. Two that overlap start when both can, and
-    both end when both are done.
+    The rules:
 
-    Linear: a device that must wait is woken by the very value that it waits for.
+    - A device runs its actions in order. F, B and I wait for the values of other stages, and for a
+      residual that L brings back.
+    - Values between the same two devices occupy their link one after the other.
+    - O, L, G and U occupy a link of the device (G and U the same link), and the device goes on at
+      once. L also waits for its O.
+    - The computing actions of a stage wait for the stage's last U before them.
+    - The two actions of a pair start when both can start, and end together.
+
+    Takes linear time: a device that waits is woken by the value that it waits for.
 
     Args:
         lanes: for each device its actions as (code, stage, microbatch).
-        device_of: of each stage.
-        microbatches: how many.
-        durations: by code and stage.
-        edges: what is handed from stage to stage; those of one stage are sent in this order.
-        pairs: for each device, by the position of the first of two that overlap, the time that both
-            take; () for none.
-        loose: for each device, which of its pairs may be taken out of ``pairs``: one at which a
-            device waits is, whenever no device can go on.
+        device_of: the device of each stage.
+        microbatches: the number of microbatches, or of pieces.
+        durations: the duration of each action, by code and stage.
+        edges: the values between stages. Values of one stage are sent in this order.
+        pairs: for each device, the duration of each pair, by the position of its first action. ():
+            no pairs. Modified if ``loose`` is given.
+        loose: for each device, the pairs that may be taken apart. Whenever all devices are blocked,
+            one loose pair is removed from ``pairs``.
     """
-    arrivals = [
-        [-1.0] * microbatches for _ in edges
-    ]  # below -1: the device ``-2 - it`` waits for it
+    # By edge and microbatch: the arrival of the value; -1 while it is not sent; ``-2 - device``
+    # while a device waits for it.
+    arrivals = [[-1.0] * microbatches for _ in edges]
     receives: list[list[list[tuple[list[float], float]]]] = [[[] for _ in device_of] for _ in CODED]
     sends: list[list[list[tuple[list[float], int, float]]]] = [
         [[] for _ in device_of] for _ in CODED
@@ -147,12 +151,10 @@ def clock(
     ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]
     counted = [kind in COUNTED for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
-    own_links = [
-        [0.0] * len(LINKS) for _ in lanes
-    ]  # and those to the host, from it, to other replicas
-    moved: dict[
-        tuple[int, int], float
-    ] = {}  # when a residual is at the host, or back; of a stage and -1: parameters
+    own_links = [[0.0] * len(LINKS) for _ in lanes]  # until when each device's own links are busy
+    # By (stage, microbatch): the time when a residual is at the host, or back. By (stage, -1): the
+    # time when the parameters are gathered.
+    moved: dict[tuple[int, int], float] = {}
     starts: list[list[float]] = [[] for _ in lanes]
     now = [0.0] * len(lanes)
     ready = list(range(len(lanes)))[::-1]
@@ -160,7 +162,7 @@ def clock(
     def hand_on(
         sent: Sequence[tuple[list[float], int, float]], microbatch: int, time: float
     ) -> None:
-        # The same stands below for what is alone: a call for each action would cost a tenth of all.
+        # The main loop repeats this code for single actions: a call per action would cost 10%.
         for arrival, crossing, link in sent:
             arrived = time
             if link:
@@ -201,7 +203,7 @@ def clock(
                 row.append(time)
                 if joined:
                     if position in joined:
-                        continue  # the other one says when both start
+                        continue  # the second action of the pair decides when both start
                     if position - 1 in joined:
                         row[-2], duration = time, joined[position - 1]
                         code, stage, other = lane[position - 1]
@@ -232,11 +234,13 @@ def _parted(
     pairs: Sequence[dict[int, float]],
     loose: Sequence[Container[int]],
 ) -> list[int]:
-    """Take one pair apart at which a device waits; returns the device, or nothing where none waits
-    at such a pair."""
+    """Take apart one loose pair at which a device waits.
+
+    Returns [device], or [] if no device waits at a loose pair.
+    """
     for device, (lane, row, joined) in enumerate(zip(lanes, starts, pairs, strict=True)):
         at = len(row) - (len(row) - 1 in joined)
         if at < len(lane) and at in joined and at in loose[device]:
-            del joined[at], row[at:]  # the first has not begun either
+            del joined[at], row[at:]  # the pair has not begun, so the first action starts again
             return [device]
     return []

@@ -1,4 +1,4 @@
-"""Counts that users give: positive whole numbers, checked together, and shared out."""
+"""Check the counts that users give to families, and divide stages into blocks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class ScheduleCounts(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """How many slices the batch has, or microbatches where these are whole."""
+        """The number of pieces: all slices, or microbatches if they are not cut."""
         return self.microbatches * self.slices
 
 
 def counted(
     arguments: Mapping[str, Any], faults: list[str], *, optional: str = ""
 ) -> dict[str, int]:
-    """The counts as ints, by name; what is no positive whole number is added to the faults.
+    """Return the counts as ints, by name. Values that are not positive whole numbers are faults.
 
     Args:
-        arguments: as users gave them.
-        faults: a list to add to.
-        optional: the name of the one that may be None, and is left out then.
+        arguments: the values that the user gave, by name.
+        faults: the list to which faults are added.
+        optional: the name of the argument that may be None, and is then left out.
     """
     counts: dict[str, int] = {}
     for name, value in arguments.items():
@@ -43,10 +43,10 @@ def counted(
                 raise TypeError
             counts[name] = index(cast("Any", value))
         except TypeError:
-            faults.append(f"{name} is a whole number; got {value!r}")
+            faults.append(f"{name} must be a whole number; got {value!r}")
             continue
         if counts[name] <= 0:
-            faults.append(f"{name} is positive; got {value}")
+            faults.append(f"{name} must be positive; got {value}")
     return counts
 
 
@@ -60,10 +60,14 @@ def schedule_counts(
     folded: bool = False,
     share: int = 1,
 ) -> ScheduleCounts:
-    """The counts as ints; all faults of them in one message.
+    """Return the counts of a family as ints. Raises ScheduleError with all faults.
 
-    Without ``num_devices`` there is one device for ``share`` stages, where that divides them, else
-    for each.
+    Args:
+        num_stages, num_microbatches, num_devices, num_slices: the values that the user gave.
+        looped: whether the number of devices must divide the number of stages.
+        folded: whether there must be two stages per device.
+        share: the number of stages per device without ``num_devices``, if ``share`` divides the
+            number of stages; else one stage per device.
     """
     faults: list[str] = []
     arguments = {
@@ -78,12 +82,12 @@ def schedule_counts(
         devices = stages // share if stages % share == 0 else stages
     if 0 < stages < devices:
         faults.append(
-            f"num_devices is at most num_stages; got {devices} devices for {stages} stages"
+            f"num_devices must be at most num_stages; got {devices} devices for {stages} stages"
         )
     elif looped and stages > 0 and devices > 0 and stages % devices:
         divisors = [d for d in range(1, stages + 1) if stages % d == 0]
         faults.append(
-            f"looped stages are spread evenly, so num_devices divides num_stages; got {stages} "
+            f"looped stages are spread evenly, so num_devices must divide num_stages; got {stages} "
             f"stages on {devices} devices; take num_devices from {divisors}"
         )
     elif folded and stages > 0 and devices > 0 and stages != 2 * devices:
@@ -93,7 +97,7 @@ def schedule_counts(
             else f"take num_stages={stages + 1}"
         )
         faults.append(
-            f"a V has two stages a device, so num_stages is twice num_devices; got {stages} "
+            f"a V has two stages per device, so num_stages must be twice num_devices; got {stages} "
             f"stages on {devices} devices; {remedy}"
         )
     raise_all("no such schedule:", faults, ScheduleError)
@@ -101,7 +105,7 @@ def schedule_counts(
 
 
 def blocks(count: int, parts: int) -> list[range]:
-    """Neighbours for each part, as equal as can be."""
+    """Divide ``range(count)`` into contiguous blocks of nearly equal size."""
     size, larger = divmod(count, parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(starts)]

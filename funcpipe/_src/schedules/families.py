@@ -1,10 +1,12 @@
 """The published schedules on a line or a loop, all from one formula: warmup, steady, cooldown.
 
 A device has a list of forwards and a list of backwards. It runs a few forwards (warmup), then one
-forward and one backward in turn (steady), then the backwards that are left (cooldown). What differs
-is how stages are placed, how the lists are ordered, how long the warmup is, and whether weight
-gradients are held back. Every family visits microbatches in ascending order, so all of them
-accumulate gradients alike and agree bit for bit.
+forward and one backward in turn (steady), then the remaining backwards (cooldown). The families
+differ in the placement of stages, the order of the lists, the length of the warmup, and the delay
+of weight gradients. Each family visits microbatches in ascending order, so all families accumulate
+gradients in the same order, and their gradients are bit-identical.
+
+Schedules on a V are in `v_shape`.
 
 Sources: GPipe (arXiv 1811.06965), PipeDream-Flush / DAPPLE for 1F1B (arXiv 2006.09503, 2007.01045),
 eager 1F1B (arXiv 2211.05322), Megatron-LM for interleaved (arXiv 2104.04473), breadth-first (arXiv
@@ -31,16 +33,16 @@ def weave(
     weights: Sequence[Action] = (),
     delay: int = 0,
 ) -> tuple[Action, ...]:
-    """The order of one device: ``warmup`` forwards, then forward and backward in turn, then the
-    other backwards.
+    """Return the order of one device: warmup, steady phase, cooldown.
 
     Args:
         forwards: the device's forwards in their order.
-        backwards: as many backwards (B, or I) in their order.
-        warmup: steps of forwards before the first pair of forward and backward.
-        size: actions that make one step (the stages of a block).
-        weights: the W that belong to ``backwards``, if they are I.
-        delay: so many steps of W are held back; they fill the waits of later I.
+        backwards: the same number of backwards (B, or I) in their order.
+        warmup: the number of steps of forwards before forwards and backwards alternate.
+        size: the number of actions per step: the stages of a block.
+        weights: the W of the backwards, if these are I.
+        delay: the number of steps by which W come later than their I. Delayed W fill waits before
+            later I.
     """
     steps = len(forwards) // size
     warm = min(warmup, steps)
@@ -62,25 +64,27 @@ def fill_drain(
     num_slices: int = 1,
     backward: bool = True,
 ) -> Schedule:
-    """All forwards, then all backwards (GPipe, figure 2c of its paper).
+    """Make a fill-drain schedule: all forwards, then all backwards.
 
-    Bubble ``(D - 1) / (M + D - 1)`` for equal stages; every device holds M residuals, the schedule
-    to use with `remat`.
+    The bubble is ``(D - 1) / (M + D - 1)`` for equal stages. Each device holds M residuals of each
+    of its stages, so this schedule is usually combined with `remat`. Source: GPipe (arXiv
+    1811.06965, figure 2c).
 
     >>> print(fp.schedules.fill_drain(2, 3))
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1F1 1F2 1B0 1B1 1B2
 
     Args:
-        num_stages: how many stages, S.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages
-            (blocks) each.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
-        backward: False: the forward-only schedule for evaluation.
+        num_stages: the number of stages, S.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
+            neighbouring stages.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
+        backward: False returns the forward-only schedule, for evaluation.
 
     Raises:
-        ScheduleError: a count that is not positive, or more devices than stages.
+        ScheduleError: a count is not positive, or there are more devices than stages.
     """
     counts = schedule_counts(num_stages, num_microbatches, num_devices, num_slices=num_slices)
     schedule = _woven("fill-drain", counts, [counts.pieces] * counts.devices)
@@ -90,14 +94,15 @@ def fill_drain(
 def one_f_one_b(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, num_slices: int = 1
 ) -> Schedule:
-    """One forward, one backward (PipeDream-Flush, DAPPLE): the bubble of fill-drain, the memory of
-    the pipeline's depth.
+    """Make a 1F1B schedule: after a warmup, one forward and one backward in turn.
 
-    Device d holds at most ``min(M, D - d)`` residuals of each of its stages; bubble ``(D - 1) / (M
-    + D - 1)``.
+    The bubble equals that of `fill_drain`, ``(D - 1) / (M + D - 1)``, but device d holds at most
+    ``min(M, D - d)`` residuals of each of its stages. Source: PipeDream-Flush (arXiv 2006.09503),
+    DAPPLE (arXiv 2007.01045).
 
-    Over k slices of each microbatch it is Seq1F1B (arXiv 2406.03488): device d holds ``D - d + k -
-    1`` residuals of a slice, each a k-th, and the bubble is that of k times as many microbatches.
+    With k slices per microbatch, the schedule is Seq1F1B (arXiv 2406.03488). Device d then holds
+    ``D - d + k - 1`` residuals of slices, each 1/k of a whole residual. The bubble is as small as
+    with k times as many microbatches.
 
     >>> print(fp.schedules.one_f_one_b(2, 3))
     0F0 0F1 0B0 0F2 0B1 0B2
@@ -107,14 +112,15 @@ def one_f_one_b(
     1F0.0 1F0.1 1B0.1 1B0.0
 
     Args:
-        num_stages: how many stages, S.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages
-            (blocks) each.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
+        num_stages: the number of stages, S.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
+            neighbouring stages.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
 
     Raises:
-        ScheduleError: a count that is not positive, or more devices than stages.
+        ScheduleError: a count is not positive, or there are more devices than stages.
     """
     counts = schedule_counts(num_stages, num_microbatches, num_devices, num_slices=num_slices)
     return _woven("1F1B", counts, reversed(range(counts.devices)))
@@ -123,25 +129,26 @@ def one_f_one_b(
 def eager_one_f_one_b(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, num_slices: int = 1
 ) -> Schedule:
-    """Eager 1F1B (arXiv 2211.05322): 1F1B with twice the warmup, so that copies between devices
-    keep nobody waiting.
+    """Make an eager 1F1B schedule: 1F1B with twice the warmup, to hide copies between devices.
 
-    Device d holds at most ``min(M, 2 (D - d) - 1)`` residuals of each of its stages; the bubble of
-    1F1B where copies take no time, and less where they do.
+    Device d holds at most ``min(M, 2 (D - d) - 1)`` residuals of each of its stages. The bubble
+    equals the bubble of 1F1B if copies take no time, and is smaller if they take time. Source:
+    arXiv 2211.05322.
 
     >>> print(fp.schedules.eager_one_f_one_b(2, 3))
     0F0 0F1 0F2 0B0 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
 
     Args:
-        num_stages: how many stages, S.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages
-            (blocks) each.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
+        num_stages: the number of stages, S.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
+            neighbouring stages.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
 
     Raises:
-        ScheduleError: a count that is not positive, or more devices than stages.
+        ScheduleError: a count is not positive, or there are more devices than stages.
     """
     counts = schedule_counts(num_stages, num_microbatches, num_devices, num_slices=num_slices)
     return _woven("eager-1F1B", counts, reversed(range(0, 2 * counts.devices, 2)))
@@ -150,25 +157,27 @@ def eager_one_f_one_b(
 def looped_bfs(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, num_slices: int = 1
 ) -> Schedule:
-    """Breadth-first over looped stages: all microbatches through a stage, then the device's next
+    """Make a breadth-first schedule: all microbatches through a stage, then the device's next
     stage.
 
-    Stage s lies on device ``s mod D``. Bubble ``(D - 1) / v`` full microbatches with v stages a
-    device, memory M. (torch runs the backwards in descending microbatch order; here they ascend, as
-    in every family.)
+    Stages loop over the devices: stage s is on device ``s mod D``. With v stages per device, the
+    bubble takes as long as ``(D - 1) / v`` microbatches on a device. Each device holds M residuals
+    of each of its stages. Backwards run in ascending microbatch order, unlike in torch's schedule.
+    Source: arXiv 2211.05953.
 
     >>> print(fp.schedules.looped_bfs(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 
     Args:
-        num_stages: how many stages, S; a multiple of D.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; by default two stages a device where S is even.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
+        num_stages: the number of stages, S: a multiple of D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: half of S if S is even, else S.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is no multiple of D.
+        ScheduleError: a count is not positive, or S is not a multiple of D.
     """
     counts = schedule_counts(
         num_stages, num_microbatches, num_devices, num_slices=num_slices, looped=True, share=2
@@ -185,39 +194,39 @@ def interleaved(
     num_slices: int = 1,
     group: int | None = None,
 ) -> Schedule:
-    """Interleaved 1F1B (Megatron-LM, figure 4): v looped stages a device make the bubble v times
-    smaller.
+    """Make an interleaved 1F1B schedule: v looped stages per device divide the bubble by v.
 
-    Stage s lies on device ``s mod D``. Microbatches go in rounds of about D through each local
-    stage. Device d holds at most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals where D divides M.
+    Stage s is on device ``s mod D``. A device takes rounds of about D microbatches through each of
+    its stages. Device d holds at most ``2 (D - 1 - d) + (v - 1) D + 1`` residuals if D divides M.
+    Source: Megatron-LM (arXiv 2104.04473, figure 4).
 
-    Over k slices of each microbatch, k a multiple of D, it is the schedule of SlimPipe (arXiv
-    2504.14519): a round is one microbatch, and device 0 holds ``k v + 2 (D - 1)`` residuals of
-    slices, hardly more than the one microbatch of its stages; the bubble is ``(D - 1) / (k v)``
-    microbatches.
+    With k slices per microbatch, k a multiple of D, the schedule is that of SlimPipe (arXiv
+    2504.14519). A round is then one microbatch. Device 0 holds ``k v + 2 (D - 1)`` residuals of
+    slices, hardly more than one microbatch of its stages. The bubble takes as long as ``(D - 1) /
+    (k v)`` microbatches.
 
-    With ``group`` = g (GIS, the generalized interleaved schedule of PipeOffload, arXiv 2503.01328)
-    they go in rounds of g, and after the first round a device begins a forward only every two
-    slots: device d holds at most ``g (v - 1) + D
-    - d`` residuals. Where copies take no time, g = D has the bubble of Megatron-LM's order; a
-      smaller g has a larger
-    one.
+    With ``group`` = g, the schedule is GIS, the generalized interleaved schedule of PipeOffload
+    (arXiv 2503.01328). Rounds then have g microbatches, and after the first round a device begins a
+    forward only in every second slot. Device d holds at most ``g (v - 1) + D - d`` residuals. If
+    copies take no time, g = D has the bubble of Megatron-LM's order, and a smaller g has a larger
+    bubble.
 
     >>> print(fp.schedules.interleaved(4, 2, num_devices=2))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
     Args:
-        num_stages: how many stages, S; a multiple of D.
-        num_microbatches: how many microbatches, M; any number (rounds differ by at most one
-            microbatch).
-        num_devices: how many devices, D; by default two stages a device where S is even.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
-        group: microbatches of a round, from half of D to D; None: Megatron-LM's order.
+        num_stages: the number of stages, S: a multiple of D.
+        num_microbatches: the number of microbatches, M. D need not divide M: rounds then differ by
+            one microbatch.
+        num_devices: the number of devices, D. Default: half of S if S is even, else S.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
+        group: the number of microbatches per round, from half of D to D. None: Megatron-LM's order.
 
     Raises:
-        ScheduleError: a count that is not positive, S is no multiple of D, a group of another size,
-            or of slices.
+        ScheduleError: a count is not positive, S is not a multiple of D, the group is out of range,
+            or a group is given together with slices.
     """
     counts = schedule_counts(
         num_stages, num_microbatches, num_devices, num_slices=num_slices, looped=True, share=2
@@ -225,7 +234,8 @@ def interleaved(
     if group is not None:
         if counts.slices > 1:
             raise ScheduleError(
-                "no such schedule: group= is of whole microbatches; leave it or num_slices= out"
+                "no such schedule: group= works for whole microbatches only; leave out group= or "
+                "num_slices="
             )
         return _grouped(counts, group)
     rounds, before = _rounds(counts)
@@ -238,18 +248,19 @@ def interleaved(
 
 
 def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
-    """The schedule in slots: a device begins a forward every two, a backward in those between, g of
-    each stage in turn.
+    """Make a GIS schedule from time slots.
 
-    From device to device is one slot, so from one local stage to the next are D; a round of g takes
-    2 g, no less.
+    A device begins a forward in every second slot and a backward in the slots between, for a round
+    of g microbatches per stage. A microbatch needs one slot from device to device, so D slots from
+    one stage of a device to the next. A round of g microbatches takes 2 g slots, so g must be at
+    least half of D.
     """
     stages, microbatches, devices, _ = counts
     least = (devices + 1) // 2
     if type(group) is not int or not least <= group <= devices:
         raise ScheduleError(
-            f"no such schedule: group is a whole number from {least} to {devices}, half of the "
-            f"devices to all of them; got {group!r}"
+            f"no such schedule: group must be a whole number from {least} to {devices} (half of "
+            f"the devices to all of them); got {group!r}"
         )
     share = stages // devices
     orders: list[tuple[Action, ...]] = []
@@ -276,24 +287,25 @@ def _grouped(counts: ScheduleCounts, group: int) -> Schedule:
 def zero_bubble(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, num_slices: int = 1
 ) -> Schedule:
-    """Zero bubble ZB-H1 (arXiv 2401.10241, figure 2): backwards split into I and W, and W fills the
-    waits.
+    """Make the zero-bubble schedule ZB-H1: backwards are split into I and W, and W fills waits.
 
-    Span ``M (F + I + W) + (D - 1)(F + I - W)`` at the memory of 1F1B. With fewer devices than
-    stages the stages loop (stage s on device ``s mod D``): torch's ``InterleavedZeroBubble``.
+    The span is ``M (F + I + W) + (D - 1)(F + I - W)``, with the memory of 1F1B. With fewer devices
+    than stages, the stages loop (stage s is on device ``s mod D``), as in torch's
+    ``InterleavedZeroBubble``. Source: arXiv 2401.10241, figure 2.
 
     >>> print(fp.schedules.zero_bubble(2, 3))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
     Args:
-        num_stages: how many stages, S; a multiple of D.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; S by default.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
+        num_stages: the number of stages, S: a multiple of D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: S.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is no multiple of D.
+        ScheduleError: a count is not positive, or S is not a multiple of D.
     """
     counts = schedule_counts(
         num_stages, num_microbatches, num_devices, num_slices=num_slices, looped=True
@@ -307,26 +319,28 @@ def zero_bubble(
 def zb_h2(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, num_slices: int = 1
 ) -> Schedule:
-    """Zero bubble ZB-H2 (arXiv 2401.10241, figure 3): a longer warmup fills the bubble, at twice
-    the memory of 1F1B.
+    """Make the zero-bubble schedule ZB-H2: a longer warmup fills the bubble.
 
-    Span ``M (F + I + W) + (D - 1)(F + I - 2 W)`` while that bracket is positive: nothing is left
-    where F = I = W. The makespan is ``M (F + I + W) + (D - 1) F`` then, the least that a line of
-    stages allows. Device d holds at most ``2 (D - d) - 1`` residuals and what I leaves of 2 d more.
+    The span is ``M (F + I + W) + (D - 1)(F + I - 2 W)`` if ``F + I > 2 W``. With F = I = W the span
+    has no bubble, and the makespan is ``M (F + I + W) + (D - 1) F``, the least for a line of
+    stages. The memory is about twice that of 1F1B: device d holds at most ``2 (D - d) - 1``
+    residuals, and the weight residuals of 2 d more microbatches. Source: arXiv 2401.10241, figure
+    3.
 
     >>> print(fp.schedules.zb_h2(2, 3))
     0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
 
     Args:
-        num_stages: how many stages, S.
-        num_microbatches: how many microbatches, M.
-        num_devices: how many devices, D; S by default. Fewer devices run neighbouring stages
-            (blocks) each.
-        num_slices: how many slices each microbatch is cut into, along its sequence.
+        num_stages: the number of stages, S.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: S. With fewer devices, each runs a block of
+            neighbouring stages.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut.
 
     Raises:
-        ScheduleError: a count that is not positive, or more devices than stages.
+        ScheduleError: a count is not positive, or there are more devices than stages.
     """
     counts = schedule_counts(num_stages, num_microbatches, num_devices, num_slices=num_slices)
     delays = range(0, 2 * counts.devices, 2)
@@ -334,8 +348,11 @@ def zb_h2(
 
 
 def _rounds(counts: ScheduleCounts) -> tuple[list[range], int]:
-    """The microbatches in rounds of about D pieces, and how many forwards of the longest come
-    before the last stage."""
+    """Return the rounds of about D pieces, and the forwards of a round before the last stage.
+
+    The second value is for the longest round, and counts forwards of a device before its last
+    stage.
+    """
     number = max(1, min(counts.microbatches, counts.pieces // counts.devices))
     rounds = blocks(counts.microbatches, number)
     return rounds, (counts.stages // counts.devices - 1) * max(map(len, rounds)) * counts.slices
@@ -348,12 +365,16 @@ def _woven(
     rounds: Sequence[range] = (),
     delays: Sequence[int] = (),
 ) -> Schedule:
-    """`weave` on every device; with delays, of split backwards.
+    """Call `weave` for each device.
 
-    With rounds of microbatches the stages loop, and a device takes a round through one of them
-    after the other; without, a device takes each microbatch through its neighbouring stages in one
-    step. What holds for a microbatch holds for each slice; the slices of one go back from the last
-    to the first, so all of them come before.
+    Args:
+        name: the name of the schedule.
+        counts: the counts.
+        warmups: the warmup of each device, in steps.
+        rounds: groups of microbatches. With rounds the stages loop, and a device takes a round
+            through one of its stages after the other. Without rounds, a device takes each
+            microbatch through its block of stages in one step.
+        delays: the delay of W on each device. Without delays, backwards are not split.
     """
     stages, microbatches, devices, slices = counts
     places = (
@@ -362,7 +383,8 @@ def _woven(
         else blocks(stages, devices)
     )
     numbers = [None] if slices == 1 else [*range(slices)]
-    new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
+    # A schedule may have 100,000 actions; tuple.__new__ takes a third of the time of Action(...).
+    new = tuple.__new__
 
     def row(kind: Kind, place: range) -> list[Action]:
         forward = kind is Kind.F
@@ -384,6 +406,8 @@ def _woven(
     for place, warmup, delay in zip(places, warmups, delays or repeat(0), strict=False):
         forwards, backwards = row(Kind.F, place), row(Kind.I if delays else Kind.B, place)
         weights, size = row(Kind.W, place) if delays else (), 1 if rounds else len(place)
+        # Slices go back from the last to the first, so the first backward of a microbatch needs the
+        # forwards of all its slices. A shorter warmup would deadlock.
         warm = warmup + slices - 1
         orders.append(
             weave(forwards, backwards, warmup=warm, size=size, weights=weights, delay=delay)

@@ -1,8 +1,8 @@
-"""Schedules and costs as files: JSON with a version.
+"""Write and read schedules and costs as JSON with a version.
 
-What is written is read back equal. What is read may come from anywhere: it is data and never code,
-it is read in one pass, and everything wrong with it is said at once, with its place. The text form
-is `Schedule.parse` and `str`.
+Reading a written file gives an equal object. The reader expects hostile files: it takes data and
+never runs code, bounds all sizes, and reports all faults at once, each with its place. The text
+form is `Schedule.parse` and `str`; torch's CSV is in `torch_csv`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from funcpipe._src.data.spelling import is_word, unread, words_of
 from funcpipe._src.schedules.legal import MOST_FAULTS
 
 VERSION = 1
-"""Of the JSON; a reader refuses any other."""
+"""The version of the JSON format. The reader rejects other versions."""
 
 _MOST = 10**6
-"""Stages and microbatches of a file are fewer: what walks over them stays quick whatever the file
-says."""
+"""The upper bound of stage and microbatch numbers in a file, so that loops over them stay fast."""
 _MOST_LETTERS = 200
 
 Fault = Callable[[str], None]
-"""Takes note of something wrong, ``place: what``."""
+"""Collects a fault, written ``place: fault``."""
 
 
 def to_json(thing: Schedule | Cost) -> str:
-    """A schedule or a cost as JSON; `from_json` gives back an equal one.
+    """Write a schedule or a cost as JSON text. `from_json` returns an equal object.
 
     >>> print(fp.schedules.to_json(fp.schedules.one_f_one_b(2, 2)))
     {
@@ -45,15 +44,20 @@ def to_json(thing: Schedule | Cost) -> str:
     }
 
     Args:
-        thing: what to write. Of a plan, its ``schedule``.
+        thing: the schedule or the cost. For a plan, give ``plan.schedule``.
+
+    Returns:
+        The JSON text, with one line per field and per device.
 
     Raises:
-        ScheduleError: it is neither, or holds what JSON or a reader has no place for: NaN, indices
-            below 0, names that do not print.
+        ScheduleError: ``thing`` is neither, or contains something that the reader would reject:
+            NaN, indices below 0, or names that do not print.
     """
     if not isinstance(thing, (Schedule, Cost)):
         hint = (
-            "; of a plan: fp.schedules.to_json(plan.schedule)" if hasattr(thing, "schedule") else ""
+            "; for a plan: fp.schedules.to_json(plan.schedule)"
+            if hasattr(thing, "schedule")
+            else ""
         )
         raise ScheduleError(
             f"to_json takes a Schedule or a Cost; got a {type(thing).__name__}{hint}"
@@ -66,21 +70,22 @@ def to_json(thing: Schedule | Cost) -> str:
         text = _page({"funcpipe": type(thing).__name__.lower(), "version": VERSION, **fields})
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"this {type(thing).__name__} has no JSON: {error}") from None
-    back = from_json(text)  # nothing is written that could not be read
+    # Read the text back, so that no file is written that cannot be read.
+    back = from_json(text)
     if isinstance(thing, Schedule) and isinstance(back, Schedule) and back != thing:
         raise ScheduleError(
-            "this Schedule has no JSON: some of its pairs are no neighbours; fp.schedules.check "
-            "names them"
+            "this Schedule has no JSON: some of its pairs are not neighbours; fp.schedules.check "
+            "lists them"
         )
     return text
 
 
 def from_json(text: str) -> Schedule | Cost:
-    """Read what `to_json` wrote, or a person.
+    """Read a schedule or a cost from JSON text.
 
-    The text may be hostile: nesting, numbers, sizes and names are bounded, unknown and repeated
-    fields are refused. Whether a schedule is legal is for `check`, which `make_plan` and `simulate`
-    call.
+    The text may come from an untrusted source: nesting, numbers, sizes and names are bounded, and
+    unknown or repeated fields raise. Whether a schedule is legal is not checked here: `make_plan`
+    and `simulate` call `check`.
 
     >>> fp.schedules.from_json('{"funcpipe": "schedule", "version": 1, "orders": ["0F0 0B0"]}')
     <Schedule custom: 1 stage, 1 microbatch, 1 device>
@@ -88,32 +93,37 @@ def from_json(text: str) -> Schedule | Cost:
     (1, 2)
 
     Args:
-        text: the JSON. Left-out fields of a cost have the defaults of `Cost`.
+        text: the JSON text, written by `to_json` or by hand. Missing fields of a cost get the
+            defaults of `Cost`.
+
+    Returns:
+        A `Schedule` or a `Cost`, by the field ``"funcpipe"``.
 
     Raises:
-        ScheduleError: it is no such JSON; every fault is named with its place.
+        ScheduleError: the text is not such JSON. The message lists all faults with their places.
     """
     data = _loads(text)
     kind, version = data.pop("funcpipe", None), data.pop("version", None)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise ScheduleError(
-            f'"funcpipe" says what this is, one of {", ".join(_READERS)}; got {shown(kind)}'
+            f'"funcpipe" names the kind of object, one of {", ".join(_READERS)}; got {shown(kind)}'
         )
     if type(version) is not int or version != VERSION:
         raise ScheduleError(
-            f'"version" is {VERSION}, the only one that this funcpipe reads; got {shown(version)}'
+            f'"version" must be {VERSION}, the only version that this funcpipe reads; got '
+            f"{shown(version)}"
         )
     faults: list[str] = []
     thing = read(data, faults.append)
-    raise_all(f"this is no {kind} that funcpipe reads:", faults, ScheduleError, most=MOST_FAULTS)
+    raise_all(f"this is not a {kind} in JSON:", faults, ScheduleError, most=MOST_FAULTS)
     assert thing is not None
     return thing
 
 
 def _page(fields: Mapping[str, Any]) -> str:
-    """JSON with a line for each field, and for each device's order: such files can be compared line
-    by line."""
+    """Write JSON with a line for each field and for each device's order, so that diffs are
+    readable."""
     lines: list[str] = []
     for key, value in fields.items():
         if key == "orders" and value:
@@ -125,10 +135,10 @@ def _page(fields: Mapping[str, Any]) -> str:
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """The object that the text is, without repeated keys, long numbers, NaN."""
+    """Read a JSON object. Reject repeated keys, long numbers and NaN."""
     if not isinstance(text, str):
         raise ScheduleError(
-            f"from_json takes text; got a {type(text).__name__}; of a file: Path(...).read_text()"
+            f"from_json takes text; got a {type(text).__name__}; for a file: Path(...).read_text()"
         )
     try:
         data = json.loads(
@@ -137,9 +147,9 @@ def _loads(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ScheduleError("this JSON is nested too deep") from None
     except ValueError as error:
-        raise ScheduleError(f"this is no JSON that funcpipe reads: {error}") from None
+        raise ScheduleError(f"the text is not JSON that funcpipe reads: {error}") from None
     if not isinstance(data, dict):
-        raise ScheduleError(f'this JSON is no object {{"funcpipe": ...}}; got {shown(data)}')
+        raise ScheduleError(f'the JSON must be an object {{"funcpipe": ...}}; got {shown(data)}')
     return data
 
 
@@ -148,7 +158,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(
-            f"field {shown(next(key for key in keys if keys.count(key) > 1))} stands twice"
+            f"field {shown(next(key for key in keys if keys.count(key) > 1))} appears twice"
         )
     return fields
 
@@ -160,7 +170,7 @@ def _integer(text: str) -> int:
 
 
 def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _schedule(data: dict[str, Any], fault: Fault) -> Schedule:
@@ -198,9 +208,8 @@ def _cost(data: dict[str, Any], fault: Fault) -> Cost | None:
     if not faults:
         try:
             return Cost(**fields)
-        except (
-            ScheduleError
-        ) as error:  # what only the cost itself knows, as that a skip goes forward
+        # Cost checks rules between numbers, such as that a skip goes forward.
+        except ScheduleError as error:
             faults += [line.strip(" *") for line in str(error).split("\n")[1:]]
     for text in faults:
         fault(text)
@@ -223,19 +232,19 @@ _READERS: Mapping[str, Callable[[dict[str, Any], Fault], Schedule | Cost | None]
 
 
 def _fields(data: dict[str, Any], *, need: Sequence[str], may: Sequence[str], fault: Fault) -> None:
-    """Every field that is needed, and no other than may be there."""
+    """Report missing fields and unknown fields."""
     for name in need:
         if name not in data:
             fault(f"{name}: missing")
     for name in data:
         if name not in need and name not in may:
-            fault(f"{shown(name)}: no such field; there are {', '.join((*need, *may))}")
+            fault(f"{shown(name)}: no such field; the fields are {', '.join((*need, *may))}")
 
 
 def read_actions(
     words: Sequence[str], place: str, *, known: dict[str, Action], fault: Fault
 ) -> tuple[Action, ...]:
-    """The actions that the words are. A file repeats few words often; each is read once."""
+    """Read words as actions. ``known`` caches each word: a file repeats few words many times."""
     actions: list[Action] = []
     for word in words:
         action = known.get(word)
@@ -245,7 +254,7 @@ def read_actions(
                 continue
             action = Action.parse(word)
             if not (_is_index(action.stage) and _is_index(action.microbatch)):
-                fault(f"{place}: {word}: stages and microbatches are below {_MOST}")
+                fault(f"{place}: {word}: stages and microbatches must be below {_MOST}")
                 continue
             known[word] = action
         actions.append(action)
@@ -260,7 +269,7 @@ def _field(
     words: str,
     fault: Fault,
 ) -> Any:
-    """A field, or what takes its place where it is left out, or is none of what the words say."""
+    """Return a field, or the default if the field is missing or invalid. Report invalid values."""
     value = data.get(name, default)
     if is_sound(value):
         return value
@@ -269,7 +278,7 @@ def _field(
 
 
 def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> None:
-    """It is a number, or unless it must be single a list of them."""
+    """Report a value that is not a number, nor (unless ``single``) a list of numbers."""
     values = value if _is_list(value) and not single else (value,)
     bad = [number for number in values if not _is_number(number)]
     if bad:
@@ -277,7 +286,8 @@ def _numbers(value: Any, name: str, fault: Fault, *, single: bool = False) -> No
 
 
 _LABEL = f"a text of at most {_MOST_LETTERS} letters that print"
-"""A name for pictures, never of a file; short, and nothing in it moves a terminal's cursor."""
+"""The rule for names, in words. Names appear in pictures, so they must not move a terminal's
+cursor."""
 
 
 def _is_label(value: Any) -> bool:
@@ -297,8 +307,11 @@ def _is_number(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The start of a value, on one line. Of a list or an object only its kind: its repr may be as
-    long as the file."""
+    """Show the start of a value on one line.
+
+    Nested lists and objects are shown by their type only, because a repr may be as long as the
+    file.
+    """
     if isinstance(value, (list, dict)):
         value = value[:4] if isinstance(value, list) else list(value)[:4]
         flat = [

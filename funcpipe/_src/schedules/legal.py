@@ -1,5 +1,8 @@
-"""Is a schedule legal, and in which order can it run: every fault at once, or one clock for all
-devices."""
+"""Check whether a schedule is legal, and find its plan order.
+
+`clock.py` simulates with units and finds deadlocks. `pairs.py` checks pairs. This file checks all
+other rules, and reports all faults of a schedule at once.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ from funcpipe._src.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, 
 from funcpipe._src.schedules.pairs import apart, joined_units
 
 MOST_FAULTS = 20
-"""A message about a schedule lists no more."""
+"""The most faults that a message about a schedule lists."""
 
 
 @dataclass(frozen=True)
 class Legal:
-    """What `check` learned of a legal schedule; packed, because it is remembered as long as the
-    schedule lives.
+    """The findings of `check` about a legal schedule.
+
+    Stored in small arrays, because they are cached for the lifetime of the schedule.
 
     Attributes:
-        plan_order: every action by its number, counted device by device, by the time at which it
-            starts when each takes its `KindRow.units`: an order in which one thread can run the
-            schedule.
-        rematted: ``stage * M + microbatch`` of each R; of slices their pieces are counted.
+        plan_order: the numbers of all actions, counted device by device, ordered by their start if
+            each action takes its `KindRow.units`. One thread can run the schedule in this order.
+        rematted: ``stage * M + microbatch`` of each R. With slices, pieces replace microbatches.
     """
 
     plan_order: array[int]
@@ -46,19 +49,24 @@ class Legal:
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule that is not legal, with every fault found.
+    """Raise ScheduleError if a schedule is not legal. `make_plan` and `simulate` call this.
 
-    Legal means: stages and microbatches are numbered without gaps, a stage lives on one device,
-    each (stage, microbatch) runs one F and, if the schedule has backwards, one B or one I and one
-    W, in the order F B or F I W; between F and its backward stands at most one R, or one O and
-    after it one L; where a microbatch is cut into slices, all are, each slice has its own actions,
-    and at every stage F come in the order of the slices, B or I in the reverse one; at most one G
-    of a stage, then at most one S, comes after all its backwards; the first U of a stage, if it has
-    any, comes before all else of it, they are numbered as they stand, and after each the stage
-    computes before the next; all stages have U, or none; what overlaps stands side by side on one
-    device, computes, and neither waits for the other; and all devices come to their end.
+    A schedule is legal if all these rules hold:
 
-    Time is linear in the number of actions.
+    - Stages and microbatches are numbered from 0 without gaps. A stage runs on one device.
+    - Each (stage, microbatch) has one F. With backwards, it also has one B, or one I and then one
+      W, after the F.
+    - Between F and its backward there is at most one R, or one O and then one L.
+    - If one microbatch is cut into slices, all are, and each slice has its own actions. On each
+      stage, F run in the order of the slices, and B or I in the reverse order.
+    - A stage has at most one G, then at most one S, after all its backwards.
+    - Either all stages have U, or none. The first U of a stage comes before all its other actions.
+      The U of a stage are numbered in their order, and the stage computes after each of them.
+    - The two actions of a pair are neighbours on one device, both compute, and neither needs the
+      other.
+    - No devices wait for each other in a circle: the schedule has no deadlock.
+
+    The check takes linear time in the number of actions.
 
     >>> fp.schedules.check(fp.Schedule.parse("0F0 0B0"))
     >>> try:
@@ -66,11 +74,14 @@ def check(schedule: Schedule) -> None:
     ... except fp.ScheduleError as error:
     ...     print(error)
     schedule 'custom' is not legal:
-      * 0B0 on device 0 stands too early: F comes first
+      * 0B0 on device 0 comes too early: F must come first
+
+    Args:
+        schedule: the schedule to check.
 
     Raises:
-        ScheduleError: with all faults, each named like ``2F0 on device 1``; where devices wait for
-            each other, with the picture of who waits for what.
+        ScheduleError: the schedule is not legal. The message lists all faults, each like ``2F0 on
+            device 1``. For a deadlock, it says which device waits for which action.
     """
     if not isinstance(schedule, Schedule):
         read = "; Schedule.parse(text) reads one" if isinstance(schedule, str) else ""
@@ -87,9 +98,8 @@ def _examine(schedule: Schedule) -> Legal:
     refuse(_malformed(schedule))
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
-    if stages * microbatches > 5 * sum(
-        map(len, lanes)
-    ):  # absurd indices: named before anything is allocated by them
+    # A mistyped huge index must raise here: below, memory is allocated for each (stage, piece).
+    if stages * microbatches > 5 * sum(map(len, lanes)):
         refuse(_gaps(schedule) or ["most of its actions are missing"])
     rematted: frozenset[int] = frozenset()
     if not _plain(lanes, stages, microbatches, slices):
@@ -103,20 +113,20 @@ def _examine(schedule: Schedule) -> Legal:
     if stuck:
         raise ScheduleError(_waiting(schedule, lanes, stuck))
     times = [start for row in starts for start in row]
-    order = sorted(
-        range(len(times)), key=times.__getitem__
-    )  # rows ascend: a merge; equal times by device and position
+    # A stable sort of ascending rows: equal times stay ordered by device and position, so the plan
+    # order is deterministic.
+    order = sorted(range(len(times)), key=times.__getitem__)
     return Legal(array("i", order), rematted)
 
 
 examine = Remembered(_examine)
-"""`check` with its findings, for each schedule once."""
+"""Check a schedule and return the findings. Each schedule is checked once."""
 
 
 def _malformed(schedule: Schedule) -> list[str]:
-    """Faults in the words themselves: not actions, negative numbers, devices without work."""
+    """Return faults of single items: not an action, negative numbers, devices without actions."""
     faults: list[str] = []
-    whole: Action | None = None  # the first that has no slice, and the first that has one
+    whole: Action | None = None  # the first action without a slice, and the first with one
     cut: Action | None = None
     if not schedule.orders:
         return ["it has no devices"]
@@ -146,14 +156,15 @@ def _malformed(schedule: Schedule) -> list[str]:
                     ", or Action(Kind.F, stage, microbatch, slice); "
                     f"{' and '.join(map(str, WHOLE))} have no slice"
                 )
-            faults.append(f"{_show(action)} on device {device} is no action: {text}")
+            faults.append(f"{_show(action)} on device {device} is not an action: {text}")
     if whole is not None and cut is not None and not faults:
         faults.append(
-            f"{whole} is of a whole microbatch, and {cut} of a slice: cut all microbatches, or none"
+            f"{whole} is for a whole microbatch, but {cut} is for a slice: cut all microbatches, "
+            "or none"
         )
     elif cut is not None and not faults and schedule.num_slices == 1:
         faults.append(
-            f"{cut} is the only slice of its microbatch, so that is whole: write "
+            f"{cut} is the only slice of its microbatch, so the microbatch is whole: write "
             f"{cut._replace(slice=None)}"
         )
     return faults
@@ -171,15 +182,14 @@ def _show(action: Any) -> str:
 def _plain(
     lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int
 ) -> bool:
-    """Is all as most are: each stage on one device, F before its B (or I, then W), microbatches in
-    ascending order.
+    """Return whether a schedule is of the usual form, which has no fault. False: look closer.
 
-    Backwards of the slices of one microbatch come in descending order. True: there is no fault.
-    False: who wants to know more must look at every action for itself.
+    The usual form: each stage on one device, F before its B (or I, then W), microbatches in
+    ascending order, and backwards of the slices of a microbatch in descending order. This fast path
+    covers all families; `_incomplete` finds the faults of other schedules.
     """
-    forwards: list[list[int]] = [
-        [] for _ in range(stages)
-    ]  # where F of each microbatch stands on its device
+    # The position of the F of each microbatch on its device.
+    forwards: list[list[int]] = [[] for _ in range(stages)]
     backwards: list[list[int]] = [[] for _ in range(stages)]
     counts: set[int] = set()
     for lane in lanes:
@@ -221,8 +231,7 @@ def _plain(
                 back = [back[at + slices - 1 - 2 * (at % slices)] for at in range(len(back))]
             if back and not all(map(int.__lt__, forwards[stage], back)):
                 return False
-    # A device can end with all backwards of its stages or with none, and another one cannot have
-    # them.
+    # Either all stages have all backwards, or none has any: counts has one element.
     return all(forwards) and counts in ({0}, {microbatches})
 
 
@@ -233,18 +242,19 @@ def _incomplete(
     slices: int,
     device_of: tuple[int, ...],
 ) -> tuple[list[str], frozenset[int]]:
-    """Faults in the whole: gaps, duplicates, stages on two devices, wrong order within a (stage,
-    microbatch)."""
+    """Return the faults of the orders, and the numbers of the R (see `Legal.rematted`).
+
+    Finds duplicates, missing actions, stages on two devices, and a wrong order within a (stage,
+    microbatch).
+    """
     faults: list[str] = []
     done = [bytearray(stages * microbatches) for _ in CODED]
     needed = [[(other, done[CODE[other]]) for other in _before(kind)] for kind in CODED]
     spoilt = [[done[CODE[other]] for other in _later(kind)] for kind in CODED]
-    once_done: dict[
-        int, Action
-    ] = {}  # by stage, the last action that wants all gradients of the stage to be there
-    times: dict[int, int] = {}  # by stage, how often what is counted has stood
+    once_done: dict[int, Action] = {}  # by stage, its latest G or S, which need all gradients
+    times: dict[int, int] = {}  # by stage, the number of its U so far
     begun: dict[int, Action] = {}  # by stage, its first action
-    idle: dict[int, str] = {}  # by stage, what is counted and has served nothing so far
+    idle: dict[int, str] = {}  # by stage, the latest U after which it has not computed yet
     stands = {(code, stage, microbatch) for lane in lanes for code, stage, microbatch in lane}
     for device, lane in enumerate(lanes):
         for code, stage, microbatch in lane:
@@ -252,8 +262,8 @@ def _incomplete(
             action = action_of(CODED[code], stage, microbatch, slices)
             if device_of[stage] != device:
                 faults.append(
-                    f"{action} on device {device}: stage {stage} lives on device "
-                    f"{device_of[stage]} too; a stage lives on one device"
+                    f"{action} on device {device}: stage {stage} is on device "
+                    f"{device_of[stage]} too; a stage runs on one device"
                 )
             if action.kind in COUNTED:
                 faults += _miscounted(
@@ -263,11 +273,11 @@ def _incomplete(
                 if stage in idle:
                     faults.append(f"{idle[stage]} before {action}; leave it out")
                 idle[stage] = (
-                    f"{action} on device {device} is for nothing: stage {stage} does not compute"
+                    f"{action} on device {device} is not needed: stage {stage} does not compute"
                 )
                 continue
             if done[code][at]:
-                faults.append(f"{action} on device {device} stands twice")
+                faults.append(f"{action} on device {device} appears twice")
             done[code][at] = 1
             begun.setdefault(stage, action)
             if action.kind in COMPUTES:
@@ -276,37 +286,36 @@ def _incomplete(
                 before = once_done.get(stage)
                 if before is not None and ONCE.index(before.kind) > ONCE.index(action.kind):
                     faults.append(
-                        f"{action} on device {device} stands after {before}, which is for all "
+                        f"{action} on device {device} comes after {before}, which needs all "
                         "gradients"
                     )
                 once_done[stage] = action
                 if microbatch:
                     faults.append(
-                        f"{action} on device {device} has a microbatch ({microbatch}); it stands "
-                        "once a batch"
+                        f"{action} on device {device} has a microbatch ({microbatch}), but runs "
+                        "once per batch"
                     )
                 continue
             awaited = next((kind for kind, row in needed[code] if not row[at]), None)
             if awaited is None and any(row[at] for row in spoilt[code]):
                 faults.append(
-                    f"{action} on device {device} stands too late: {action.kind} comes before the "
-                    "backward"
+                    f"{action} on device {device} comes too late: {action.kind} must come before "
+                    "the backward"
                 )
-            elif (
-                awaited is not None and (CODE[awaited], stage, microbatch) in stands
-            ):  # else it is named as missing
+            # If the awaited action does not appear at all, it is reported as missing instead.
+            elif awaited is not None and (CODE[awaited], stage, microbatch) in stands:
                 rule = (
-                    f"{awaited} comes first"
+                    f"{awaited} must come first"
                     if awaited is Kind.F
-                    else f"{action.kind} comes after {awaited}"
+                    else f"{action.kind} must come after {awaited}"
                 )
-                faults.append(f"{action} on device {device} stands too early: {rule}")
+                faults.append(f"{action} on device {device} comes too early: {rule}")
             if slices > 1:
                 faults += _out_of_turn(action, device, slices, done, at)
             if stage in once_done and action.kind in ADDS:
                 faults.append(
-                    f"{action} on device {device} stands after {once_done[stage]}, which is for "
-                    "all gradients"
+                    f"{action} on device {device} comes after {once_done[stage]}, which needs all "
+                    "gradients"
                 )
     faults += [f"{words} after it; leave it out" for words in idle.values()]
     without = [stage for stage in range(stages) if times and stage not in times]
@@ -321,13 +330,20 @@ def _incomplete(
 def _miscounted(
     action: Action, device: int, times: int, begun: Action | None, once: Action | None
 ) -> list[str]:
-    """What is wrong with an action whose number counts, which has stood so often; its stage has
-    begun with another."""
+    """Return the faults of a U.
+
+    Args:
+        action: the U.
+        device: its device.
+        times: the number of earlier U of its stage.
+        begun: the first other action of its stage, if there was one.
+        once: the G or S of its stage, if there was one.
+    """
     if once is not None:
         return [
             (
-                f"{action} on device {device} stands after {once}, after which its stage computes "
-                "nothing"
+                f"{action} on device {device} comes after {once}, after which its stage does not "
+                "compute"
             )
         ]
     if action.microbatch != times:
@@ -339,15 +355,14 @@ def _miscounted(
             )
         ]
     if not times and begun is not None:
-        return [f"{action} on device {device} stands after {begun}, which needs what it gathers"]
+        return [f"{action} on device {device} comes after {begun}, which needs the parameters"]
     return []
 
 
 def _out_of_turn(
     action: Action, device: int, slices: int, done: list[bytearray], at: int
 ) -> list[str]:
-    """What is wrong with the order of slices: each reads what another of its stage and microbatch
-    has left."""
+    """Return the fault if a slice runs before the slice whose carry it reads."""
     flow, number = KINDS[action.kind].flow, action.slice or 0
     if flow is None:
         return []
@@ -358,23 +373,25 @@ def _out_of_turn(
         return []
     other = action._replace(slice=number - step)
     what = "its carry" if flow is Flow.FORWARD else "the gradient of its carry"
-    return [f"{action} on device {device} stands before {other}, from which it gets {what}"]
+    return [f"{action} on device {device} comes before {other}, from which it gets {what}"]
 
 
 def _before(kind: Kind) -> list[Kind]:
-    """What must have stood, the first first."""
+    """Return the kinds that must come before a kind, in their order."""
     after = KINDS[kind].after
     return [] if after is None else [*_before(after), after]
 
 
 def _later(kind: Kind) -> tuple[Kind, ...]:
-    """What must not have stood yet. (What an F comes too late for has said already that it stands
-    too early.)"""
+    """Return the kinds that must not come before a kind.
+
+    Not needed for F: a backward that comes before its F is already reported as too early.
+    """
     return ADDS if KINDS[kind].before_backward else ()
 
 
 def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> list[str]:
-    """What is missing, and what must not stand together."""
+    """Return faults of missing actions, and of actions that exclude each other."""
 
     def name(kind: Kind, at: int) -> str:
         return str(action_of(kind, *divmod(at, microbatches), slices))
@@ -402,12 +419,12 @@ def _unpaired(done: dict[Kind, bytearray], microbatches: int, slices: int) -> li
             for at, (first, second) in enumerate(zip(done[kind], done[other], strict=True)):
                 if first and second:
                     words = f"{row.word}, or {KINDS[other].word}, not both"
-                    faults.append(f"{name(kind, at)} and {name(other, at)} both stand: {words}")
+                    faults.append(f"{name(kind, at)} and {name(other, at)} both appear: {words}")
     return faults
 
 
 def _gaps(schedule: Schedule) -> list[str]:
-    """Numbers that no action has, though there are larger ones: counted from 1, or mistyped."""
+    """Return a fault for each gap in the numbers: they were counted from 1, or mistyped."""
     orders = select(schedule.orders, lambda action: action.kind not in COUNTED)
     columns = [*zip(*(action for order in orders for action in order), strict=True)][1:]
     faults: list[str] = []
@@ -418,7 +435,7 @@ def _gaps(schedule: Schedule) -> list[str]:
         )
         if missing is not None:
             faults.append(
-                f"{what} {missing} is missing, but {what} {present[-1]} stands; number them from "
+                f"{what} {missing} is missing, but {what} {present[-1]} appears; number them from "
                 "0, without gaps"
             )
     return faults
@@ -427,13 +444,12 @@ def _gaps(schedule: Schedule) -> list[str]:
 def _waiting(
     schedule: Schedule, lanes: tuple[list[tuple[int, int, int]], ...], stuck: list[int]
 ) -> str:
-    """The picture of a schedule that cannot go on: each waiting device, what it waits for, and
-    where that stands."""
+    """Describe a deadlock: for each waiting device, the action it waits for and its place."""
     place = {
         action: (device, at) for device, lane in enumerate(lanes) for at, action in enumerate(lane)
     }
     joined = [{*schedule.joined(order)} for order in schedule.orders]
-    # A device that waits for what the second of a pair needs has not begun the first.
+    # A pair begins as a whole: a device that waits for the second action has not begun the first.
     heads = [at - (at - 1 in pairs) for at, pairs in zip(stuck, joined, strict=True)]
 
     def name(device: int) -> str:
@@ -459,15 +475,13 @@ def _waiting(
         other, where = place[needs]
         awaited = action_of(CODED[needs[0]], *needs[1:], schedule.num_slices)
         steps = where - heads[other]
-        detail = f"on device {other}, at which that device waits"
+        detail = f"device {other} cannot start {awaited} either"
         if steps > (heads[other] in joined[other]):
             detail = (
-                f"on device {other}, {steps} action{'s' * (steps != 1)} behind {name(other)}, at "
-                "which that device waits"
+                f"device {other} runs {awaited} {steps} action{'s' * (steps != 1)} after "
+                f"{name(other)}, where it waits itself"
             )
-        lines.append(
-            f"device {device} waits before {name(device)} for {awaited}, which is {detail}"
-        )
+        lines.append(f"device {device} cannot start {name(device)} before {awaited}; {detail}")
     title = (
         f"schedule {schedule.name!r} cannot come to its end; move one of these actions before "
         "what it blocks:"

@@ -1,4 +1,7 @@
-"""The memory that a device needs for residuals, by its order."""
+"""The memory of a device for residuals, from the order of its actions alone.
+
+`view/play.py` computes memory over time, with outputs, skips and transfers.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from funcpipe._src.data.schedule import Action, Schedule
 def residual_table(
     cost: Cost, num_stages: int
 ) -> dict[Kind, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """What each kind takes at its start and frees at its end, by stage, of residuals.
+    """Return the memory that each kind takes at its start and frees at its end, by stage.
 
-    Where an R computes a residual again, its F takes none; forwards alone keep none.
+    The caller must handle two cases: an F takes nothing if an R recomputes its residual, or if the
+    schedule has no backwards.
     """
     whole, rest = per_stage(cost.residual, num_stages), per_stage(cost.weight_residual, num_stages)
     amounts: dict[Held | None, tuple[float, ...]] = {
@@ -31,11 +35,10 @@ def residual_levels(
     schedule: Schedule,
     cost: Cost = Cost(),  # noqa: B008  frozen
 ) -> list[tuple[float, float]]:
-    """What a device holds in residuals from the start of each action of its order, and from its
-    end.
+    """Return the memory of a device in residuals during each action of its order, and after it.
 
-    By the order alone: O and L move all of a residual in no time here. Two that overlap take theirs
-    before either frees.
+    Depends on the order only: O and L take no time here. The actions of a pair both take memory
+    before either frees some.
     """
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
@@ -44,7 +47,7 @@ def residual_levels(
     table = residual_table(cost, schedule.num_stages)
     joined = {*schedule.joined(order)}
     live = 0.0
-    late = 0.0  # what the first of two that overlap frees
+    late = 0.0  # freed by the first action of a pair, but only when the second ends
     levels: list[tuple[float, float]] = []
     for at, action in enumerate(order):
         kind, stage, share = action.kind, action.stage, shares[action.slice or 0]
@@ -60,7 +63,7 @@ def residual_levels(
 
 
 def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Cost()) -> float:  # noqa: B008  frozen
-    """The most memory that a device holds in residuals while it runs its order.
+    """Return the most memory of a device in residuals while it runs its order.
 
     A device runs one action after the other, so times do not matter.
     """
@@ -68,8 +71,10 @@ def residual_peak(order: tuple[Action, ...], schedule: Schedule, cost: Cost = Co
 
 
 def running_sum(changes: list[tuple[float, float, float]]) -> tuple[tuple[float, float], ...]:
-    """What is held, ``(from when, how much)``; changes are (when, place among those of one time, by
-    how much)."""
+    """Add up changes of memory, as steps ``(time, amount)``.
+
+    Changes are (time, rank among the changes of one time, difference). They are sorted in place.
+    """
     changes.sort()
     level, steps = 0.0, list[tuple[float, float]]()
     for time, _, change in changes:

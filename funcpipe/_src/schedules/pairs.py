@@ -1,5 +1,7 @@
-"""Pairs of actions that overlap: which may, what is wrong with those that may not, and which can
-run together."""
+"""Rules for pairs of overlapping actions: which actions may overlap, and which pairs can coexist.
+
+The public transforms `pair` and `unpair` are in `pairing`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ _OVERLAPPING = ({Kind.F, Kind.B}, {Kind.F, Kind.I})
 
 
 def may_overlap(one: Action, other: Action) -> bool:
-    """May an action overlap with the one after it: both compute, and the other needs nothing that
-    the one makes."""
+    """Return whether an action may overlap with its successor: both compute, and neither needs the
+    other."""
     if one.kind in MOVES or other.kind in MOVES:
         return False
     return one[1:] != other[1:] and one not in other.needs()
 
 
 def joined_units(schedule: Schedule) -> list[dict[int, float]]:
-    """The pairs of a schedule for the `clock`, which gives each the units of both."""
+    """Return the pairs of a schedule for `clock`. Each pair takes the units of both actions."""
     return (
         [_units(order, schedule.joined(order)) for order in schedule.orders]
         if schedule.pairs
@@ -38,8 +40,11 @@ def _units(order: Sequence[Action], pairs: Sequence[int]) -> dict[int, float]:
 
 
 def apart(schedule: Schedule) -> list[str]:
-    """What is wrong with pairs by themselves: not side by side, of what does not compute, or
-    depending on themselves."""
+    """Return the faults of single pairs.
+
+    Finds actions that are not neighbours, that do not compute, or that need each other. Deadlocks
+    between pairs are found by `clock`.
+    """
     faults: list[str] = []
     found: set[Pair] = set()
     for device, order in enumerate(schedule.orders):
@@ -50,16 +55,18 @@ def apart(schedule: Schedule) -> list[str]:
             name = f"({one} {other}) on device {device}"
             if at == ends:
                 faults.append(
-                    f"{name} begins with what another pair ends with; two overlap, not three"
+                    f"{name} begins with the last action of another pair; only two actions can "
+                    "overlap"
                 )
             ends = at + 1
             if one.kind in MOVES or other.kind in MOVES:
                 move = one if one.kind in MOVES else other
-                words = f"the device goes on while {move} is on its way, in a pair or not"
-                faults.append(f"{name} is no pair: {words}; write {one} {other}")
+                words = f"the device works on during {move}, in a pair or not"
+                faults.append(f"{name} is not a pair: {words}; write {one} {other}")
             elif not may_overlap(one, other):
                 faults.append(
-                    f"{name} depends on itself: {other} needs what {one} makes; write {one} {other}"
+                    f"{name} depends on itself: {other} needs the result of {one}; write {one} "
+                    f"{other}"
                 )
     return faults + sorted(map(_no_pair, schedule.pairs - found))
 
@@ -71,20 +78,19 @@ def _no_pair(pair: object) -> str:
         or not all(type(action) is Action for action in pair)
     ):
         return (
-            f"{pair!r} is no pair of actions: write pairs={{(first, second)}}, or "
+            f"{pair!r} is not a pair of actions: write pairs={{(first, second)}}, or "
             "fp.Schedule.parse('(0F1 0B0)')"
         )
-    return (
-        f"({pair[0]} {pair[1]}) is no pair: these two do not stand one after the other on any "
-        "device"
-    )
+    return f"({pair[0]} {pair[1]}) is not a pair: these two are not neighbours on any device"
 
 
 def joinable(
     schedule: Schedule, join: Callable[[Action, Action], bool] | None = None
 ) -> list[list[int]]:
-    """For each order the positions of what could overlap with the action after it, from left to
-    right; its pairs, too."""
+    """Return, for each order, the positions of actions that can overlap with their successor.
+
+    Goes from left to right, so that no action is in two pairs. Includes the schedule's own pairs.
+    """
     out: list[list[int]] = []
     for order in schedule.orders:
         joined = {*schedule.joined(order)}
@@ -101,7 +107,7 @@ def joinable(
 
 
 def can_join(order: Sequence[Action]) -> list[int]:
-    """The positions of an F and a B or I that can overlap, by what these two are."""
+    """Return the positions where an F and a B or I are neighbours that may overlap."""
     neighbours = enumerate(pairwise(order))
     return [
         at
@@ -111,9 +117,9 @@ def can_join(order: Sequence[Action]) -> list[int]:
 
 
 def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
-    """The schedule with pairs at these positions, its own among them.
+    """Return the schedule with pairs at these positions, which include its own pairs.
 
-    Where pairs would wait for each other, one that the schedule did not have is taken apart.
+    Where pairs would deadlock, a new pair is taken apart.
     """
     pairs = [_units(order, joined) for order, joined in zip(schedule.orders, places, strict=True)]
     stages = schedule.num_stages
@@ -123,6 +129,7 @@ def together(schedule: Schedule, places: Sequence[Sequence[int]]) -> Schedule:
         {*joined}.difference(schedule.joined(order))
         for order, joined in zip(schedule.orders, places, strict=True)
     ]
+    # The clock removes loose pairs from `pairs` until no device is blocked.
     clock(lanes, schedule.device_of, schedule.num_pieces, units, chain(stages), pairs, loose=loose)
     kept = [
         (order[at], order[at + 1])

@@ -1,8 +1,8 @@
-"""Squeeze repeated blocks: lay one microbatch out in slots, repeat it every six, fill in W, move up
-what can.
+"""Squeeze repeated blocks into orders: the method of controllable memory (arXiv 2405.15362).
 
-How the schedules of controllable memory are made (arXiv 2405.15362), on a V: each device has two
-stages, one on the way down and one on the way up.
+One microbatch is laid out in time slots and repeated every six slots. W fill free slots. Then each
+action moves up to the earliest slot that it can have. The stages are on a V: each device has one
+stage on the way down and one on the way up.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from operator import sub
 from funcpipe._src.data.schedule import Action, Kind
 
 Lane = list[int]
-"""What a device does in which slot: ``6 microbatch + word``, or FREE. Plain numbers, for there are
-many of them."""
+"""The code of a device's action in each slot: ``6 microbatch + word``, or FREE."""
 
 Block = tuple[int, int, int, int]
-"""The slots of microbatch 0 on a device, of its words 0 to 3."""
+"""The slots of microbatch 0 on a device, for the words 0 to 3."""
 
 BLOCK = 6
-"""Slots that one microbatch takes on a device: one each of the words below."""
+"""The number of slots of one microbatch on a device: one for each word."""
 
 FREE = -1
 
 _KINDS = (Kind.F, Kind.F, Kind.I, Kind.I, Kind.W, Kind.W)
-"""Words: forward down, forward up, I up, I down, W up, W down. The W of an I is two words later."""
+"""The words: forward down, forward up, I up, I down, W up, W down. The W of an I is 2 words
+later."""
 
 _CHANGE = (1, 1, 0, 0, -1, -1)
-"""By word, its change in the number of residuals, where I frees nothing."""
+"""By word, the change in the number of residuals, if I frees nothing."""
 
 _FROM = (-1, 1, -1, 1)
-"""By word, the offset of the device whose same word it waits for; at an end of the V: its own
-device's word before."""
+"""By word, the offset to the device whose equal word it waits for. At an end of the V it waits for
+the previous word of its own device."""
 
 _I, _W = 2, 4
-"""The first words of I and W."""
+"""The first words of I and of W."""
 
 _NEVER = 10**9
 
 
 def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
-    """One block a device, repeated every six slots; W in the first free slots after their I."""
+    """Repeat one block per device every six slots, and put W into free slots after their I."""
     lanes: list[Lane] = []
     for block in blocks:
         lane = [FREE] * (max(block) + BLOCK * (microbatches - 1) + 1)
@@ -56,18 +56,19 @@ def repeated(microbatches: int, blocks: Sequence[Block]) -> list[Lane]:
 
 
 def most_held(lanes: Sequence[Lane]) -> int:
-    """The most residuals of a stage that any device holds, from F to W."""
+    """Return the most residuals of a stage that any device holds, from F to W."""
     return max(max(accumulate(_changes(lane))) for lane in lanes)
 
 
 def squeezed(
     lanes: Sequence[Lane], ceiling: int, *, more: int = 0
 ) -> tuple[tuple[Action, ...], ...]:
-    """The orders of `repeated` blocks when all that can has moved up, twice; at most ``ceiling``
-    residuals a device.
+    """Squeeze `repeated` blocks twice, and return the orders of the devices.
 
-    That is at least `most_held` of them; so many microbatches ``more`` are added where the orders
-    repeat, as they must.
+    Args:
+        lanes: the lanes of `repeated`.
+        ceiling: the most residuals per device; at least `most_held` of the lanes.
+        more: the number of microbatches to add where the orders repeat. They must repeat then.
     """
     moved = _squeeze(lanes, ceiling, drain=max(map(len, lanes)))
     last = max(slot for slot, code in enumerate(moved[0]) if code % BLOCK == 0)
@@ -82,11 +83,10 @@ def squeezed(
 def steady(
     block: Callable[[int, int], Block], devices: int, microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """`squeezed` blocks under the memory that they have by themselves, worked out for as few
-    microbatches as will do.
+    """Squeeze blocks within their own memory, with few microbatches, and repeat the steady part.
 
-    With no memory to spare the orders of D devices repeat from one microbatch to the next by the
-    time that ``2 D + 4`` are on their way, if not before.
+    Without spare memory, the orders of D devices repeat from one microbatch to the next after at
+    most ``2 D + 4`` microbatches. So the cost of squeezing does not grow with the microbatches.
     """
     sample = min(microbatches, 2 * devices + 4)
     lanes = repeated(sample, [block(device, devices) for device in range(devices)])
@@ -94,12 +94,11 @@ def steady(
 
 
 def _lengthened(codes: list[int], more: int) -> list[int]:
-    """An order with so many microbatches more, put in where it repeats for longest."""
+    """Insert ``more`` microbatches into an order, at the end of its longest repeating part."""
     if not more:
         return codes
-    same = bytes(
-        map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes))
-    )  # is it the next microbatch's, six places on?
+    # 1 where the action six places later is the same action of the next microbatch.
+    same = bytes(map(BLOCK.__eq__, map(sub, codes[BLOCK:], codes)))
     end = same.index(max(same.split(b"\0"), key=len)) + BLOCK
     rounds = zip(
         *(range(code + BLOCK, code + BLOCK * more + 1, BLOCK) for code in codes[end - BLOCK : end])
@@ -122,13 +121,13 @@ def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
 
 
 def _fill(lane: Lane) -> Lane:
-    """A lane with the same F and I, and W in the first free slots, in the order of their I."""
+    """Return a lane with the same F and I, and with W in the first free slots after their I."""
     filled: Lane = []
     owed: list[int] = []
     done = 0
     for code in lane:
         word = code % BLOCK
-        if word < _W:  # FREE is not
+        if word < _W:  # false for FREE, because -1 % 6 is 5
             filled.append(code)
             if word >= _I:
                 owed.append(code + 2)
@@ -141,21 +140,20 @@ def _fill(lane: Lane) -> Lane:
 
 
 def _changes(lane: Lane) -> list[int]:
-    """The change of each slot in the number of residuals held."""
+    """Return the change of each slot in the number of residuals."""
     return [0 if code == FREE else _CHANGE[code % BLOCK] for code in lane]
 
 
 def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
-    """Move every action up to the first slot that it can have: free, after what it reads, memory
-    within the ceiling.
+    """Move each action up to the earliest slot that is free, after its inputs, and within memory.
 
-    After slot ``drain`` no new microbatch comes in. From there on F and I take the slots of W too,
-    and these come later: no action waits for a W.
+    After slot ``drain`` no new microbatch begins. From there on, F and I also take slots of W, and
+    these W come later: no action waits for a W.
     """
     moved = [list(lane) for lane in lanes]
     free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
     changes = [_changes(lane) for lane in lanes]
-    residuals = [0] * len(lanes)  # of each device before the slot that it has come to
+    residuals = [0] * len(lanes)  # by device, held before the present slot
     placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
     for slot, column in enumerate(zip_longest(*lanes, fillvalue=FREE)):
         late = slot > drain
@@ -165,7 +163,7 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
             word, slot_of = code % BLOCK, placed[device]
             change = _CHANGE[word]
             if word >= _W:
-                if late:  # its slot is for the taking; `_fill` finds it another
+                if late:  # other actions may take its slot; `_fill` finds it another
                     residuals[device] += change
                     continue
                 ready = slot_of[code - 2] + 1
@@ -202,8 +200,10 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
 
 
 def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
-    """The last slot from ``first`` to before another at whose end a device holds all it may;
-    ``first - 1``: none."""
+    """Return the last slot in ``range(first, slot)`` after which a device's memory is full.
+
+    ``first - 1`` if there is none. An action that takes memory cannot move before such a slot.
+    """
     span = changes[first + 1 : slot]
     if residuals + span.count(-1) < ceiling:
         return first - 1
@@ -212,11 +212,16 @@ def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceilin
 
 
 def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
-    """The first slot from ``ready`` up to ``slot``, its own, that an action could have; at most
-    ``room`` are held.
+    """Return the first slot from ``ready`` to its own ``slot`` that an action can take.
 
-    A free one, or that of a W, where one residual more has room; ``residuals``: held just before
-    ``slot``.
+    The slot must be free, or belong to a W if memory has room for one more residual.
+
+    Args:
+        lane: the lane.
+        residuals: the residuals held just before ``slot``.
+        ready: the first slot after the action's inputs.
+        slot: the present slot of the action.
+        room: the most residuals that may be held between the two slots.
     """
     best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):

@@ -1,5 +1,7 @@
-"""Schedules as the CSV of torch.distributed.pipelining, in its format of computing actions alone
-("compute_only")."""
+"""Write and read the CSV of torch.distributed.pipelining, in its format "compute_only".
+
+This format contains computing actions only. JSON and text are in `formats` and `Schedule`.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +15,42 @@ from funcpipe._src.schedules.formats import read_actions, shown
 from funcpipe._src.schedules.legal import MOST_FAULTS, check
 
 _NO_ACTION = re.compile(r"[0-9]+[A-Z]{2}[A-Z_]*[0-9]*")
-"""What torch writes of messages, gathering and reductions as "compute_comms", and its newer
-actions."""
+"""Actions of torch that funcpipe does not read: messages, gathering and reductions."""
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The schedule in the format of torch.distributed.pipelining: a row for each rank,
-    ``0F0,0F1,0B0,0B1``.
+    """Write a schedule as CSV for torch.distributed.pipelining, one row per rank.
 
-    torch loads it as a "compute_only" schedule, and adds its sends, receives, gathering and
-    reductions (U and G are left out). Rank d has the stages of device d. An F that overlaps with a
-    B or an I is torch's ``OVERLAP_F_B``.
+    torch loads the text as a "compute_only" schedule, and adds its own sends, receives, gathering
+    and reductions. So G, S and U are left out. Rank d has the stages of device d. A pair of an F
+    and a B or I becomes torch's ``OVERLAP_F_B``.
 
     >>> print(fp.schedules.to_torch_csv(fp.schedules.zero_bubble(2, 2)), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     1F0,1I0,1F1,1I1,1W0,1W1
 
     Args:
-        schedule: a legal schedule of whole microbatches with backwards and without R, O and L; in
-            its pairs are an F and a B or I.
+        schedule: a legal schedule of whole microbatches, with backwards, and without R, O and L.
+            Its pairs consist of an F and a B or I.
+
+    Returns:
+        The CSV text, such as ``0F0,0F1,0B0,0B1`` for rank 0.
 
     Raises:
-        ScheduleError: torch could not run it.
+        ScheduleError: the schedule is not legal, or torch could not run it.
     """
     check(schedule)
     faults: list[str] = []
     if not schedule.has_backward:
         faults.append(
-            "it has no backwards: torch has no schedules that only evaluate (there: "
-            "`schedule.eval`)"
+            "it has no backwards: torch has no forward-only schedules; evaluate with torch's "
+            "`schedule.eval`"
         )
     if schedule.num_slices > 1:
         faults.append(
-            "its microbatches are in slices, which torch's schedules do not have; make it without "
-            "num_slices="
+            "its microbatches are cut into slices, which torch's schedules do not have; make it "
+            "without num_slices="
         )
     kinds = {action.kind for order in schedule.orders for action in order}
     if Kind.R in kinds:
@@ -68,8 +71,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     if alike:
         first = "({} {})".format(*min(alike))
         faults.append(
-            f"{first} overlaps: in torch a forward overlaps with a backward, nothing else does; "
-            "write the schedule as it is without pairs: fp.schedules.unpair(schedule)"
+            f"{first} overlaps, but in torch only a forward and a backward can overlap; write the "
+            "schedule without pairs: fp.schedules.unpair(schedule)"
         )
     raise_all(
         f"torch.distributed.pipelining cannot run schedule {schedule.name!r}:",
@@ -83,7 +86,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:
-    """The actions of an order, each alone or with the one that it overlaps with."""
+    """Return the cells of an order: one action each, or a pair."""
     joined = {*schedule.joined(order)}
     return [
         f"({order[at]};{order[at + 1]})OVERLAP_F_B" if at in joined else str(order[at])
@@ -93,21 +96,23 @@ def _cells(schedule: Schedule, order: Sequence[Action]) -> list[str]:
 
 
 def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
-    """Read a schedule that torch.distributed.pipelining or a tool for it wrote as "compute_only".
+    """Read a "compute_only" CSV of torch.distributed.pipelining.
 
-    ``OVERLAP_F_B`` is a pair (`Schedule.pairs`). Empty cells are waits, no actions here.
+    ``OVERLAP_F_B`` becomes a pair (`Schedule.pairs`). Empty cells are waits, and are skipped.
 
     >>> print(fp.schedules.from_torch_csv("0F0,,0F1,0B0,0B1\\n1F0,(1F1;1B0)OVERLAP_F_B,1B1"))
     0F0 0F1 0B0 0B1
     1F0 (1F1 1B0) 1B1
 
     Args:
-        text: the CSV, a row for each rank.
-        name: of the schedule.
+        text: the CSV text, with one row per rank.
+        name: the name of the schedule.
+
+    Returns:
+        The schedule. Whether it is legal is not checked.
 
     Raises:
-        ScheduleError: some cells are no actions; each is named with its row. Whether the schedule
-            is legal is for `check`.
+        ScheduleError: some cells are not actions. The message lists each with its row.
     """
     if not isinstance(text, str):
         raise ScheduleError(f"from_torch_csv takes text; got a {type(text).__name__}")
@@ -128,8 +133,7 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
             elif _NO_ACTION.fullmatch(cell):
                 faults.append(
                     f"row {row}: {shown(cell)}: funcpipe does not know this action of torch; let "
-                    "torch write the "
-                    'schedule with format="compute_only", which has none of these'
+                    'torch write the schedule with format="compute_only", which omits it'
                 )
             else:
                 words.append(cell)
@@ -137,7 +141,7 @@ def from_torch_csv(text: str, *, name: str = "torch") -> Schedule:
         orders.append(order)
         pairs |= {(order[at], order[at + 1]) for at in places if len(order) == len(words)}
     raise_all(
-        "this is no schedule of torch.distributed.pipelining:",
+        "the text is not a schedule of torch.distributed.pipelining:",
         faults,
         ScheduleError,
         most=MOST_FAULTS,

@@ -1,5 +1,7 @@
-"""Schedules made from schedules: remat (R), delayed weight backwards (I, W), offload (O, L), reduce
-(G), gather (U)."""
+"""Transform schedules: insert R, O and L, G, U or S, or split backwards into I and W.
+
+`pairing` has the transforms that pair actions.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,20 @@ from funcpipe._src.data.schedule import Action, Kind, Schedule
 from funcpipe._src.schedules.legal import MOST_FAULTS
 
 _Inserted = dict[int, list[Action]]
-"""What stands before, or after, some positions of an order."""
+"""Actions to insert before, or after, some positions of an order."""
 
 
 def refuse_unfit(
     name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = ""
 ) -> None:
-    """Raise ScheduleError for what is no schedule, has no backwards, or has one of the kinds
-    already.
+    """Raise ScheduleError for an object that a transform cannot take.
 
-    ``because``: what backwards would be for; ``once``: how to apply it once.
+    Args:
+        name: the name of the transform.
+        schedule: the object: a schedule with backwards and without the kinds is accepted.
+        kinds: the kinds that the transform inserts.
+        because: the reason why backwards are needed, for the message.
+        once: advice on how to apply the transform once, for the message.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
@@ -42,13 +48,13 @@ def refuse_unfit(
 def _refuse_choice(name: str, choose: object) -> None:
     if not callable(choose):
         raise ScheduleError(
-            f"{name} is a function (action) -> bool; got {choose!r}; e.g. {name}=lambda action: "
-            "action.stage == 1"
+            f"{name} must be a function (action) -> bool; got {choose!r}; e.g. {name}=lambda "
+            "action: action.stage == 1"
         )
 
 
 def never(action: Action) -> bool:
-    """Keep no residual: every microbatch of every stage is computed again.
+    """Return False: the default of ``remat(keep=)``, which keeps no residual.
 
     >>> fp.schedules.never(fp.Action.parse("2F0"))
     False
@@ -57,10 +63,11 @@ def never(action: Action) -> bool:
 
 
 def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Schedule:
-    """Compute residuals again instead of holding them: insert ``R`` just before the first backward.
+    """Recompute residuals instead of keeping them: insert ``R`` just before a backward.
 
-    A device then holds the inputs of its stages and one residual at a time. ``R`` writes nothing
-    but the residual, so statistics are never counted twice.
+    A device then holds the inputs of its stages and one residual at a time. The field also calls
+    this activation checkpointing. ``R`` writes the residual only, so statistics of batch norm are
+    not counted twice.
 
     >>> print(fp.schedules.remat(fp.schedules.one_f_one_b(2, 2), keep=lambda action: action.stage == 1))
     0F0 0F1 0R0 0B0 0R1 0B1
@@ -68,11 +75,11 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 
     Args:
         schedule: a schedule with backwards.
-        keep: given the forward of a (stage, microbatch), should its residual be kept. GPipe's
-            ``except_last`` is ``keep=lambda action: action.microbatch == last``.
+        keep: a function of a forward: True keeps the residual of that forward. Default: keep none.
+            GPipe's ``except_last`` is ``keep=lambda action: action.microbatch == last``.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, or it has ``R`` already.
+        ScheduleError: ``schedule`` is not a schedule, has no backwards, or has ``R`` already.
     """
     refuse_unfit(
         "remat", schedule, [Kind.R], because="there is nothing to compute again", once="with keep="
@@ -90,12 +97,12 @@ def remat(schedule: Schedule, *, keep: Callable[[Action], bool] = never) -> Sche
 
 
 def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
-    """Split every backward into I and W, and run W in groups: when so many of a stage wait, or at
-    the end.
+    """Split each backward into I and W, and run W in groups.
 
-    The gradient of the input then goes back as early as it can, as in the zero-bubble schedules
-    (arXiv 2401.10241). Pairs remain where they are still neighbours, B as I. Up to ``group`` more
-    microbatches of a stage keep what their W needs.
+    W of a stage run as soon as ``group`` of them wait, and at the end. So the gradient of the input
+    goes back as early as possible, as in the zero-bubble schedules (arXiv 2401.10241). Up to
+    ``group`` more microbatches of a stage keep their weight residuals. Pairs whose actions are
+    still neighbours remain, with I in place of B.
 
     >>> print(fp.schedules.delay(fp.schedules.one_f_one_b(2, 4), group=2))
     0F0 0F1 0I0 0F2 0I1 0W0 0W1 0F3 0I2 0I3 0W2 0W3
@@ -103,14 +110,15 @@ def delay(schedule: Schedule, *, group: int = 1) -> Schedule:
 
     Args:
         schedule: a schedule with backwards, whole or split.
-        group: how many W of a stage run one after the other, from 1.
+        group: the number of W of a stage that run one after the other, at least 1. Default: 1.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, or the group is no positive int.
+        ScheduleError: ``schedule`` is not a schedule, has no backwards, or ``group`` is not a
+            positive int.
     """
     refuse_unfit("delay", schedule, because="there is no W to delay")
     if type(group) is not int or group < 1:
-        raise ScheduleError(f"group is how many W run one after the other, from 1; got {group!r}")
+        raise ScheduleError(f"group is the number of W in a row, at least 1; got {group!r}")
     pairs = frozenset((_split(first), _split(second)) for first, second in schedule.pairs)
     orders = [_delayed(order, group) for order in schedule.orders]
     return replace(schedule, pairs=pairs).reordered(orders, f"{schedule.name}+delay")
@@ -128,9 +136,8 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
         if kind is Kind.W:
             continue
         if kind in ONCE:
-            out += waiting.pop(
-                stage, []
-            )  # these wait for no longer than what comes after all of them
+            # G and S need all gradients of their stage, so no W may come after them.
+            out += waiting.pop(stage, [])
         if kind not in (Kind.B, Kind.I):
             out.append(action)
             continue
@@ -144,11 +151,10 @@ def _delayed(order: tuple[Action, ...], group: int) -> tuple[Action, ...]:
 
 
 def reduce_grads(schedule: Schedule) -> Schedule:
-    """Sum the gradients of each stage over its replicas once they are complete: insert ``G`` after
-    its last backward.
+    """Sum the gradients of each stage over its replicas: insert ``G`` after the last backward.
 
-    It runs on the link to the other replicas while the device goes on with other stages. Where
-    there are no replicas, nothing is left to do. What steps (`step_params`) is put in after it.
+    ``G`` runs on the link to the other replicas while the device works on other stages. Without
+    replicas, ``G`` does nothing. To step parameters too, apply `step_params` after this function.
 
     >>> print(fp.schedules.reduce_grads(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0G
@@ -158,7 +164,7 @@ def reduce_grads(schedule: Schedule) -> Schedule:
         schedule: a schedule with backwards.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, or it has ``G`` already.
+        ScheduleError: ``schedule`` is not a schedule, has no backwards, or has ``G`` already.
     """
     refuse_unfit(
         "reduce_grads",
@@ -174,14 +180,14 @@ def reduce_grads(schedule: Schedule) -> Schedule:
 
 
 def step_params(schedule: Schedule) -> Schedule:
-    """Step the parameters of each stage once its gradients are whole: insert ``S`` after its last
-    backward.
+    """Step the parameters of each stage during the run: insert ``S`` after the last backward.
 
-    That of a stage with ``G`` stands at the end of its device, which waits for the sums where it
-    has nothing else to do.
+    If a stage has ``G``, its ``S`` comes at the end of its device's order, so that the device does
+    other work while the sums are on their way.
 
-    `run` gets the optimizer; what turns out afterwards to be a step too many is undone. The
-    zero-bubble paper calls that post-validation (arXiv 2401.10241, section 4).
+    Pass the optimizer to `run`. The run undoes the steps if it fails, if gradients must be clipped,
+    or if they are not finite under a loss scale. The zero-bubble paper calls this post-validation
+    (arXiv 2401.10241, section 4).
 
     >>> print(fp.schedules.step_params(fp.schedules.one_f_one_b(2, 2)))
     0F0 0F1 0B0 0B1 0S
@@ -191,7 +197,7 @@ def step_params(schedule: Schedule) -> Schedule:
         schedule: a schedule with backwards.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, or it has ``S`` already.
+        ScheduleError: ``schedule`` is not a schedule, has no backwards, or has ``S`` already.
     """
     refuse_unfit(
         "step_params", schedule, (Kind.S,), because="there is nothing to step by", once="and last"
@@ -201,8 +207,10 @@ def step_params(schedule: Schedule) -> Schedule:
 
 
 def _steps(order: Sequence[Action]) -> _Inserted:
-    """The S of one device, by the position behind which they stand; those behind a G in the order
-    of these."""
+    """Return the S of one device, by the position after which they come.
+
+    S of stages with a G come at the end, in the order of the G: the first sums arrive first.
+    """
     summed = [action.stage for action in order if action.kind is Kind.G]
     after = {
         at: steps
@@ -214,21 +222,22 @@ def _steps(order: Sequence[Action]) -> _Inserted:
 
 
 def _behind(order: Sequence[Action], kinds: Collection[Kind], kind: Kind) -> _Inserted:
-    """An action of a kind behind the last one of some kinds of each stage."""
+    """Return an action of ``kind`` for each stage, after the stage's last action of ``kinds``."""
     last = {action.stage: at for at, action in enumerate(order) if action.kind in kinds}
     return {at: [Action(kind, stage)] for stage, at in last.items()}
 
 
 def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
-    """Gather the parameters of a stage, of which each replica holds a part, in time for what it
-    computes: insert ``U``.
+    """Gather the sharded parameters of each stage before it computes: insert ``U``.
 
-    They come over the link to the other replicas while the device goes on, and the stage waits for
-    them. When it has computed for the last time before its next ``U``, or at all, they are a part
-    again. Gathered once and with every stage whole it is ZeRO-1 or 2 (arXiv 1910.02054): what the
-    optimizer keeps, and the sums of gradients, are parts. With ``whole`` it is ZeRO-3, or FSDP: a
-    device has no more parameters at a time than its stages in turn need, as in breadth-first
-    schedules (`looped_bfs`, arXiv 2211.05953).
+    Each replica has a shard of the parameters. ``U`` gathers the shards over the link to the other
+    replicas while the device works, and the stage waits for the parameters. After its last use
+    before the next ``U`` of the stage, the device frees the gathered parameters.
+
+    Without ``whole``, each stage is gathered once: ZeRO-1 or 2 (arXiv 1910.02054), where optimizer
+    state and sums of gradients are sharded. With ``whole``, a device has the whole parameters of a
+    few stages at a time: ZeRO-3 or FSDP. This suits breadth-first schedules (`looped_bfs`, arXiv
+    2211.05953).
 
     >>> print(fp.schedules.gather_params(fp.schedules.looped_bfs(4, 2, num_devices=2), whole=1))
     0U0 0F0 2U0 0F1 2F0 2F1 2B0 0U1 2B1 0B0 0B1
@@ -236,13 +245,15 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
 
     Args:
         schedule: any schedule.
-        whole: how many stages of a device may be whole at a time, from 1 (and those that are
-            coming); of those that are, the one that is needed latest goes. None: all of them.
-        ahead: how many computing actions (F, B, I, W, R) of the device run between ``U`` and the
-            stage's own.
+        whole: the largest number of stages of a device with whole parameters at a time, at least 1.
+            Stages whose ``U`` is under way do not count. If a stage must be freed, the stage with
+            the latest next use is freed. None: all stages.
+        ahead: the number of computing actions (F, B, I, W, R) of the device between a ``U`` and the
+            first action of its stage. Default: 1.
 
     Raises:
-        ScheduleError: this is no schedule, it has ``U`` already, or an option is out of range.
+        ScheduleError: ``schedule`` is not a schedule or has ``U`` already, or an option is out of
+            range.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"gather_params takes a schedule; got a {type(schedule).__name__}")
@@ -250,20 +261,20 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
         raise ScheduleError(f"schedule {schedule.name!r} has U already; apply gather_params once")
     if whole is not None and (type(whole) is not int or whole < 1):
         raise ScheduleError(
-            "whole is how many stages of a device are whole at a time, from 1, or None; got "
-            f"{whole!r}"
+            "whole is the number of stages of a device with whole parameters at a time, at least "
+            f"1, or None; got {whole!r}"
         )
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
-            "ahead is how many computing actions stand between U and its stage's, from 0; got "
-            f"{ahead!r}"
+            "ahead is the number of computing actions between U and its stage's first action, at "
+            f"least 0; got {ahead!r}"
         )
     gathers = [_gathers(order, whole, ahead) for order in schedule.orders]
     return _with(schedule, "gather", [(before, {}) for before in gathers])
 
 
 def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[int, list[Action]]:
-    """The U of one device, by the position before which they stand."""
+    """Return the U of one device, by the position before which they come."""
     computing = [at for at, action in enumerate(order) if action.kind in COMPUTES]
     uses: dict[int, deque[int]] = defaultdict(deque)
     for place, at in enumerate(computing):
@@ -272,7 +283,7 @@ def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[i
     times: dict[int, int] = defaultdict(int)
     here: set[int] = set()
     left: dict[int, int] = {}
-    """By stage, from where on it may be gathered again."""
+    """By stage, the first place where it may be gathered again: its parameters are freed there."""
     for place, at in enumerate(computing):
         stage = order[at].stage
         uses[stage].popleft()
@@ -290,7 +301,7 @@ def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[i
 
 
 def always(action: Action) -> bool:
-    """Move every residual.
+    """Return True: the default of ``offload(move=)``, which moves each residual.
 
     >>> fp.schedules.always(fp.Action.parse("2F0"))
     True
@@ -301,13 +312,13 @@ def always(action: Action) -> bool:
 def offload(
     schedule: Schedule, *, move: Callable[[Action], bool] = always, ahead: int = 1
 ) -> Schedule:
-    """Let residuals wait in host memory: insert ``O`` straight after a forward, ``L`` in time for
-    its backward.
+    """Offload residuals to host memory: insert ``O`` after a forward, and ``L`` before its
+    backward.
 
-    Between the two the residual occupies no memory of the device, which goes on meanwhile. Where
-    the backward follows so soon that ``L`` would stand next to ``O``, nothing is gained and the
-    residual stays. PipeOffload (arXiv 2503.01328) moves those that wait for longest: ``move`` picks
-    them, such as the first chunks of `interleaved`.
+    Between ``O`` and ``L`` the residual occupies no memory of the device. The device works on while
+    residuals move. If ``L`` would directly follow ``O``, the residual stays on the device.
+    PipeOffload (arXiv 2503.01328) moves the residuals that wait longest, such as those of the first
+    stages of `interleaved`: choose them with ``move``.
 
     >>> print(fp.schedules.offload(fp.schedules.one_f_one_b(3, 3)))
     0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2
@@ -316,13 +327,15 @@ def offload(
 
     Args:
         schedule: a schedule with backwards.
-        move: given the forward of a (stage, microbatch), should its residual be moved.
-        ahead: how many computing actions (F, B, I, W, R) of the device run between ``L`` and the
-            backward; while they do, the residual is on its way back. 0: the device waits for it.
+        move: a function of a forward: True offloads the residual of that forward. Default: move
+            all.
+        ahead: the number of computing actions (F, B, I, W, R) of the device between ``L`` and the
+            backward. The residual comes back during these actions. Default: 1. 0: the device waits
+            for the residual.
 
     Raises:
-        ScheduleError: this is no schedule, it has no backwards, it has ``O`` already, or a residual
-            that is picked is computed again by ``R``.
+        ScheduleError: ``schedule`` is not a schedule, has no backwards, or has ``O`` already; or
+            ``move`` picks a residual that ``R`` recomputes.
     """
     refuse_unfit(
         "offload",
@@ -334,7 +347,7 @@ def offload(
     _refuse_choice("move", move)
     if type(ahead) is not int or ahead < 0:
         raise ScheduleError(
-            "ahead is how many computing actions stand between L and the backward, from 0; got "
+            "ahead is the number of computing actions between L and the backward, at least 0; got "
             f"{ahead!r}"
         )
     moved = _with(
@@ -348,8 +361,8 @@ def offload(
         )
     ]
     raise_all(
-        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= leave "
-        "these out. It picked",
+        f"a residual of {schedule.name!r} is computed again or moved, not both; let move= return "
+        "False for these forwards. It picked",
         faults,
         ScheduleError,
         most=MOST_FAULTS,
@@ -358,15 +371,15 @@ def offload(
 
 
 def _forwards_of(order: tuple[Action, ...], kind: Kind) -> set[Action]:
-    """The forwards of what has an action of this kind."""
+    """Return the forwards whose stage and microbatch have an action of a kind."""
     return {action._replace(kind=Kind.F) for action in order if action.kind is kind}
 
 
 def _moves(
     schedule: Schedule, order: tuple[Action, ...], move: Callable[[Action], bool], ahead: int
 ) -> tuple[_Inserted, _Inserted]:
-    """The L of one device, by the position before which they stand, and its O, by that after which
-    they do."""
+    """Return the L of one device by the position before which they come, and the O by the position
+    after which they come."""
     joined = {*schedule.joined(order)}
     forwards = {action: at for at, action in enumerate(order) if action.kind is Kind.F}
     away: _Inserted = {}
@@ -385,8 +398,10 @@ def _moves(
 
 
 def _with(schedule: Schedule, word: str, added: Sequence[tuple[_Inserted, _Inserted]]) -> Schedule:
-    """The schedule with more actions before and after some positions of each order, or of the pairs
-    that stand there."""
+    """Return a schedule with inserted actions before and after some positions of each order.
+
+    Nothing is inserted between the two actions of a pair: it comes before or after both.
+    """
     orders: list[tuple[Action, ...]] = []
     for order, (before, after) in zip(schedule.orders, added, strict=True):
         for at in schedule.joined(order):
@@ -403,7 +418,7 @@ def inserted(
     before: Mapping[int, Sequence[Action]],
     after: Mapping[int, Sequence[Action]],
 ) -> tuple[Action, ...]:
-    """An order with more actions before and after some of its positions."""
+    """Return an order with inserted actions before and after some of its positions."""
     out: list[Action] = []
     for at, action in enumerate(order):
         out += (*before.get(at, ()), action, *after.get(at, ()))

@@ -1,15 +1,17 @@
-"""Schedules on a V: the stages go down the devices and back up, so the first device has the input
-and the loss.
+"""Schedules on a V: stages go down the devices and back up.
 
-Device d has two stages, d on the way down and ``2D - 1 - d`` on the way up; together their
-residuals live as long on one device as on any other, so memory is even. Two ways lead to an order.
-ZB-V and DualPipeV are spelled: a device has phases, each phase repeats some words, each word takes
-the next microbatch of its stage. V-Half and V-Min are squeezed: one microbatch is laid out in time
-slots, repeated every six slots, and what has to wait for nothing moves up. Both visit microbatches
-in ascending order on every stage, as all families do.
+The first device has the first and the last stage. Device d has two stages: d on the way down, and
+``2D - 1 - d`` on the way up. The lifetimes of their residuals add up to the same on each device, so
+memory is even.
 
-Sources: ZB-V in zero bubble (arXiv 2401.10241) and controllable memory (arXiv 2405.15362), which
-has V-Half and V-Min; DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
+There are two methods to make an order. ZB-V and DualPipeV are *spelled*: a device has phases, each
+phase repeats some words, and each word takes the next microbatch of its stage. V-Half and V-Min are
+*squeezed* (`squeeze.py`): one microbatch is laid out in time slots, repeated every six slots, and
+actions move up to earlier slots. Both methods visit microbatches in ascending order on each stage,
+as all families do.
+
+Sources: ZB-V in zero bubble (arXiv 2401.10241); V-Half, V-Min and the adaptive V in controllable
+memory (arXiv 2405.15362); DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
 """
 
 from __future__ import annotations
@@ -27,39 +29,38 @@ from funcpipe._src.schedules.counts import schedule_counts
 from funcpipe._src.schedules.squeeze import BLOCK, Block, most_held, repeated, squeezed, steady
 
 _Phase = tuple[int, str]
-"""So many times these words. ``F0``: the next forward of the stage on the way down, ``I1``: the
-next I of the other one, ``W0``: the oldest W that this stage still owes, ``W``: the oldest that the
-device owes."""
+"""(repetitions, words). ``F0`` is the next forward of the stage on the way down, ``I1`` the next I
+of the stage on the way up. ``W0`` is the oldest pending W of the stage on the way down, ``W`` the
+oldest pending W of the device."""
 
 _KINDS = {kind.value: kind for kind in Kind}
 
 
 def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
-    """ZB-V (arXiv 2401.10241, section 6): the memory of 1F1B, on every device alike, and no bubble
-    where F = I = W.
+    """Make the ZB-V schedule: the memory of 1F1B, even over the devices, and no bubble if F = I = W.
 
-    Times below are of one stage, of which a device has two. Where F, I and W take the same time and
-    ``M >= 2D - 1``, every device works without a pause: span ``6 M``, makespan ``6 M + D - 1``.
-    Every device holds at most 2D residuals of a stage, as many as the first device of 1F1B.
+    Let F, I and W of a stage take one unit each; a device has two stages. With ``M >= 2D - 1`` each
+    device works without a pause: the span is ``6 M``, the makespan ``6 M + D - 1``. Each device
+    holds at most 2D residuals of a stage, as many as the first device of 1F1B. Source: arXiv
+    2401.10241, section 6.
 
     >>> print(fp.schedules.zbv(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     Args:
-        num_stages: how many stages, S; twice D.
-        num_microbatches: how many microbatches, M; any number.
-        num_devices: how many devices, D; half of S.
+        num_stages: the number of stages, S: twice D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: half of S.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is not twice D.
+        ScheduleError: a count is not positive, or S is not twice D.
     """
     _, microbatches, devices, _ = schedule_counts(
         num_stages, num_microbatches, num_devices, folded=True, share=2
     )
-    full = max(
-        microbatches, 2 * devices - 1
-    )  # so many fill the V; of a longer schedule the first few are taken
+    # The phases need enough microbatches to fill the V. For fewer, the schedule is cut at the end.
+    full = max(microbatches, 2 * devices - 1)
     orders: list[list[Action]] = []
     for device in range(devices):
         below = devices - device
@@ -81,35 +82,36 @@ def zbv(num_stages: int, num_microbatches: int, *, num_devices: int | None = Non
 def dualpipe_v(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None
 ) -> Schedule:
-    """DualPipeV: each forward stands beside a whole backward of the other stage, to hide each
-    other's communication.
+    """Make the DualPipeV schedule: a forward of one stage overlaps with a backward of the other.
 
-    DualPipe (arXiv 2412.19437, figure 5) cut in half: no second copy of the weights. Backwards are
-    whole (B) but where the pipeline fills and drains. Every device holds at most ``2 D + 1``
-    residuals of a stage. The F and the B are pairs that overlap (`Schedule.pairs`). Where F, I and
-    W take the same time, 1 for a stage, makespan ``6 M + 2 (D - 1)`` if nothing is hidden, and ``6
-    M + D - 1`` without pairs (`unpair`). Where a pair takes 2 instead of 3 (`Cost.forward_link`,
-    `Cost.backward_link`), ``4 M + 3 D``.
+    The overlap hides communication, such as an all-to-all of experts. DualPipeV is DualPipe (arXiv
+    2412.19437, figure 5) cut in half, so it needs no second copy of the weights. Backwards are
+    whole (B), except while the pipeline fills and drains. Each device holds at most ``2 D + 1``
+    residuals of a stage.
+
+    Let F, I and W of a stage take one unit each. The makespan is ``6 M + 2 (D - 1)`` if pairs hide
+    nothing, and ``6 M + D - 1`` without pairs (`unpair`). If a pair takes 2 units instead of 3
+    (`Cost.forward_link`, `Cost.backward_link`), the makespan is ``4 M + 3 D``.
 
     >>> print(fp.schedules.dualpipe_v(4, 4))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3 3B1) (3F2 0B0) 3B2 (3F3 0B1) 3B3 0I2 0W2 0I3 0W3
     1F0 2F0 1F1 2F1 1F2 2B0 (2F2 1B0) (1F3 2B1) (2F3 1B1) 2B2 1B2 2I3 1I3 2W3 1W3
 
     Args:
-        num_stages: how many stages, S; twice D.
-        num_microbatches: how many microbatches, M; at least S.
-        num_devices: how many devices, D; half of S.
+        num_stages: the number of stages, S: twice D.
+        num_microbatches: the number of microbatches, M: at least S.
+        num_devices: the number of devices, D. Default: half of S.
 
     Raises:
-        ScheduleError: a count that is not positive, S is not twice D, or M is less than S.
+        ScheduleError: a count is not positive, S is not twice D, or M is less than S.
     """
     stages, microbatches, devices, _ = schedule_counts(
         num_stages, num_microbatches, num_devices, folded=True, share=2
     )
     if microbatches < stages:
         raise ScheduleError(
-            f"no such schedule: DualPipeV fills the V with {stages} microbatches, one for each "
-            f"stage; got {microbatches}; take more microbatches, or fp.schedules.zbv, which takes "
+            f"no such schedule: DualPipeV needs {stages} microbatches, one for each stage, to fill "
+            f"the V; got {microbatches}; take more microbatches, or fp.schedules.zbv, which takes "
             "any number"
         )
     orders: list[list[Action]] = []
@@ -132,33 +134,33 @@ def dualpipe_v(
         [pair for pair in pairwise(order) if pair[0].kind is Kind.F and pair[1].kind is Kind.B]
         for order in orders
     ]
-    pairs[-1] = pairs[-1][
-        1:
-    ]  # the authors leave the very first apart: everybody waits for this backward
+    # The authors do not pair the first backward of all: all devices wait for this backward.
+    pairs[-1] = pairs[-1][1:]
     return Schedule(tuple(map(tuple, orders)), "DualPipeV", frozenset(chain(*pairs)))
 
 
 def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
-    """V-Half (arXiv 2405.15362): about half the memory of 1F1B, on every device alike, and half its
-    bubble.
+    """Make the V-Half schedule: about half the memory of 1F1B, and half its bubble.
 
-    Every device holds at most ``2 (D // 2 + 1)`` residuals of a stage (1F1B: those of 2D), even if
-    I gives back nothing of them. Where F, I and W take the same time, 1 for a stage, and ``M >= D >
-    2``, the makespan is ``6 M + 3 D - 7``, or ``6 M + 3 D - 4`` for an odd D (1F1B: ``6 M + 6 (D -
-    1)``). Where they differ, the bubble stays independent of M while ``W + 2 I >= 2 F`` and ``W + 2
-    F >= 2 I``.
+    Each device holds at most ``2 (D // 2 + 1)`` residuals of a stage, even if I frees no part of
+    them. The first device of 1F1B holds 2D.
+
+    Let F, I and W of a stage take one unit each, and ``M >= D > 2``. The makespan is ``6 M + 3 D -
+    7``, or ``6 M + 3 D - 4`` for an odd D. 1F1B takes ``6 M + 6 (D - 1)``. For other times, the
+    bubble is independent of M if ``W + 2 I >= 2 F`` and ``W + 2 F >= 2 I``. Source: arXiv
+    2405.15362.
 
     >>> print(fp.schedules.v_half(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
     Args:
-        num_stages: how many stages, S; twice D.
-        num_microbatches: how many microbatches, M; any number.
-        num_devices: how many devices, D; half of S.
+        num_stages: the number of stages, S: twice D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: half of S.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is not twice D.
+        ScheduleError: a count is not positive, or S is not twice D.
     """
     _, microbatches, devices, _ = schedule_counts(
         num_stages, num_microbatches, num_devices, folded=True, share=2
@@ -167,26 +169,27 @@ def v_half(num_stages: int, num_microbatches: int, *, num_devices: int | None = 
 
 
 def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = None) -> Schedule:
-    """V-Min (arXiv 2405.15362): about a third of the memory of 1F1B, on every device alike, and two
-    thirds of its bubble.
+    """Make the V-Min schedule: about a third of the memory of 1F1B, and two thirds of its bubble.
 
-    Every device holds at most ``2 ((D + 4) // 3)`` residuals of a stage (1F1B: those of 2D), even
-    if I gives back nothing of them. Where F, I and W take the same time, 1 for a stage, and ``M >=
-    D > 1``, the makespan is at most ``6 M + 4 D - 5``, and ``6 M + 4 D - 7`` where 3 divides D
-    (1F1B: ``6 M + 6 (D - 1)``). Where they differ, a device may wait in every round, and its bubble
-    grows with M; V-Half is robust.
+    Each device holds at most ``2 ((D + 4) // 3)`` residuals of a stage, even if I frees no part of
+    them. The first device of 1F1B holds 2D.
+
+    Let F, I and W of a stage take one unit each, and ``M >= D > 1``. The makespan is at most ``6 M
+    + 4 D - 5``, and ``6 M + 4 D - 7`` if 3 divides D. 1F1B takes ``6 M + 6 (D - 1)``. If the times
+    differ, a device may wait in each round, so the bubble grows with M. V-Half is more robust.
+    Source: arXiv 2405.15362.
 
     >>> print(fp.schedules.v_min(4, 3))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1 3F2 3I2 3W2 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 2I1 1I1 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2
 
     Args:
-        num_stages: how many stages, S; twice D.
-        num_microbatches: how many microbatches, M; any number.
-        num_devices: how many devices, D; half of S.
+        num_stages: the number of stages, S: twice D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: half of S.
 
     Raises:
-        ScheduleError: a count that is not positive, or S is not twice D.
+        ScheduleError: a count is not positive, or S is not twice D.
     """
     _, microbatches, devices, _ = schedule_counts(
         num_stages, num_microbatches, num_devices, folded=True, share=2
@@ -197,27 +200,29 @@ def v_min(num_stages: int, num_microbatches: int, *, num_devices: int | None = N
 def v_adaptive(
     num_stages: int, num_microbatches: int, *, num_devices: int | None = None, residuals: int
 ) -> Schedule:
-    """Between V-Min and ZB-V (arXiv 2405.15362): as little bubble as a given memory allows, the
-    same on every device.
+    """Make an adaptive V schedule: a small bubble within a given memory, between V-Min and ZB-V.
 
-    Every device holds at most ``residuals`` residuals of a stage, even if I gives back nothing of
-    them. The first devices hand their microbatches on as in V-Min, the others as where memory is no
-    matter, as many as there is memory for. Where F, I and W take the same time, 1 for a stage, and
-    ``M > 2 D``, the span is ``6 M + b``; for D = 4 and 4 to 8 residuals b is 11, 10, 5, 3 and 0.
+    Each device holds at most ``residuals`` residuals of a stage, even if I frees no part of them.
+    The first devices pass microbatches on as in V-Min. The other devices pass them on as if memory
+    were unlimited. The memory decides how many devices do so.
+
+    Let F, I and W of a stage take one unit each, and ``M > 2 D``. The span is ``6 M + b``. For D =
+    4 and 4 to 8 residuals, b is 11, 10, 5, 3 and 0. Source: arXiv 2405.15362.
 
     >>> print(fp.schedules.v_adaptive(4, 3, residuals=4))
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
     Args:
-        num_stages: how many stages, S; twice D.
-        num_microbatches: how many microbatches, M; any number.
-        num_devices: how many devices, D; half of S.
-        residuals: at least those of V-Min, ``2 ((D + 4) // 3)``; more than 2 D bring nothing.
+        num_stages: the number of stages, S: twice D.
+        num_microbatches: the number of microbatches, M.
+        num_devices: the number of devices, D. Default: half of S.
+        residuals: the largest number of residuals per device. At least those of V-Min, ``2 ((D + 4)
+            // 3)``. More than 2 D do not help.
 
     Raises:
-        ScheduleError: a count that is not positive, S is not twice D, or fewer residuals than V-Min
-            has.
+        ScheduleError: a count is not positive, S is not twice D, or ``residuals`` is less than
+            V-Min needs.
     """
     stages, microbatches, devices, _ = schedule_counts(
         num_stages, num_microbatches, num_devices, folded=True, share=2
@@ -225,10 +230,13 @@ def v_adaptive(
     fewest = min(2 * ((devices + 4) // 3), 2 * microbatches)
     if not isinstance(residuals, int) or residuals < fewest:
         raise ScheduleError(
-            f"no such schedule: residuals is a whole number from {fewest}, what V-Min holds on "
-            f"{devices} devices; got {residuals!r}; or fp.search(..., remat=True)"
+            f"no such schedule: residuals must be a whole number of at least {fewest}, which V-Min "
+            f"needs on {devices} devices; got {residuals!r}; for less memory, use "
+            "fp.search(..., remat=True)"
         )
-    sample = min(microbatches, 2 * devices + 2)  # it is steady by then
+    # Orders repeat by this number of microbatches, so a short schedule shows the bubble of a long
+    # one, and choosing the best block takes a time that does not grow with M.
+    sample = min(microbatches, 2 * devices + 2)
 
     def best(slow: int) -> tuple[float, int] | None:
         tried = [
@@ -241,7 +249,7 @@ def v_adaptive(
     def make(slow: int, gap: int, count: int) -> tuple[tuple[Action, ...], ...] | None:
         blocks = [_adaptive_block(device, devices, slow, gap) for device in range(devices)]
         if any(len({slot % BLOCK for slot in block}) < len(block) for block in blocks):
-            return None  # two of its actions would meet
+            return None  # two actions of a device would need the same slot
         lanes = repeated(count, blocks)
         return squeezed(lanes, residuals) if most_held(lanes) <= residuals else None
 
@@ -256,17 +264,18 @@ def v_adaptive(
 
 
 def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
-    """The order that the phases of a device spell."""
+    """Return the order that the phases of a device spell."""
     stages = (device, 2 * devices - 1 - device)
     forwards, backwards = [0, 0], [0, 0]  # done of each stage
-    owed: list[tuple[int, int]] = []  # W, as (which stage, microbatch)
+    owed: list[tuple[int, int]] = []  # pending W, as (which stage, microbatch)
     order: list[Action] = []
-    new = tuple.__new__  # a third of the time of Action(...), and there may be a hundred thousand
+    # A schedule may have 100,000 actions; tuple.__new__ takes a third of the time of Action(...).
+    new = tuple.__new__
     for times, words in phases:
         spelled = [(_KINDS[word[0]], int(word[1:] or -1)) for word in words.split()]
         if all(kind in (Kind.F, Kind.B) for kind, _ in spelled):
-            # Nothing is owed: each word counts up by itself, so its actions are made in one go, and
-            # dealt out.
+            # No W depends on these words, so each word counts up independently. All actions of a
+            # word are made at once, then the columns are interleaved.
             columns: list[list[Action]] = []
             steps = Counter(spelled)
             for kind, which in spelled:
@@ -298,7 +307,7 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
 
 
 def _half_block(device: int, devices: int) -> Block:
-    gap = 0 if devices % 2 else 3  # else two microbatches would meet in a slot
+    gap = 0 if devices % 2 else 3  # without the gap two microbatches would need the same slot
     return (
         2 * device,
         3 * devices - 2 - device,
@@ -318,8 +327,8 @@ def _min_block(device: int, devices: int) -> Block:
 
 
 def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
-    """A block with one slot from each of the first ``slow`` devices to the next, three from the
-    others, both ways."""
+    """Return a block in which a microbatch takes one slot per hop between the first ``slow``
+    devices, and three slots per hop between the others, in both directions."""
 
     def slots(hops: int) -> int:
         return min(hops, slow) + 3 * max(0, hops - slow)
@@ -330,7 +339,7 @@ def _adaptive_block(device: int, devices: int, slow: int, gap: int) -> Block:
 
 
 def _span(orders: tuple[tuple[Action, ...], ...]) -> float:
-    """The span where every action takes one unit of time."""
+    """Return the span if each action takes one unit of time."""
     schedule = Schedule(orders)
     lanes = coded(orders)
     stages = schedule.num_stages

@@ -1,4 +1,7 @@
-"""The best schedule that a search has found so far, and how short any could be."""
+"""Keep the best schedule of a search and its lower bounds.
+
+`search.py` decides the order of the phases; this file runs them and compares schedules.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,20 @@ from funcpipe._src.view.simulate import simulate
 
 _WRONG = 1e-6
 _POLISHED = 20_000
-"""The most actions of a schedule whose single actions are moved; with more that takes too long."""
+"""The most actions of a schedule whose single actions are moved; more would take too long."""
 _STEP = 100
-"""So many evaluations take about as long as one such step."""
+"""One step of sharpening a bound takes about as long as this number of evaluations."""
 
 
 class Best:
-    """The best schedule so far, and by how much the others missed the memory limit.
+    """The best schedule so far, the lower bounds, and the least excess over the memory limit.
 
     Attributes:
-        problems: no schedule is shorter than the shortest of all of them; with their ``bounds``.
+        problems: the problems, one per placement.
+        budget: the budget of the search.
+        bounds: the lower bound of each problem.
+        value: the objective of the best schedule; infinite without one.
+        problem, schedule, source: the best schedule, its problem and its origin.
     """
 
     def __init__(self, problems: Sequence[Problem], budget: Budget) -> None:
@@ -48,39 +55,38 @@ class Best:
         self._benches: dict[int, Bench] = {}
         self.source = ""
         self.cut = False
-        """Whether what to begin with, or the solver, ran out of time."""
+        """Whether the published schedules, or the solver, ran out of time."""
         self.least = inf
-        """The least memory above the limit that anything needed."""
+        """The least memory above the limit that a schedule needed."""
 
     @property
     def timeline(self) -> Timeline | None:
-        """The timeline of the best schedule; it costs much more than its times, so it is made when
-        it is wanted."""
+        """The timeline of the best schedule. Simulated on demand, because scores are cheaper."""
         if self._timeline is None and self.problem is not None and self.schedule is not None:
             self._timeline = simulate(self.schedule, self.problem.cost)
         return self._timeline
 
     @property
     def bound(self) -> float:
-        """The lower bound of all placements together."""
+        """The lower bound over all placements."""
         return self.least_bound.value
 
     @property
     def least_bound(self) -> LowerBound:
-        """The bound of the placement that could be the shortest."""
+        """The smallest of the placements' bounds."""
         return min(self.bounds, key=lambda bound: bound.value)
 
     def look(self) -> tuple[float | None, float | None]:
-        """The best value and its gap, where there is one."""
+        """Return the best value and its gap for progress reports; None without a schedule."""
         return (None, None) if self.value == inf else (self.value, gap_of(self.value, self.bound))
 
     @property
     def done(self) -> bool:
-        """Is the best schedule as short as the lower bound."""
+        """Whether the best schedule is as short as the lower bound."""
         return self.value <= self.bound * (1 + ROUNDING)
 
     def begin(self, problems: Sequence[Problem], budget: Budget | None = None) -> None:
-        """Offer what a search begins with: the published schedules."""
+        """Offer the published schedules."""
         budget = budget or self.budget
         self.budget.told.phase("published")
         for problem in problems:
@@ -111,6 +117,7 @@ class Best:
             bench = self._benches[id(problem)] = Bench(problem)
         joined = [schedule.joined(order) for order in schedule.orders] if schedule.pairs else ()
         score = bench.score(coded(schedule.orders, problem.num_slices), joined)
+        # Scores are much cheaper than simulations, so most candidates end here.
         if score is None or score.value >= self.value * (1 - ROUNDING):
             return
         value, timeline = score.value, None
@@ -135,8 +142,11 @@ class Best:
         self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
-        """The most memory of each device. Of residuals that stay it hangs on the order alone, not
-        on times."""
+        """Return the most memory of each device.
+
+        Without offload, skips and outputs, memory depends on the order alone, so no simulation is
+        needed.
+        """
         if _handed(problem) or problem.offload:
             return simulate(schedule, problem.cost).peak
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
@@ -146,8 +156,10 @@ class Best:
         return simulate(schedule, problem.cost)
 
     def tight(self, problem: Problem) -> Problem:
-        """The problem where only residuals count as memory: what else lies on the devices is taken
-        off the limits."""
+        """Return a problem in which only residuals count as memory.
+
+        The other memory of the best schedule, for skips and outputs, is subtracted from the limits.
+        """
         limits = problem.limits
         if (
             self.schedule is not None
@@ -201,8 +213,10 @@ class Best:
             self._offer(problem, replace(moved, pairs=frozenset(pairs)), "moves")
 
     def sharpen(self, *, steps: int) -> None:
-        """Raise bounds of placements that could have something shorter; a search of few evaluations
-        does so less."""
+        """Raise the bounds of placements that could have a shorter schedule.
+
+        A search with few evaluations takes fewer steps.
+        """
         steps = min(steps, self.budget.most // _STEP)
         for number, problem in enumerate(self.problems):
             bound = self.bounds[number]
@@ -218,7 +232,7 @@ class Best:
                     )
 
     def prove(self, problems: Sequence[Problem], seed: int) -> None:
-        """Solve every placement that is small enough; a proof raises its bound."""
+        """Solve each placement that is small enough for the solver. A proof raises its bound."""
         for number, problem in enumerate(problems):
             if self.done:
                 return
@@ -229,6 +243,8 @@ class Best:
                 self.cut = self.cut or solved.late
                 if solved.orders is not None:
                     self.offer(problem, Schedule(solved.orders, "search"), "exact")
+                # The solver's bound must not exceed a schedule that exists: its model would be
+                # wrong, and so would all proofs.
                 if self.problem is problem and solved.bound > self.value * (1 + _WRONG):
                     raise FuncpipeError(
                         f"internal error: the solver's bound is {solved.bound}, above "
@@ -242,7 +258,7 @@ class Best:
                     return
 
     def found(self) -> Found:
-        """The result of the search. Raises ScheduleError."""
+        """Return the result of the search. Raises ScheduleError if no schedule was found."""
         if self.schedule is None or self.timeline is None:
             raise _too_little(self.problems, self.least, cut=self.budget.late)
         ended = (
@@ -264,12 +280,12 @@ class Best:
 
 
 def too_many(problem: Problem) -> bool:
-    """Are there too many actions to move single ones."""
+    """Return whether a problem has too many actions to move single actions."""
     return problem.num_actions > _POLISHED
 
 
 def _handed(problem: Problem) -> bool:
-    """Does what stages hand to each other count as memory."""
+    """Return whether values between stages count as memory."""
     return bool(problem.cost.skips) or any(per_stage(problem.cost.output, problem.num_stages))
 
 
@@ -284,10 +300,10 @@ def _too_little(problems: Sequence[Problem], least: float, *, cut: bool) -> Sche
     shortage = (
         f"the least that was found needs {least:.6g} more"
         if isfinite(least)
-        else "rules came to a standstill"
+        else "the rules deadlocked"
     )
     if cut:
-        shortage = f"the time was over before everything was tried (so far {shortage})"
+        shortage = f"the time was over before all phases had run (so far {shortage})"
         remedy = f", more seconds{remedy}"
     return ScheduleError(
         f"no schedule within a memory limit of {limit:g} was found: {shortage}; take more "

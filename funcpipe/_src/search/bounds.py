@@ -1,10 +1,9 @@
-"""Times that no schedule can beat, whatever the order: work, chains of microbatches, memory.
+"""Lower bounds by sums: work, chains of microbatches, and memory. For problems of any size.
 
-Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup; the others
-follow from what waits for what. All hold for stages that differ and for any placement. A bound is
-for the time of a device from its first start to its last end, then for the makespan by adding what
-must happen before that start. They are sums, for problems of any size; `windows` looks at all
-actions of smaller ones, and proves more.
+Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the warmup. The others
+follow from the dependencies. All hold for unequal stages and any placement. A bound is for the span
+of a device; adding the least time before the device's first start gives a bound of the makespan.
+`windows` looks at all actions of smaller problems, and gives larger bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class LowerBound(NamedTuple):
 
     Attributes:
         value: the time, in the unit of the cost.
-        binds: what there is too little of.
+        binds: the reason for the bound, in words.
     """
 
     value: float
@@ -29,8 +28,8 @@ class LowerBound(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """The largest of all bounds; of equal ones the first, so work goes before memory, and what is
-    simple before the rest."""
+    """Return the largest bound. Of equal bounds the first wins: work before memory, simple
+    first."""
     there_and_back = LowerBound(
         _way(problem), "the way of a microbatch through all stages and back"
     )
@@ -65,34 +64,35 @@ def lower_bound(problem: Problem) -> LowerBound:
 
 
 def _way(problem: Problem) -> float:
-    """A single microbatch: no action is shorter beside another one than alone."""
+    """Return the time of a single microbatch: an overlap does not make an action shorter."""
     waits = sum(problem.waits[0]) + sum(problem.waits[1])
     return sum(problem.forward) + sum(_backward(problem)) + waits
 
 
 def _heads(problem: Problem) -> list[float]:
-    """The earliest start of each stage's first forward."""
+    """Return the earliest start of each stage's first forward."""
     hops = problem.waits[0]
     steps = [forward + hop for forward, hop in zip(problem.forward, hops, strict=True)]
     return [0.0, *accumulate(steps)][: problem.num_stages]
 
 
 def _tails(problem: Problem) -> list[float]:
-    """For each stage the least time from the end of its backward to that of stage 0, without W."""
+    """Return, for each stage, the least time from the end of its backward to the end of stage
+    0's, without W."""
     hops, backward = problem.waits[1], _backward(problem)
     return [0.0, *accumulate(hop + time for hop, time in zip(hops[1:], backward, strict=False))]
 
 
 def _backward(problem: Problem) -> list[float]:
-    """The least time from the start of a stage's backward to the gradient that it hands on."""
+    """Return the least time from the start of each stage's backward to its input gradient."""
     return list(map(min, problem.inward, problem.whole_backward))
 
 
 def _chains(problem: Problem, device: int) -> tuple[float, str]:
-    """All microbatches pass through each later device between this one's first forward and its last
-    backward.
+    """Return the bound of a device's span by the work of later devices, and its reason.
 
-    The first comes there after the stages in between, and the last goes back through them.
+    Between the first forward and the last backward of the device, all microbatches pass through
+    each later device. The first must get there, and the last must come back.
     """
     heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
     first = problem.local[device][0]
@@ -120,13 +120,15 @@ def _chains(problem: Problem, device: int) -> tuple[float, str]:
 
 
 def _warm_up(problem: Problem, device: int) -> float:
-    """Before its first gradient comes, a device can do no more than the forwards whose residuals
-    fit."""
+    """Return the bound of a device's span by the memory of the warmup.
+
+    Before its first gradient arrives, a device can run only the forwards whose residuals fit.
+    """
     limit, stages = problem.limits[device], problem.local[device]
     first, last = stages[0], stages[-1]
     room = limit
     forward_time = 0.0
-    # The most forward time for the memory: first the stages with the most time for each unit of it.
+    # Maximize the forward time: fill the memory with the stages that have the most time per memory.
     for stage in sorted(
         stages, key=lambda s: problem.residual[s] / max(problem.forward[s], 1e-300)
     ):
@@ -144,7 +146,8 @@ def _warm_up(problem: Problem, device: int) -> float:
 
 
 def _area(problem: Problem, device: int) -> float:
-    """A residual lies for its round trip; a device's memory holds so many of them at a time."""
+    """Return the bound of a device's span by its memory: each residual occupies memory for its
+    round trip."""
     limit = problem.limits[device]
     if limit in (0.0, float("inf")):
         return 0.0
@@ -156,16 +159,15 @@ def _area(problem: Problem, device: int) -> float:
 
 
 def _lying(problem: Problem, stage: int, trip: float) -> float:
-    """The least memory that a residual of a stage occupies, times for how long, if its round trip
-    takes so long."""
+    """Return the least (memory x time) of a stage's residual with a given round trip."""
     residual, rest = problem.residual[stage], problem.rest[stage]
     split = residual * (trip + problem.inward[stage]) + rest * problem.weight[stage]
     return min(split, residual * (trip + problem.whole_backward[stage]))
 
 
 def _round_trip(problem: Problem, first: int, last: int) -> float:
-    """From the start of a microbatch's F in one stage to the start of its backward in another,
-    later or the same."""
+    """Return the least time from the start of F in one stage to the start of the backward in a
+    later (or the same) stage."""
     heads, tails, backward = _heads(problem), _tails(problem), _backward(problem)
     end = problem.num_stages - 1
     turn = heads[end] + problem.forward[end] - heads[first]

@@ -1,4 +1,7 @@
-"""A search over rules: many seeds, the best few improved step by step, then the best one alone."""
+"""Search over rules: start from many seeds, improve the best few, then the best one alone.
+
+`listing.py` turns rules into a schedule.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from funcpipe._src.search.problem import ROUNDING, Budget, Problem, Score
 
 _POOL = 4
 _TOGETHER = 600
-"""Evaluations that go to all rules of the pool in turn; after them only the best rules go on."""
+"""The number of evaluations for all rules of the pool in turn. Then only the best rules remain."""
 _WORTH = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 3.0)
 _RESERVES = (0, 1, 2, 3)
 
 
 class _Try(NamedTuple):
-    """Rules with the schedule they lead to; compares by its score, then by age."""
+    """Rules with their schedule. Compares by score, then by age."""
 
     score: Score
     age: int
@@ -32,8 +35,10 @@ class _Try(NamedTuple):
 def climb(
     problem: Problem, budget: Budget, rng: Random, *, good: float, like: Schedule | None = None
 ) -> Iterator[Listed]:
-    """Ever better orders, until the budget is spent or one is as good as ``good``; begins near
-    ``like``, a schedule."""
+    """Yield better and better orders, until the budget is spent or ``good`` is reached.
+
+    Begins with rules similar to the schedule ``like``.
+    """
     ages = iter(range(10**12))
 
     def attempt(rules: list[DeviceRule]) -> _Try | None:
@@ -57,8 +62,10 @@ def climb(
     while not budget.spent and best.score.value > good * (1 + ROUNDING):
         if len(pool) > 1 and budget.evaluations > together:
             pool = [min(pool)]
+        # The members of the pool take turns, so that an early winner does not use all evaluations.
         turn = (turn + 1) % len(pool)
         attempted = attempt(_changed(problem, pool[turn].rules, rng))
+        # Equal scores are accepted: they let the search leave a plateau.
         if attempted is not None and attempted.score <= pool[turn].score:
             pool[turn] = attempted
             if attempted.score.value < best.score.value * (1 - ROUNDING):
@@ -67,7 +74,7 @@ def climb(
 
 
 def near(problem: Problem, schedule: Schedule) -> Iterator[list[DeviceRule]]:
-    """Rules that allow as many microbatches under way as a schedule has."""
+    """Yield rules that allow as many microbatches in flight as a schedule has."""
     windows = [
         _windows(problem.local[device], order) for device, order in enumerate(schedule.orders)
     ]
@@ -83,8 +90,7 @@ def near(problem: Problem, schedule: Schedule) -> Iterator[list[DeviceRule]]:
 
 
 def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
-    """For each stage of a device the most microbatches between its F and their next action on the
-    device."""
+    """Return, for each stage of a device, the most microbatches between F and the next stage."""
     ahead, widest = dict.fromkeys(stages, 0), dict.fromkeys(stages, 1)
     previous = {later: stage for stage, later in pairwise(stages)}
     for kind, stage, *_ in order:
@@ -99,8 +105,10 @@ def _windows(stages: Sequence[int], order: Sequence[Action]) -> tuple[int, ...]:
 
 
 def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
-    """Rules to begin with: how steeply the microbatches under way fall from device to device, and
-    what goes first."""
+    """Yield initial rules.
+
+    They vary in the decrease of microbatches in flight from device to device, and in priorities.
+    """
     devices, count, local = problem.num_devices, problem.num_microbatches, problem.local
     rooms = [_room(problem, device) for device in range(devices)]
     several = max(map(len, local)) > 1
@@ -126,7 +134,7 @@ def seeds(problem: Problem) -> Iterator[list[DeviceRule]]:
 
 
 def ranks(chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """The ranks to choose from on a device with so many stages."""
+    """Return the possible priorities of a device with ``chunks`` stages."""
     descending, ascending = range(chunks)[::-1], range(chunks)
     backwards, forwards = [(I, chunk) for chunk in descending], [(F, chunk) for chunk in descending]
     if chunks == 1:
@@ -149,7 +157,7 @@ def ranks(chunks: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def _room(problem: Problem, device: int) -> int:
-    """How many residuals of average size fit on a device."""
+    """Return how many residuals of average size fit on a device."""
     if problem.remat or problem.limits[device] == float("inf"):
         return problem.num_microbatches
     stages = problem.local[device]
@@ -158,7 +166,7 @@ def _room(problem: Problem, device: int) -> int:
 
 
 def _changed(problem: Problem, rules: list[DeviceRule], rng: Random) -> list[DeviceRule]:
-    """Rules with one to three random changes, each on one device or on several neighbours."""
+    """Return rules with one to three random changes, each on one device or several neighbours."""
     rules = list(rules)
     devices, count = len(rules), problem.num_microbatches
     for _ in range(rng.choice((1, 1, 2, 3))):

@@ -1,11 +1,14 @@
-"""The shortest schedule, proven: a constraint program over the starts of all actions, for small
-problems.
+"""Find the shortest schedule of a small problem, with a proof, by a constraint program.
 
-Each action is an interval, a backward one or, split, two; a device runs one at a time, values
-arrive before they are read, and what lies on a device never exceeds its limit: a residual from the
-start of its F (of its R, where it is computed again) to the end of its backward, or of its I, what
-that leaves to the end of W; one that moves to the host until its O ends, and again from when its L
-starts. Solved by OR-Tools' CP-SAT, the extra ``solve``.
+Each action is an interval; a backward is one interval, or two if it is split. The constraints:
+
+- A device computes one action at a time. A link moves one residual at a time.
+- Values arrive before they are read.
+- The memory of a device stays within its limit. A residual occupies memory from the start of its F
+  (or R) to the end of its backward. After I, only the weight residual stays, to the end of W. A
+  residual on the host occupies no memory from the end of O to the start of L.
+
+OR-Tools' CP-SAT solves the program (extra ``solve``).
 """
 
 from __future__ import annotations
@@ -27,30 +30,31 @@ from funcpipe._src.data.schedule import Action, Kind
 from funcpipe._src.search.problem import ROUNDING, Problem
 
 _LARGEST = 10**6
-"""The most ticks that one action takes; the solver is slow with larger numbers."""
+"""The most ticks of one action; the solver is slow with larger numbers."""
 _FINE = 10**6
-"""What the largest memory limit is scaled to, for memory in whole numbers."""
+"""The number to which the largest memory limit is scaled, because the solver needs whole numbers."""
 MOST = 4_000
-"""The most actions of a problem; with more the solver does not come to an end."""
+"""The most actions of a problem; with more the solver does not finish."""
 _CAUSES = 60
-"""The most computing actions of a device whose every start is given a cause; with more there are
-too many choices."""
+"""The most computing actions of a device for the constraint that each start has a cause; with more
+there are too many choices."""
 _TURNS = ((True, 0.2), (False, 0.35), (False, 0.6), (False, 1.0))
-"""Where it is not known that the shortest schedule keeps microbatches in order: do they in a turn,
-and when it ends, as a share of the seconds. Each turn begins anew with what was found: a proof
-takes seconds, or hours, as luck has it."""
+"""The turns of the solver if the shortest schedule may reorder microbatches: (keep microbatches in
+order, end of the turn as a share of the seconds). Each turn restarts with the best schedule so far,
+because the time of a proof depends on luck: it may take seconds or hours."""
 
 _Starts: TypeAlias = Mapping[Action, int]
-"""When actions start, in ticks; only of those that run."""
+"""The starts of the actions that run, in ticks."""
 
 
 class Solved(NamedTuple):
-    """What the solver found.
+    """A result of the solver.
 
     Attributes:
-        orders: a schedule at least as short as the hint; None: it found none in its time.
-        bound: no schedule takes less, in the unit of the cost; 0 where it may be none of the model.
-        late: whether the time ended it.
+        orders: a schedule at least as short as the hint; None: none was found in time.
+        bound: no schedule is shorter, in the unit of the cost; 0 if the model does not cover all
+            schedules.
+        late: whether the time limit ended the solver.
     """
 
     orders: tuple[tuple[Action, ...], ...] | None
@@ -61,19 +65,18 @@ class Solved(NamedTuple):
 def solve(
     problem: Problem, hint: Timeline | None, *, seconds: float, seed: int
 ) -> Iterator[Solved]:
-    """Search until the shortest is proven, or the time is over; nothing where the problem is too
-    large for it.
+    """Yield results until a schedule is proven to be shortest, or the time is over.
 
-    Microbatches are alike, so they keep their order without loss if each is held from its F to its
-    backward. Where they need not be, the orders that keep it are tried first, and what that finds
-    begins the proof over all orders.
+    Yields nothing if the problem is too large. Microbatches are alike, so without remat and offload
+    they can keep their order without loss. With remat or offload, orders that keep it are tried
+    first, and the best of them begins the proof over all orders.
 
     Args:
-        problem: what to solve.
+        problem: the problem.
         hint: a schedule to begin with.
-        seconds: the time.
-        seed: of the solver; it runs on one thread, so the same seed gives the same answer unless
-            the time ends it.
+        seconds: the time limit.
+        seed: the seed of the solver. It runs on one thread, so the same seed gives the same result,
+            unless the time limit ends it.
 
     Raises:
         ScheduleError: OR-Tools is not installed.
@@ -92,7 +95,7 @@ def solve(
     moves = problem.remat or problem.offload
     for turn, (ordered, share) in enumerate(_TURNS if moves else ((True, 1.0),)):
         ends = began + share * seconds
-        late = perf_counter() >= ends  # to make a model takes time, too
+        late = perf_counter() >= ends  # building a model takes time, too
         model = (
             None
             if late
@@ -105,11 +108,10 @@ def solve(
         solver: Any = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = left
         solver.parameters.num_workers = 1
-        solver.parameters.interleave_search = (
-            moves  # else one strategy may stay with its first schedule
-        )
+        # With moves, one strategy alone may get stuck with its first schedule.
+        solver.parameters.interleave_search = moves
         solver.parameters.random_seed = seed + turn
-        # It would leave Ctrl-C to end the process without a word, from then on.
+        # The solver's handler would stay installed, and Ctrl-C would end the process silently.
         solver.parameters.catch_sigint_signal = False
         status = solver.Solve(model.cp)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -126,9 +128,9 @@ class ConstraintProgram:
     """The constraint program.
 
     Attributes:
-        times: of each kind and stage, in ticks.
-        complete: is every schedule of the problem one of the model, so that its bound is the
-            problem's.
+        times: the time of each kind and stage, in ticks.
+        complete: whether the model covers all schedules of the problem, so that its bound is a
+            bound of the problem.
     """
 
     def __init__(
@@ -147,8 +149,8 @@ class ConstraintProgram:
             or problem.cost.skips
             or any(per_stage(problem.cost.output, problem.num_stages))
         )
-        # What crosses, and lies on devices as an output or a skip, is left out: that lets more
-        # schedules in, none out.
+        # Bandwidth, and memory of outputs and skips, are left out. The model then allows more
+        # schedules and excludes none, so its bound remains a bound.
         self.complete = exact and not (ordered and (problem.remat or problem.offload))
         kinds = (
             Kind.F,
@@ -166,8 +168,8 @@ class ConstraintProgram:
         self.horizon = max(
             1, (sum(map(sum, self.times.values())) + sum(map(sum, self.hops))) * count
         )
-        # A shorter span may have a longer makespan; a schedule whose times were rounded may take
-        # longer here.
+        # The horizon must not exclude the best schedule: a schedule with a shorter span may have a
+        # longer makespan, and with rounded times a schedule may be longer here.
         if begun and problem.objective == "makespan":
             ends = max(
                 start + self.times[action.kind][action.stage] for action, start in begun.items()
@@ -202,7 +204,7 @@ class ConstraintProgram:
         self._begin(begun)
 
     def _chosen(self, action: Action) -> Any:
-        """Whether an action runs; None: it must."""
+        """Return the literal that says whether an action runs; None: it always runs."""
         place = action.stage, action.microbatch
         if action.kind is Kind.W:
             return self.whole[place].Not() if place in self.whole else None
@@ -210,8 +212,7 @@ class ConstraintProgram:
         return choices.get(place)
 
     def _may_be_one(self, stage: int, microbatch: int) -> None:
-        """Where the backward is whole it is I that takes its time; there is no W, which counts as
-        ending with it."""
+        """Let a backward be whole. I then has the time of B, and W counts as ending with it."""
         whole = self.whole[stage, microbatch]
         inward, weight = Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
         end = self.starts[inward] + self.times[Kind.B][stage]
@@ -222,8 +223,7 @@ class ConstraintProgram:
         self.cp.Add(self.starts[weight] == self.starts[inward]).OnlyEnforceIf(whole)
 
     def _one_at_a_time(self) -> None:
-        """What computes on a device does so one after the other, and so does what moves to its
-        host, or from it."""
+        """Forbid that computing actions of a device overlap, or moves on the same link."""
         busy: dict[tuple[int, Kind | None], list[Any]] = defaultdict(list)
         for action, start in self.starts.items():
             kind, stage, microbatch, _ = action
@@ -245,7 +245,7 @@ class ConstraintProgram:
             self.cp.AddNoOverlap(row)
 
     def _waits(self, stage: int, microbatch: int) -> None:
-        """What must end before something else of this stage and microbatch starts."""
+        """Add the dependencies of the actions of a stage and microbatch."""
         forward_hops, backward_hops = self.hops
         forward, inward, weight, again, off, back = (
             Action(kind, stage, microbatch)
@@ -273,8 +273,10 @@ class ConstraintProgram:
             constraint.OnlyEnforceIf(chosen)
 
     def _in_order(self, ordered: bool) -> None:
-        """Microbatches keep their order; if not everywhere, then in the first forward, which gives
-        them their numbers."""
+        """Keep microbatches in order: everywhere, or else in the forwards of stage 0.
+
+        The order of the first forwards only numbers the microbatches, so it excludes no schedule.
+        """
         kinds = (Kind.F, Kind.I, Kind.W) if ordered else (Kind.F,)
         for stage, microbatch in self.places:
             if microbatch and (ordered or stage == 0):
@@ -292,8 +294,8 @@ class ConstraintProgram:
             device = problem.device_of[stage]
             if problem.limits[device] == inf:
                 continue
-            # Rounded so that whatever fits the problem fits here; what only fits here is refused
-            # when it is timed.
+            # Rounded down, so that all schedules that fit the problem fit the model. A schedule
+            # that only fits the model is rejected when it is simulated.
             rest = min(problem.rest[stage], problem.residual[stage])
             shares = floor((problem.residual[stage] - rest) * scale), floor(rest * scale)
             more = floor((problem.rest[stage] - rest) * scale)
@@ -338,13 +340,14 @@ class ConstraintProgram:
         return self.cp.NewOptionalIntervalVar(begin, size, end, chosen, "")
 
     def _causes(self) -> None:
-        """Nothing starts later than the clock starts it: each start is the end of something that it
-        waits for.
+        """Require that each action starts when the simulation would start it: at the end of a
+        cause.
 
-        Without moves, whatever starts too late may as well start earlier. A residual that moved
-        earlier, for nobody asks the link to wait, would come back too early. What computes waits
-        for what its device computed before, for its value, for its residual; a move for what its
-        device computed before, for the move before it, or the other half of it.
+        Without moves this is not needed: an action that starts late can start earlier without harm.
+        But a residual cannot move back earlier without harm, because it occupies memory. A
+        computing action waits for the computing action before it, for its value, or for its
+        residual. A move waits for the computing action before it, for the move before it on the
+        link, or for its other half.
         """
         last = self.problem.num_stages - 1
         forward_hops, backward_hops = self.hops
@@ -401,7 +404,7 @@ class ConstraintProgram:
         cp.Minimize(goal)
 
     def _begin(self, begun: _Starts) -> None:
-        """Tell the solver a schedule."""
+        """Give the solver a schedule as a hint."""
         for action, start in self.starts.items():
             if action in begun:
                 self.cp.AddHint(start, begun[action])
@@ -418,7 +421,7 @@ class ConstraintProgram:
                     self.cp.AddHint(chosen, Action(kind, *place) in begun)
 
     def solution(self, solver: Any) -> dict[Action, int]:
-        """When what runs starts."""
+        """Return the starts of the actions that run in a solution."""
         chosen = {action: self._chosen(action) for action in self.starts}
         found = {
             action: solver.Value(start)
@@ -432,7 +435,7 @@ class ConstraintProgram:
 
 
 def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Action, int]:
-    """When the actions of a schedule start; a B that saves nothing as I and W."""
+    """Return the starts of a schedule's actions. A B that saves no time becomes I and W."""
     starts: dict[Action, int] = {}
     for span in hint.spans if hint is not None else ():
         kind, stage, microbatch, _ = span.action
@@ -450,11 +453,11 @@ def _begun(problem: Problem, hint: Timeline | None, unit: Fraction) -> dict[Acti
 def _orders(
     problem: Problem, starts: _Starts, times: Mapping[Kind, list[int]]
 ) -> tuple[tuple[Action, ...], ...]:
-    """The orders of a solution.
+    """Return the orders of a solution.
 
-    What computes stands as it starts; a move before what its device computes while it starts, or
-    starts next. Of actions that start together those of no length go first, a microbatch's in their
-    order.
+    Computing actions are ordered by start. A move comes before the computing action during which it
+    starts, or before the next one. Of actions with one start, actions without duration come first,
+    and actions of one microbatch in their own order.
     """
     rank = (Kind.F, Kind.R, Kind.O, Kind.L, Kind.B, Kind.I, Kind.W)
     orders: list[tuple[Action, ...]] = []
@@ -486,7 +489,7 @@ def _orders(
 
 
 def unit_of(problem: Problem) -> tuple[Fraction, bool]:
-    """The time of one tick, and whether every time is a whole number of ticks."""
+    """Choose the time of a tick. Return it, and whether all times are whole numbers of ticks."""
     moving = (
         [problem.cost.of(Kind.O, stage) for stage in range(problem.num_stages)]
         if problem.offload

@@ -1,8 +1,7 @@
-"""The forms of a problem: as it is, and with stages next to each other on a device as one and
-devices in order.
+"""Simplify problems: join neighbouring stages on one device, and renumber devices.
 
-What is known of lines, loops and Vs then helps with any placement: stages on devices 2, 0, 0, 1 are
-a line of three.
+The published schedules for lines, loops and Vs then apply to any placement: stages on devices 2, 0,
+0, 1 are a line of three.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from funcpipe._src.data.schedule import Action, Schedule
 from funcpipe._src.search.problem import Problem
 
 Lift: TypeAlias = Callable[[Schedule], Schedule]
-"""Makes a schedule of a problem of one of its form."""
+"""Turns a schedule of a form into a schedule of the problem."""
 
 
 def forms(problem: Problem) -> list[tuple[Problem, Lift]]:
-    """The forms of a problem, the simplest first; one where it is that already.
+    """Return the forms of a problem: the simplest form and the problem itself, if they differ.
 
     >>> from funcpipe._src.data.cost import Cost
     >>> [form.device_of for form, _ in forms(Problem(Cost(), (2, 0, 0, 1), 2, (4.0, 5.0, 6.0)))]
@@ -32,7 +31,7 @@ def forms(problem: Problem) -> list[tuple[Problem, Lift]]:
 
 
 def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
-    """The simplest form of a problem; None: it has it."""
+    """Return the simplest form of a problem; None if the problem is simplest already."""
     runs = [(device, len([*group])) for device, group in groupby(problem.device_of)]
     devices = [*dict.fromkeys(problem.device_of)]
     if len(runs) == problem.num_stages and devices == sorted(devices):
@@ -49,8 +48,7 @@ def simplest(problem: Problem) -> tuple[Problem, Lift] | None:
 
 
 def _lifted(schedule: Schedule, stages: Sequence[range], devices: Sequence[int]) -> Schedule:
-    """The actions of each stage as those of the stages that it is made of; the orders by the
-    devices that they had."""
+    """Replace each action of a joined stage by actions of its stages, on the original devices."""
     orders: list[tuple[Action, ...]] = [()] * len(devices)
     for device, order in zip(devices, schedule.orders, strict=True):
         orders[device] = tuple(

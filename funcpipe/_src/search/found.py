@@ -1,4 +1,4 @@
-"""What a search found, with a bound that tells how far it is from the shortest."""
+"""The result of a search: the best schedule, with a lower bound for all schedules."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from funcpipe._src.search.problem import Objective, gap_of
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: a schedule, and a bound for all schedules.
+    """The result of `search`: the best schedule, and a lower bound for all schedules.
 
     Attributes:
-        schedule: an ordinary schedule, to run, draw or write to a file.
-        timeline: its simulation under the costs of the search.
-        objective: what was made short, "makespan" or "span".
-        lower_bound: no schedule for these costs and limits takes less, with the stages placed in
-            one of the ways that were tried.
-        binds: what keeps a schedule from being shorter than the bound: the work or the memory of a
-            device, or the way between devices; "a proof by the solver" where that raised it.
-        source: the origin of the schedule: a family, "rules", "moves" or "exact".
-        evaluations: how many schedules were timed.
-        ended: what ended the search: "evaluations", "seconds" (then the same call may find another
-            schedule), or "bound": nothing is left to find.
+        schedule: the schedule, to run, draw or write to a file.
+        timeline: the simulation of the schedule with the costs of the search.
+        objective: the minimized quantity, "makespan" or "span".
+        lower_bound: no schedule for these costs and limits is shorter, with any of the placements
+            that the search tried.
+        binds: the reason for the lower bound: the work or the memory of a device, or the path
+            between devices; "a proof by the solver" if the solver raised the bound.
+        source: the origin of the schedule: the name of a family, "rules", "moves" or "exact".
+        evaluations: the number of simulated schedules.
+        ended: the reason for the end of the search: "evaluations"; "seconds", so that the same call
+            may find another schedule; or "bound", because the schedule is as short as the bound.
     """
 
     schedule: Schedule
@@ -39,7 +39,7 @@ class Found:
 
     @property
     def makespan(self) -> float:
-        """End of the last action of one isolated batch."""
+        """The end of the last action of one isolated batch."""
         return self.timeline.makespan
 
     @property
@@ -49,22 +49,22 @@ class Found:
 
     @property
     def value(self) -> float:
-        """What was made short: the makespan, or the span."""
+        """The minimized quantity: the makespan or the span."""
         return self.makespan if self.objective == "makespan" else self.span
 
     @property
     def peak(self) -> tuple[float, ...]:
-        """The most memory of each device."""
+        """The most memory of each device at a time."""
         return self.timeline.peak
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions that ends with the last one."""
+        """The chain of actions that ends with the last action, each waiting for the one before."""
         return self.timeline.critical_path
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound it is, of 1; 0: nothing shorter exists."""
+        """The share by which the schedule is longer than the lower bound. 0: it is the shortest."""
         return gap_of(self.value, self.lower_bound)
 
     def __str__(self) -> str:

@@ -1,9 +1,8 @@
-"""List scheduling by rules: every device takes the first action that its rules allow, and waits
-where they say so.
+"""List scheduling by rules: each device runs the first action that its rules allow, or waits.
 
-Devices are simulated event by event. What a rule decides is small (how many microbatches may be
-under way, how large a wait must be for a W to fill it, which action goes first), so a search over
-rules is a search over good schedules.
+Devices are simulated event by event. A rule has few parameters: the number of microbatches in
+flight, the length of a wait that a W may fill, and priorities of actions. So a search over rules is
+a search over good schedules. `climb.py` does this search.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ class DeviceRule:
     """The rule by which one device picks its next action.
 
     Attributes:
-        ranks: what goes first, as (code, number of the stage on the device); F and I of each stage.
-        window: for each of its stages, how many microbatches may have run F there and not yet F in
-            the device's next stage (for the last: I).
-        reserve: how many residuals of the device's next stage must fit besides one that a forward
-            takes.
-        worth: a W fills a wait of this many times its length.
-        owed: how many W may wait; one more goes first.
-        keep: how many residuals to hold; forwards beyond keep none, and are computed again (if the
-            problem allows it).
-        whole: B instead of I and W on stages where that takes less time.
+        ranks: the priorities: F and I of each stage as (code, number of the stage on the device),
+            the highest first.
+        window: for each stage of the device, the most microbatches that have run F there, but not F
+            in the device's next stage (for the last stage: not I).
+        reserve: the number of residuals of the device's next stage that must still fit when a
+            forward runs.
+        worth: W fills a wait that is at least this many times as long as W.
+        owed: the most W that may be pending. If there are more, W runs first.
+        keep: the most residuals to keep. Further forwards keep none, and R recomputes them (if the
+            problem allows remat).
+        whole: run B instead of I and W on stages where B is cheaper.
     """
 
     ranks: tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class DeviceRule:
 
 
 class Listed(NamedTuple):
-    """The schedule that rules lead to: its score, and the order of each device."""
+    """The schedule of some rules: its score, and the order of each device."""
 
     score: Score
     lanes: CodedLanes
@@ -60,7 +60,7 @@ until when it waits)."""
 
 
 def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:
-    """The schedule that rules lead to; None where they deadlock."""
+    """Return the schedule of some rules; None if they deadlock."""
     ruled = _Ruled(problem, rules)
     if not ruled.run():
         return None
@@ -70,12 +70,12 @@ def run(problem: Problem, rules: Sequence[DeviceRule]) -> Listed | None:
 
 
 class _Ruled(Simulation):
-    """A simulation in which rules decide, event by event.
+    """A simulation in which rules choose the next action.
 
     Attributes:
-        ranks: for each device its rule's ranks as (code, stage, window, the device's next stage or
+        ranks: for each device, its priorities as (code, stage, window, next stage of the device or
             -1).
-        idle: does a device wait for what another one does.
+        idle: for each device, whether it waits for another device.
     """
 
     def __init__(self, problem: Problem, rules: Sequence[DeviceRule]) -> None:
@@ -87,7 +87,7 @@ class _Ruled(Simulation):
         self.idle = [False] * problem.num_devices
 
     def run(self) -> bool:
-        """Simulate until every action is done (True), or no device can go on (False)."""
+        """Simulate until all actions are done (True), or no device can continue (False)."""
         remaining = 3 * self.problem.num_microbatches * self.problem.num_stages
         events = [(0.0, number) for number in range(len(self.devices))]
         while remaining and events:
@@ -102,14 +102,15 @@ class _Ruled(Simulation):
                 continue
             remaining -= 0 if code == R else 2 if code == B else 1
             receiver = self.begin(number, code, stage, now, drop=drop)
+            # A receiver that waits without an end time has no event. Without this one it would
+            # sleep forever.
             if self.idle[receiver]:
                 heappush(events, (now, receiver))
             heappush(events, (self.devices[number].free, number))
         return not remaining
 
     def choose(self, number: int, now: float) -> _Decision:
-        """The first action in a device's ranks that can start; W where it fills a wait that is
-        worth it."""
+        """Choose the first action by priority that can start, or a W that fills a long wait."""
         problem, device, rule = self.problem, self.devices[number], self.rules[number]
         waiting = len(device.owed)
         if waiting > rule.owed:
@@ -138,9 +139,8 @@ class _Ruled(Simulation):
                 ):
                     if arrival <= now:
                         return F, stage, True, 0.0
-                elif (
-                    needed + whole[stage] * bool(device.dropped) > room
-                ):  # the next R needs room too
+                # Memory must remain for the next R; otherwise the device would deadlock.
+                elif needed + whole[stage] * bool(device.dropped) > room:
                     blocked = blocked or arrival <= now
                     continue
             else:
@@ -148,14 +148,12 @@ class _Ruled(Simulation):
                 if done >= count or (done := turns[done]) >= forwards[stage]:
                     continue
                 arrival = self.gradients[stage][done]
-                if self.grows[stage] > room and not (
-                    rule.whole and problem.cheaper[stage]
-                ):  # what I leaves may be more than what it takes
+                # The weight residual may be larger than the residual, so I may need memory.
+                if self.grows[stage] > room and not (rule.whole and problem.cheaper[stage]):
                     blocked = blocked or arrival <= now
                     continue
-                if (
-                    device.dropped and (stage, done) in device.dropped
-                ):  # R first, to end when the gradient comes
+                # A dropped residual needs R first, timed to end when the gradient arrives.
+                if device.dropped and (stage, done) in device.dropped:
                     if whole[stage] > room:
                         blocked = blocked or arrival <= now
                         continue

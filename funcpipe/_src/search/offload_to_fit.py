@@ -1,5 +1,4 @@
-"""Bring a schedule within its memory by moving residuals to the host while they wait: the longest
-waits first."""
+"""Bring a schedule within its memory limits by offloading the residuals that wait longest."""
 
 from __future__ import annotations
 
@@ -16,18 +15,17 @@ Timed = Callable[[Schedule], Timeline]
 def offload_to_fit(
     problem: Problem, schedule: Schedule, time: Timed, budget: Budget
 ) -> Schedule | None:
-    """Offload residuals until every device stays within its limit; None where that does not
-    succeed.
+    """Offload residuals until each device stays within its limit; None if that fails.
 
-    Each round looks at the highest level of every device that holds too much, and sends away the
-    residual that lies there and is not needed for the longest time. It leaves straight after its
-    forward and is back when its backward starts.
+    Each round looks at the peak of each device above its limit, and offloads the residual of that
+    moment with the longest wait. The residual leaves directly after its forward, and is back when
+    its backward starts.
 
     Args:
         problem: limits and costs.
-        schedule: a legal one.
-        time: simulates a schedule.
-        budget: gives up when its time is over.
+        schedule: a legal schedule.
+        time: the function that simulates a schedule.
+        budget: the budget; the function gives up when its time is over.
     """
     away: set[Action] = set()
     bare = schedule
@@ -45,6 +43,7 @@ def offload_to_fit(
             for device in over
             if (place := _longest(problem, timeline, device, away)) is not None
         }
+        # A device above its limit without a residual to move cannot be helped.
         if len(chosen) < len(over):
             return None
         away |= chosen
@@ -53,8 +52,7 @@ def offload_to_fit(
 
 
 def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action]) -> Action | None:
-    """The forward whose residual waits for longest of those on a device when its memory is
-    highest."""
+    """Return the forward whose residual waits longest, among residuals at the device's peak."""
     steps = timeline.memory[device]
     peak = max(level for _, level in steps)
     moment = next(time for time, level in steps if level >= peak)
@@ -68,11 +66,10 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
         if kind is Kind.F:
             begins[place] = span.end
         elif kind in (Kind.R, Kind.O):
-            begins.pop(place, None)  # it is computed again, or away: there is nothing to move
+            begins.pop(place, None)  # recomputed or offloaded already: nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
             move = problem.cost.of(Kind.O, stage) / problem.num_slices
-            # The residual is away from the end of O to the start of L; the moment must lie between
-            # them.
+            # The move helps only if the peak is between the end of O and the start of L.
             if (
                 begins[place] + move <= moment < span.start - move + ROUNDING
                 and span.start - begins[place] - 2 * move > wait
@@ -82,8 +79,7 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
 
 
 def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
-    """A schedule with O after each F of ``away``, and L as late as it can be to end before the
-    backward."""
+    """Return a schedule with O after each F of ``away``, and L as late as possible."""
     starts = {span.action: span.start for span in timeline.spans}
     orders: list[tuple[Action, ...]] = []
     for order in bare.orders:

@@ -1,4 +1,4 @@
-"""Placements, the device of each stage: lines, loops and V."""
+"""Placements of stages on devices: lines, loops, Vs, and given devices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ SHAPES = ("line", "loop", "v")
 
 
 def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tuple[int, ...]:
-    """The device of each stage.
+    """Return the device of each stage.
 
     Args:
-        shape: "line": neighbouring stages on each device, as many on each as can be; "loop": stage
-            s on device ``s mod D``; "v": down the devices and back up; or the device of each stage
-            itself.
+        shape: "line" (neighbouring stages on each device, evenly), "loop" (stage s on device ``s
+            mod D``), "v" (down the devices and back up), or the device of each stage.
         num_stages, num_devices: the counts.
 
     Raises:
-        ScheduleError: the counts do not allow it.
+        ScheduleError: the counts do not allow the placement.
     """
     if not isinstance(shape, str):
         device_of = tuple(shape)
@@ -31,8 +30,8 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
             or sorted(set(device_of)) != list(range(num_devices))
         ):
             raise ScheduleError(
-                f"placement= names the device of each of {num_stages} stages, every one of 0 to "
-                f"{num_devices - 1}; got {device_of!r}"
+                f"placement= names the device of each of {num_stages} stages, and uses all devices "
+                f"from 0 to {num_devices - 1}; got {device_of!r}"
             )
         return device_of
     if shape == "v" and num_stages == 2 * num_devices:
@@ -60,7 +59,7 @@ def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tup
 
 
 def shapes_for(num_stages: int, num_devices: int) -> list[str]:
-    """The shapes that the counts allow, each placement once."""
+    """Return the shapes that the counts allow, without shapes that give equal placements."""
     if num_stages == num_devices:
         return ["line"]
     shapes = ["v"] if num_stages == 2 * num_devices else []

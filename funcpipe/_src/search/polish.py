@@ -1,8 +1,8 @@
-"""Make a schedule shorter by moving, joining or parting single actions; it stays legal and within
-memory.
+"""Shorten a schedule by random changes of single actions. It stays legal and within memory.
 
-If a move exceeds memory, the residual that waits for longest is computed again or sent to the host,
-as the problem allows. A drawn R, or an O with its L, is often removed, if memory allows.
+A change moves an action, pairs or unpairs two actions, or splits or joins a backward. If a change
+exceeds memory, the residual that waits longest is recomputed or offloaded, as the problem allows.
+If a random change hits an R, O or L, the action is often removed, if memory allows.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from funcpipe._src.schedules.memory import residual_table, running_sum
 from funcpipe._src.search.problem import ROUNDING, Budget, CodedAction, Problem, Score
 
 _CLASS = {F: {0}, R: {1}, B: {2, 3}, I: {2}, W: {3}, O: {4}, L: {5}}
-"""Actions of one class and stage keep their order: microbatches ascend, backwards of slices
-descend."""
+"""The classes of each kind. Actions of one class and stage keep their order: microbatches ascend,
+backwards of slices descend."""
 
 _REACH = 6
 """The most positions by which an action moves."""
 
 _RELIEFS = 3
-"""The most residuals that go at once."""
+"""The most residuals that are recomputed or offloaded for one change."""
 
 _TURNS = 0.5
-"""Where something can be hidden, how often two are joined or parted, else an action moves; and of
-those that move, how many are joined with their new neighbours, and those that they leave, too."""
+"""If actions wait for links: the probability that two actions are paired or unpaired instead of a
+move, and the probability that a moved action and its old neighbours are paired."""
 
 _OVERLAPPING = ({F, B}, {F, I})
 
 _HALVES = 0.3
-"""Where a backward takes less as a whole, how often it is parted, or its halves are joined, else an
-action moves."""
+"""If B is cheaper than I and W: the probability that a backward is split or joined instead of a
+move."""
 
 
 class Bench:
-    """Scores orders for a problem, without the checks and the records of a simulation."""
+    """Scores orders for a problem, without the checks and records of `simulate`."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.hides, slices = problem, problem.cost.hides, problem.num_slices
@@ -53,10 +53,9 @@ class Bench:
     def score(
         self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()
     ) -> Score | None:
-        """The score of orders; None where they deadlock, or hold too much while residuals are on
-        their way.
+        """Return the score of orders; None if they deadlock, or exceed memory during transfers.
 
-        ``joined``: where each has pairs that overlap.
+        ``joined`` has the positions of the pairs of each order.
         """
         problem = self.problem
         pairs = [
@@ -81,7 +80,7 @@ class Bench:
     def _ends(
         self, lane: Sequence[CodedAction], starts: Sequence[float], pairs: Mapping[int, float]
     ) -> Sequence[float]:
-        """When each action of a device ends; two that overlap end together."""
+        """Return the end of each action of a device. The actions of a pair end together."""
         ends = [
             start + self.durations[code][stage]
             for (code, stage, _), start in zip(lane, starts, strict=True)
@@ -97,10 +96,12 @@ class Bench:
         starts: Sequence[float],
         ends: Sequence[float],
     ) -> bool:
-        """Does a device stay within its limit; what leaves for the host lies there until it is
-        gone."""
+        """Return whether a device with O stays within its limit.
+
+        A residual that moves to the host occupies memory until its O ends.
+        """
         if not any(code == O for code, _, _ in lane):
-            return True  # then schedules that hold too much are for others to relieve
+            return True  # without O, `relieved` and `Best` check memory by the order alone
         again = {(stage, m) for code, stage, m in lane if code == R}
         changes: list[tuple[float, float, float]] = []
         for place, ((code, stage, m), start, end) in enumerate(
@@ -113,19 +114,18 @@ class Bench:
         return max(amounts) <= self.problem.limits[device] * (1 + ROUNDING)
 
     def both(self, one: CodedAction, other: CodedAction) -> float:
-        """The time of two that overlap."""
+        """Return the time of a pair."""
         share = 1 / self.problem.num_slices
         return self.problem.cost.both(
             (CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share)
         )
 
     def fits(self, device: int, lane: OrderedLane) -> bool:
-        """Do the residuals of a device stay within its memory limit."""
+        """Return whether the residuals of a device stay within its memory limit."""
         return self.overflow(device, lane) < 0
 
     def overflow(self, device: int, lane: OrderedLane) -> int:
-        """The position of the first action for which there is no room on a device; -1: there is for
-        all."""
+        """Return the position of the first action without room in memory; -1 if all have room."""
         limit = self.problem.limits[device] * (1 + ROUNDING)
         again = {(stage, m) for code, stage, m in lane.actions if code == R}
         joined = lane.joined
@@ -144,8 +144,10 @@ class Bench:
         return -1
 
     def relieved(self, device: int, lane: OrderedLane, rng: Random) -> OrderedLane | None:
-        """A lane, and where it holds too much with some residuals less; None where that did not
-        succeed."""
+        """Return the lane, with some residuals recomputed or offloaded if it exceeds memory.
+
+        None if that is not enough.
+        """
         for left in reversed(range(_RELIEFS + 1)):
             position = self.overflow(device, lane)
             if position < 0:
@@ -159,8 +161,7 @@ class Bench:
     def _without_longest(
         self, whole: OrderedLane, position: int, rng: Random
     ) -> OrderedLane | None:
-        """Return a lane where the waiting residual with the last backward is computed again, or
-        sent to the host."""
+        """Return a lane where the residual with the latest backward is recomputed or offloaded."""
         problem, lane = self.problem, whole.actions
         if not (problem.remat or problem.offload):
             return None
@@ -183,14 +184,14 @@ class Bench:
 
 
 class OrderedLane(NamedTuple):
-    """An order, and which of its neighbours overlap."""
+    """An order, and its pairs of overlapping neighbours."""
 
     actions: list[CodedAction]
     pairs: frozenset[tuple[CodedAction, CodedAction]]
 
     @property
     def joined(self) -> list[int]:
-        """Where its pairs are."""
+        """The positions of the pairs."""
         return (
             [at for at, pair in enumerate(pairwise(self.actions)) if pair in self.pairs]
             if self.pairs
@@ -198,19 +199,19 @@ class OrderedLane(NamedTuple):
         )
 
     def of(self, actions: list[CodedAction]) -> OrderedLane:
-        """With other actions; pairs that are no neighbours any more are none."""
+        """Return a lane with other actions. Pairs whose actions are still neighbours remain."""
         return OrderedLane(
             actions, self.pairs.intersection(pairwise(actions)) if self.pairs else self.pairs
         )
 
     def moved(self, position: int, target: int) -> OrderedLane:
-        """With an action elsewhere."""
+        """Return a lane with an action moved to another position."""
         actions = self.actions[:position] + self.actions[position + 1 :]
         actions.insert(target, self.actions[position])
         return self.of(actions)
 
     def turned(self, position: int) -> OrderedLane | None:
-        """With a pair more, or less; None where these two cannot overlap."""
+        """Pair or unpair an action and its successor; None if they cannot overlap."""
         if position + 1 == len(self.actions):
             return None
         two = self.actions[position], self.actions[position + 1]
@@ -223,8 +224,7 @@ class OrderedLane(NamedTuple):
         )
 
     def halved(self, position: int, rng: Random) -> OrderedLane | None:
-        """With a whole backward in halves, or halves as a whole; None where that would change the
-        order of others."""
+        """Split a B, or join an I and its W; None if that would reorder actions of one class."""
         code, stage, microbatch = self.actions[position]
         actions = [*self.actions]
         if code == B:
@@ -249,7 +249,7 @@ class OrderedLane(NamedTuple):
         )
 
     def closed(self, *places: int) -> OrderedLane:
-        """With pairs at these places, where two that are in none can overlap."""
+        """Add pairs at these positions, for unpaired neighbours that can overlap."""
         lane = self
         for at in places:
             taken = {action for pair in lane.pairs for action in pair}
@@ -259,8 +259,8 @@ class OrderedLane(NamedTuple):
 
 
 def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
-    """The first and last position that an action can move to without crossing those that it must
-    not cross."""
+    """Return the first and last position of an action between the actions that it must not
+    cross."""
     code, stage, microbatch = lane[position]
     kinds = _CLASS[code]
 
@@ -279,15 +279,14 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
 def polish(
     bench: Bench, lanes: Sequence[OrderedLane], rng: Random, budget: Budget, *, good: float
 ) -> Iterator[list[OrderedLane]]:
-    """Change one thing after the other, as long as that makes nothing longer; yields what is
-    shorter than all before.
+    """Make random changes and keep those that do not lengthen the schedule. Yield each new best.
 
     Args:
-        bench: times the orders.
-        lanes: where to begin; not changed.
-        rng: what to try.
-        budget: how often.
-        good: stop at this value.
+        bench: scores the orders.
+        lanes: the lanes to begin with; not modified.
+        rng: the random numbers that choose changes.
+        budget: the evaluations and seconds to spend.
+        good: the value at which to stop.
     """
     lanes = list(lanes)
     joined = [lane.joined for lane in lanes]
@@ -295,6 +294,7 @@ def polish(
     if best is None:
         return
     tries = 0
+    # Changes that are rejected before scoring spend no evaluation, so tries are bounded separately.
     while not budget.spent and best.value > good * (1 + ROUNDING) and tries < 20 * budget.most:
         tries += 1
         device = rng.randrange(len(lanes))
@@ -305,6 +305,7 @@ def polish(
         lanes[device], joined[device] = changed, changed.joined
         budget.spend()
         score = bench.score([lane.actions for lane in lanes], joined)
+        # Changes with an equal score are kept: they let the search leave a plateau.
         if score is None or score > best:
             lanes[device], joined[device] = lane, places
             continue
@@ -315,7 +316,7 @@ def polish(
 
 
 def _changed(bench: Bench, device: int, lane: OrderedLane, rng: Random) -> OrderedLane | None:
-    """A lane with one thing changed; None: that changes nothing, or has no room."""
+    """Return a lane with one random change; None if it changes nothing or exceeds memory."""
     position = rng.randrange(len(lane.actions))
     code, stage, microbatch = lane.actions[position]
     if bench.hides and rng.random() < _TURNS:

@@ -1,5 +1,4 @@
-"""The problem that a search solves: costs and limits by stage and device; and what the search may
-spend."""
+"""The problem of a search: costs and limits by stage and device. And the budget of the search."""
 
 from __future__ import annotations
 
@@ -20,39 +19,36 @@ from funcpipe._src.schedules.clock import CODED, edges_of
 Objective: TypeAlias = Literal["makespan", "span"]
 
 CodedAction: TypeAlias = tuple[int, int, int]
-"""An action as (code, stage, microbatch), for loops that visit all of them again and again."""
+"""An action as (code, stage, microbatch), for fast loops over all actions."""
 
 CodedLanes: TypeAlias = list[list[CodedAction]]
 """The actions of each device in their order."""
 
 
 class Score(NamedTuple):
-    """The score of orders, smaller is better: the objective, then the sum of it over the
-    devices."""
+    """The score of orders: the objective, then its sum over the devices. Smaller is better."""
 
     value: float
     total: float
 
 
 ROUNDING = 1e-9
-"""Relative: times and memory that differ by less count as equal."""
+"""Relative tolerance: times and amounts of memory that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Find an order for these stages on these devices.
+    """The problem to find a short order for given stages on given devices.
 
     Attributes:
         cost: times and memory.
         device_of: the device of each stage.
-        num_microbatches: how many; of microbatches in slices how many slices there are of all, each
-            a piece by itself.
-        limits: the most memory of each device; infinite for none.
-        objective: what is to be short: one isolated batch, or the longest device from its first
-            start to its last end.
-        remat: may residuals be computed again.
-        offload: may residuals go to the host.
-        num_slices: how many slices a microbatch has. They take equally long, and hold the same.
+        num_microbatches: the number of microbatches, or of pieces if microbatches are cut.
+        limits: the memory limit of each device; infinite for no limit.
+        objective: the quantity to minimize, "makespan" or "span".
+        remat: whether residuals may be recomputed.
+        offload: whether residuals may move to the host.
+        num_slices: the number of slices per microbatch. All slices have equal times and memory.
     """
 
     cost: Cost
@@ -66,34 +62,32 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
         return len(self.device_of)
 
     @property
     def num_actions(self) -> int:
-        """How many actions each schedule has, with backwards in halves."""
+        """The number of actions of a schedule with split backwards."""
         return 3 * self.num_stages * self.num_microbatches
 
     @property
     def num_devices(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return len(self.limits)
 
     @cached_property
     def computing(self) -> Problem:
-        """The problem without the time for which actions wait for links; no schedule of this one
-        beats its shortest.
+        """The problem without link times: its shortest schedule bounds this problem from below.
 
-        Let the two of each pair run one after the other in the time of both: their computing fits
-        in there (`Cost.both`), nothing starts earlier, ends later or holds more. So the pairs of a
-        schedule can be taken apart.
+        Proof: take a schedule with pairs, and run the actions of each pair one after the other
+        within the time of the pair. Their computing times fit (`Cost.both`), and no other action
+        changes. So a schedule without pairs and link times is at least as short.
         """
         return replace(self, cost=self.cost.computing()) if self.cost.hides else self
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """The pieces in the order in which backwards visit them: microbatches up, slices of one
-        down."""
+        """The pieces in the order of backwards: ascending microbatches, descending slices."""
         last = self.num_slices - 1
         return tuple(
             piece + last - 2 * (piece % self.num_slices) for piece in range(self.num_microbatches)
@@ -101,7 +95,7 @@ class Problem:
 
     @cached_property
     def local(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each device, ascending."""
+        """The stages of each device, in ascending order."""
         return tuple(
             tuple(stage for stage, owner in enumerate(self.device_of) if owner == device)
             for device in range(self.num_devices)
@@ -129,7 +123,7 @@ class Problem:
 
     @cached_property
     def cheaper(self) -> tuple[bool, ...]:
-        """Does B take less time than I and W, or less memory, by stage."""
+        """By stage, whether B takes less time or less memory than I and W."""
         rows = zip(
             self.whole_backward, self.inward, self.weight, self.residual, self.rest, strict=True
         )
@@ -159,10 +153,10 @@ class Problem:
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Time from the end of a stage's F to the start of the next's, from that of its backward to
-        the one before's.
+        """The transfer times by stage: from its F to the next stage's F, and from its backward to
+        the previous stage's backward.
 
-        As if its link were free: what waits for others on it shows in the simulation.
+        Assumes free links. Waiting for other values on a link is left to the simulation.
         """
         forward, backward = [0.0] * self.num_stages, [0.0] * self.num_stages
         for edge in edges_of(self.cost, self.device_of):
@@ -173,13 +167,13 @@ class Problem:
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """The least time of a microbatch on its device, by stage."""
+        """The least computing time of a microbatch, by stage."""
         rows = zip(self.forward, self.whole_backward, self.inward, self.weight, strict=True)
         return tuple(f + min(b, i + w) for f, b, i, w in rows)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """The least time that each device needs for its actions."""
+        """The least computing time of each device."""
         return tuple(
             self.num_microbatches * sum(self.least[stage] for stage in stages)
             for stages in self.local
@@ -187,22 +181,22 @@ class Problem:
 
     @cached_property
     def is_v(self) -> bool:
-        """Do the stages go down the devices and back up."""
+        """Whether the stages go down the devices and back up."""
         return self.device_of == (*range(self.num_devices), *reversed(range(self.num_devices)))
 
     def value(self, timeline: Timeline) -> float:
-        """The objective of a timeline: its makespan, or its span."""
+        """Return the objective of a timeline: its makespan or its span."""
         return timeline.makespan if self.objective == "makespan" else timeline.span
 
     def score(self, begins: Iterable[float], ends: Sequence[float]) -> Score:
-        """The score of devices that begin and end then."""
+        """Return the score for the begins and ends of all devices."""
         if self.objective == "makespan":
             return Score(max(ends), sum(ends))
         spans = [end - begin for begin, end in zip(begins, ends, strict=True)]
         return Score(max(spans), sum(spans))
 
     def fits(self, peaks: Sequence[float]) -> bool:
-        """Does every device stay within its memory, if it holds so much."""
+        """Return whether the peaks are within the memory limits of all devices."""
         return all(
             peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limits, strict=True)
         )
@@ -223,14 +217,16 @@ def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: i
 
 
 def gap_of(value: float, bound: float) -> float:
-    """How much longer than a lower bound a value is, of 1; 0 where only rounding parts them."""
+    """Return the share by which a value exceeds a lower bound; 0 if only by rounding."""
     gap = value / bound - 1 if bound else 0.0
     return gap if gap > ROUNDING else 0.0
 
 
 def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:
-    """The memory limit of each device: one number, one for each, or None for none. Raises
-    ScheduleError."""
+    """Return the memory limit of each device, from one number, one per device, or None for none.
+
+    Raises ScheduleError for anything else.
+    """
     if memory_limit is None:
         return (float("inf"),) * num_devices
     many = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
@@ -248,14 +244,16 @@ def limits_of(memory_limit: Any, num_devices: int) -> tuple[float, ...]:
 
 
 class Budget:
-    """What a search may spend: evaluations, which make it repeatable, and seconds, which only cut
-    it short.
+    """The evaluations and seconds that a search, or a part of it, may spend.
+
+    The phases are divided by evaluations, so that a search is repeatable. Seconds only end it
+    early.
 
     Attributes:
-        most: evaluations of this part.
-        evaluations: how many schedules this part has timed.
-        cut: whether the time ended it, or a part of it.
-        told: who hears what the whole search has spent.
+        most: the evaluations of this part.
+        evaluations: the number of schedules that this part has simulated.
+        cut: whether the time limit ended this part, or a part of it.
+        told: the listener for the progress of the whole search.
     """
 
     def __init__(self, most: int, seconds: float, told: Teller | None = None) -> None:
@@ -265,8 +263,10 @@ class Budget:
         self._whole: Budget | None = None
 
     def part(self, share: float, *, of_seconds: float | None = None) -> Budget:
-        """A budget with a share of what is left, perhaps another of the seconds; what it spends is
-        spent here too."""
+        """Return a budget with a share of the remaining evaluations and seconds.
+
+        Its evaluations count in this budget too. ``of_seconds``: another share of the seconds.
+        """
         left = self._ends - perf_counter()
         part = Budget(
             int(share * (self.most - self.evaluations)),
@@ -278,6 +278,7 @@ class Budget:
     def spend(self) -> None:
         """Count one evaluation."""
         self.evaluations += 1
+        # Only the budget of the whole search reports progress.
         if self._whole is not None:
             self._whole.spend()
         elif self.told.on:
@@ -285,17 +286,17 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """The seconds that are left."""
+        """The remaining seconds."""
         return self._ends - perf_counter()
 
     @property
     def late(self) -> bool:
-        """Is the time over."""
+        """Whether the time is over."""
         return perf_counter() > self._ends
 
     @property
     def spent(self) -> bool:
-        """Are the evaluations or the seconds used up."""
+        """Whether the evaluations or the seconds are used up."""
         if self.evaluations >= self.most:
             return True
         if self.late:

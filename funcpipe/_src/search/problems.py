@@ -1,4 +1,4 @@
-"""The problems that the arguments of a search ask for: one for each placement."""
+"""Check the arguments of a search, and turn them into problems, one per placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from funcpipe._src.search.placement import placed, shapes_for
 from funcpipe._src.search.problem import Problem, limits_of
 
 _UNEVEN = 0.03
-"""By how much, of a slice, the times of slices may differ: lengths are whole numbers."""
+"""The largest difference between times of slices, as a share of a slice. Lengths are whole numbers,
+so times cannot be exactly equal."""
 
 
 def problems_of(
@@ -30,7 +31,7 @@ def problems_of(
     evaluations: Any,
     seconds: Any,
 ) -> list[Problem]:
-    """One problem for each placement; all faults of the arguments in one message."""
+    """Return one problem per placement. Raises ScheduleError with all faults of the arguments."""
     faults: list[str] = []
     arguments: dict[str, Any] = {
         "num_devices": num_devices,
@@ -68,9 +69,9 @@ def problems_of(
     times = [time for time, _ in cost.slice_shares(slices)]
     if max(times) - min(times) > _UNEVEN / slices:
         raise ScheduleError(
-            "search takes slices that take equally long, and these take "
+            "search needs slices that take equally long, but these take "
             f"{', '.join(f'{time:.3f}' for time in times)} of their microbatch; give "
-            "Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...)), of a "
+            "Cost(slices=fp.schedules.balanced_slices(length, num_slices, attention=...)), with a "
             "length so large that rounding to whole numbers does not matter (its unit is free)"
         )
     devices = counts["num_devices"]
@@ -78,7 +79,7 @@ def problems_of(
     cost.check_stages(stages)
     if stages < devices:
         raise ScheduleError(
-            f"num_devices is at most the number of stages; got {devices} devices for {stages} "
+            f"num_devices must be at most the number of stages; got {devices} devices for {stages} "
             "stages"
         )
     limits = limits_of(memory_limit, devices)
@@ -93,8 +94,7 @@ def problems_of(
 
 
 def _stages_of(cost: Cost, placement: Any, devices: int) -> int:
-    """How many stages the placement or the sequences of a cost speak of; else one a device, two on
-    a V."""
+    """Return the number of stages of the placement or the cost; else one per device, two on a V."""
     if placement is not None and not isinstance(placement, str):
         return len(placement)
     return cost.num_stages or (2 * devices if placement == "v" else devices)

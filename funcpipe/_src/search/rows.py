@@ -1,7 +1,7 @@
-"""What must come before what, counted by rows: a row has the actions of one kind and stage, the
-k-th is the k-th to start.
+"""Precedence constraints between rows, for the bounds of `windows`.
 
-Nothing here is about a certain microbatch, so it holds in whatever order they are, and for slices.
+A row has all actions of one kind and stage; number k of a row is the k-th action to start. The
+constraints do not mention microbatches, so they hold for any order of microbatches, and for slices.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from funcpipe._src.schedules.clock import F, I, R, W
 from funcpipe._src.search.problem import ROUNDING, Problem
 
 RowKey: TypeAlias = tuple[int, int]
-"""The code of a kind, and a stage. With remat (R, stage) makes the residuals: F where it is kept,
-else R."""
+"""(code of a kind, stage). With remat, the row (R, stage) has the actions that make residuals: F if
+the residual is kept, else R."""
 RowCounts: TypeAlias = dict[RowKey, int]
-"""How many of each row."""
+"""A number of actions for some rows."""
 Ways: TypeAlias = Sequence[RowCounts]
-"""Counts of which one holds; {} is no condition."""
+"""Alternative counts, at least one of which holds; {} is no condition."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a problem.
+    """The rows of a problem, with their constraints.
 
     Attributes:
-        count: how many actions each row has.
-        device_of: of each stage.
-        lengths: the time of one action of each, rows after those that they follow.
-        follows: by row, (another row, a delay): the k-th starts so long after the k-th of the other
-            has ended, or later.
-        after: by row and number, what its device has done before it starts.
-        before: by row and number, what its device does after it ends, as far as ``after`` does not
-            say so.
+        count: the number of actions per row.
+        device_of: the device of each stage.
+        lengths: the time of an action, by row. A row comes after the rows that it follows.
+        follows: by row, (another row, delay): the k-th action starts at least ``delay`` after the
+            end of the other row's k-th action.
+        after: by row and number, the actions of the same device that end before it starts.
+        before: by row and number, the actions of the same device that start after it ends, beyond
+            those that follow from ``after``.
     """
 
     count: int
@@ -48,10 +48,10 @@ class Rows:
 
     @property
     def reversed(self) -> Rows:
-        """The same with time turned round: the last action of a row is its first.
+        """The rows with time reversed: the last action of a row becomes its first.
 
-        Where n of another row come before the k-th of this one, this one's from the k-th on come
-        after each of those.
+        If n actions of another row come before the k-th action of a row, then the actions from
+        number k on come after each of these n.
         """
         follows: dict[RowKey, list[tuple[RowKey, float]]] = {row: [] for row in self.lengths}
         later: dict[RowKey, list[RowCounts]] = {
@@ -81,14 +81,14 @@ class Rows:
 
     @cached_property
     def makes(self) -> int:
-        """The code of what makes residuals."""
+        """The code of the row that makes residuals: R with remat, else F."""
         return R if any(code == R for code, _ in self.lengths) else F
 
     def once(self, counts: RowCounts) -> RowCounts:
-        """RowCounts without F beside as many or more that make their residuals: where those are
-        kept it is the same actions.
+        """Return counts in which no action is counted twice.
 
-        Without the latter where there are more F.
+        With remat, an action that makes a residual may be its F itself. So of the counts of F and R
+        of a stage, only the larger remains.
         """
         if self.makes == F:
             return counts
@@ -105,13 +105,12 @@ class Rows:
 
 
 def most(counts: RowCounts, others: RowCounts) -> RowCounts:
-    """Both together."""
+    """Return the larger count of each row: both conditions together."""
     return counts | {row: max(n, counts.get(row, 0)) for row, n in others.items()}
 
 
 class _RowStage(NamedTuple):
-    """A stage, and the stages of its device that come earlier and later; what makes their
-    residuals."""
+    """A stage, the earlier and later stages of its device, and the code that makes residuals."""
 
     stage: int
     earlier: Sequence[int]
@@ -120,11 +119,11 @@ class _RowStage(NamedTuple):
 
 
 def rows_of(problem: Problem, first: int = 0) -> Rows:
-    """The rows of the stages from one on.
+    """Return the rows of the stages from ``first`` on.
 
-    Before the k-th I of a stage starts, k + 1 microbatches have come so far: their F on this stage
-    and the earlier ones, their F and I on the later ones. So it is with F and W. A B counts as an I
-    as short as it and the rest of it as W.
+    Before I number k of a stage starts, k + 1 microbatches have reached it: their F on this and the
+    earlier stages of the device, and their F and I on the later stages, have ended. The same holds
+    for F and W. A B counts as an I of its least time, with the remaining time as W.
     """
     stages, count = range(first, problem.num_stages), problem.num_microbatches
     inward = list(map(min, problem.inward, problem.whole_backward))
@@ -146,9 +145,8 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
             follows[F, stage].append(((F, stage - 1), problem.waits[0][stage - 1]))
             follows[I, stage - 1].append(((I, stage), problem.waits[1][stage]))
         if problem.remat:
-            follows[R, stage].append(
-                ((F, stage), -problem.forward[stage])
-            )  # it starts with F at the earliest
+            # The action that makes a residual may be F itself, so it starts with F at the earliest.
+            follows[R, stage].append(((F, stage), -problem.forward[stage]))
         follows[I, stage].append(((makes, stage), 0.0))
         follows[W, stage].append(((I, stage), 0.0))
         local = [other for other in problem.local[problem.device_of[stage]] if other >= first]
@@ -173,10 +171,10 @@ def rows_of(problem: Problem, first: int = 0) -> Rows:
 
 
 def _sizes(problem: Problem, home: _RowStage) -> tuple[float, float, float]:
-    """The limit of a device; what a microbatch holds at least between F and I of a stage, and
-    between its I and W.
+    """Return a device's limit, and the least memory of a microbatch between F and I, and I and W.
 
-    Between F and I the earlier stages of the device hold it too, unless they may have dropped it.
+    Between F and I of a stage, the residuals of the device's earlier stages are also held, except
+    with remat, where they may have been dropped.
     """
     residual = problem.residual
     whole = residual[home.stage] + (
@@ -189,23 +187,23 @@ def _sizes(problem: Problem, home: _RowStage) -> tuple[float, float, float]:
 
 
 def _fitting(room: float, size: float, most: int) -> int:
-    """How many fit into so much memory, of so many."""
+    """Return how many of ``most`` amounts of a size fit into a memory."""
     return floor(min(most, room / size)) if size else most
 
 
 def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
-    """What has ended when residual number k of a stage comes, for it to fit: a way for each number
-    i of its I that may have.
+    """Return the actions that must have ended for residual number k of a stage to fit into memory.
 
-    Then k + 1 - i microbatches are whole, on this stage and on the earlier ones of its device. What
-    else lies there must fit beside them: what I left for W, here or elsewhere; whole ones of later
-    stages; those of which I has run here and not yet on an earlier stage.
+    There is one alternative for each number i of I of the stage that may have ended. Then k + 1 - i
+    microbatches hold whole residuals, on this stage and on earlier stages of the device. The other
+    residuals must fit beside them: weight residuals here or on other stages, whole residuals of
+    later stages, and residuals on earlier stages whose I has run here but not there.
 
-    Later stages are not shut out. Take residual number j of the last of them: when it comes, at
-    most j microbatches have gone back, so of n that have come here n - j are whole, and they fit
-    beside one residual of each later stage. Let c be the most that do. So number k comes here only
-    after number k - c there (``ahead`` - 1), and what later stages have made by then lies there
-    unless their I has run.
+    Later stages must be able to make progress. Take residual number j of the last later stage. When
+    it is made, at most j microbatches have gone back. So of n microbatches that have come here, n -
+    j are whole, and they fit beside one residual of each later stage. Let c be the largest number
+    that fits. So residual number k is made here only after residual number k - c there (``ahead`` -
+    1). The residuals that later stages have made by then are held unless their I has run.
     """
     stage, earlier, later, makes = home
     limit, whole, _ = _sizes(problem, home)
@@ -239,10 +237,10 @@ def _room_for_one_more(problem: Problem, home: _RowStage, number: int) -> Ways:
 
 
 def _left_at(problem: Problem, home: _RowStage, number: int, code: int) -> Ways:
-    """What is still to come when I or W number k of a stage ends: the more of one kind the less of
-    another.
+    """Return the actions that remain when I or W number k of a stage ends, as alternatives.
 
-    What its device has begun until then did fit: so many F at most with so many I and W.
+    The residuals that the device has begun by then did fit into memory. This limits the number of F
+    for given numbers of I and W.
     """
     limit, whole, rest = _sizes(problem, home)
     count, stage = problem.num_microbatches, home.stage
@@ -263,7 +261,7 @@ def _left_at(problem: Problem, home: _RowStage, number: int, code: int) -> Ways:
 
 
 def _done_at(number: int, code: int, count: int) -> Iterator[tuple[int, int]]:
-    """How many I and W have ended just before I or W number k does."""
+    """Return the possible numbers of I and W that end before I or W number k."""
     if code == I:
         return ((number, weights) for weights in range(number + 1))
     return ((backwards, number) for backwards in range(number + 1, count + 1))

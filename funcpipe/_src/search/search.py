@@ -1,4 +1,9 @@
-"""Find a schedule: published ones under the true costs, then a search over rules."""
+"""`search`: find a schedule for given costs and memory limits.
+
+This file owns the order of the phases and their shares of the budget: published schedules
+(`starting_points`), rules (`climb`), moves of single actions (`polish`), bounds (`windows`), proof
+(`exact`).
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,12 @@ from funcpipe._src.search.problem import Budget, Objective, Problem, as_schedule
 from funcpipe._src.search.problems import problems_of
 
 _BEGINS = 0.4
-"""Of the seconds, how many go into published schedules at most."""
+"""The largest share of the seconds for published schedules."""
 _BESIDE_PROOF = ((300, 0.3), (MOST, 0.5))
-"""What rules, and then moves, take of their time where the solver follows, by the number of
-actions: of few it proves most."""
+"""(most actions, share): with ``exact``, rules and moves get this share of their usual time. For few
+actions the solver proves more, so it gets more time."""
 _STEPS = 6
-"""How often the distance between the bound and what was found is halved."""
+"""The number of times that the distance between the bound and the best schedule is halved."""
 
 
 def search(
@@ -45,44 +50,51 @@ def search(
 ) -> Found:
     """Find a short schedule for given costs that stays within a memory limit.
 
-    First every published family is timed under the true costs, then list schedules whose rules are
-    improved step by step, at last single actions are moved.
+    The search simulates all published families with the given costs. It then improves list
+    schedules by changing their rules, and finally moves single actions. The result includes a lower
+    bound for all schedules.
 
     >>> found = fp.search(fp.Cost(5, 6, 4, comm=1), num_devices=3, num_microbatches=6, memory_limit=4, evaluations=500)
     >>> found.makespan, found.lower_bound, found.gap
     (102.0, 102.0, 0.0)
 
     Args:
-        cost: times and memory; its sequences have one number per stage.
-        num_devices: how many devices, D.
-        num_microbatches: how many microbatches, M.
-        num_stages: how many stages, where the cost does not say; D by default.
-        num_slices: how many slices each microbatch is cut into, along its sequence. The search
-            takes them to take equally long, so ``cost.slices`` is () without attention, or of
-            `balanced_slices`.
-        memory_limit: of a device, or of each, in the unit of `Cost.residual`; None: no limit.
+        cost: times and memory. Sequences in the cost have one number per stage.
+        num_devices: the number of devices, D.
+        num_microbatches: the number of microbatches, M.
+        num_stages: the number of stages. None: the number of the cost's sequences or of the
+            placement; else D, or 2 D with ``placement="v"``.
+        num_slices: the number of slices of each microbatch, along its sequence. Default: 1, not
+            cut. Slices must take equally long, so give ``cost.slices`` from `balanced_slices`, or
+            none if the cost has no attention.
+        memory_limit: the memory limit of each device, one number or one per device, in the unit of
+            `Cost.residual`. None: no limit.
         placement: "line" (neighbouring stages on each device), "loop" (stage s on device ``s mod
-            D``), "v" (down the devices and back up), or the device of each stage; None: all that
+            D``), "v" (down the devices and back up), or the device of each stage. None: all that
             the counts allow.
-        remat: may residuals be computed again (R), where that saves waiting for memory.
-        offload: may residuals be moved to the host and back (O, L), where a device holds too much.
-        objective: "makespan": one isolated batch; "span": the longest device from its first start
-            to its last end, the cost of one of many batches that follow each other.
-        exact: at the end, let OR-Tools (extra ``solve``) look for the shortest of all and prove it,
-            for what is left of the time; where everything is small (up to about 4 devices and 8
-            microbatches) that takes up to half a minute. With ``remat`` and ``offload`` too; of
-            whole microbatches only.
-        evaluations: about how many schedules are timed; the same number and seed give the same
-            schedule.
-        seconds: cut the search short after so long.
-        seed: of the random changes.
-        progress: True shows on stderr what is tried and the best so far; or a function that is told
-            a `CallProgress`.
+        remat: whether residuals may be recomputed (R) to save memory. Default: False.
+        offload: whether residuals may be moved to the host and back (O, L) to save memory. Default:
+            False.
+        objective: "makespan": the end of one isolated batch; "span": the longest time of a device
+            from its first start to its last end, which is the time per batch if batches follow each
+            other. Default: "makespan".
+        exact: let OR-Tools (extra ``solve``) search for the shortest schedule in the remaining
+            time, and prove a bound. With up to about 4 devices and 8 microbatches, a proof takes up
+            to half a minute. Not for slices. Default: False.
+        evaluations: the approximate number of schedules to simulate. The same number and seed give
+            the same schedule, if the time does not end first.
+        seconds: the time limit in seconds.
+        seed: the seed of the random changes.
+        progress: True shows the progress on stderr. A function receives a `CallProgress` about ten
+            times per second. Default: False.
+
+    Returns:
+        The best schedule, with its timeline and a lower bound.
 
     Raises:
-        PlanError: progress is no function, True or False.
-        ScheduleError: the counts, limits or costs do not fit each other, or no schedule within the
-            limit was found.
+        PlanError: ``progress`` is not a function, True or False.
+        ScheduleError: the counts, limits or costs do not fit together, or the search found no
+            schedule within the limit.
     """
     if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScheduleError(
@@ -110,7 +122,10 @@ def search(
 
 
 def _search(problems: Sequence[Problem], best: Best, *, exact: bool, seed: int) -> Best:
-    """Offer schedules for all these problems to ``best``, and raise the bounds."""
+    """Offer schedules for all problems to ``best``, and raise the bounds.
+
+    The order of the phases: published schedules, bounds, rules, moves, bounds, proof.
+    """
     budget = best.budget
     few = min(problem.num_actions for problem in problems)
     beside = next((part for most, part in _BESIDE_PROOF if exact and few <= most), 1.0)

@@ -1,8 +1,7 @@
-"""Devices that are given one action after the other: when each can begin, what it takes and frees,
-for whom it is.
+"""Simulate devices that receive one action after the other: times, memory and receivers.
 
-What goes next is decided elsewhere, by rules (`listing`).
-Where the order of every device is known, `schedules.clock` is the simulation.
+Does not choose the next action: `listing` does, by rules. If the order of each device is known,
+`schedules/clock.py` simulates faster.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ NEVER = float("inf")
 
 
 class Device:
-    """What a device has done, and what it holds.
+    """The simulated state of a device.
 
     Attributes:
-        limit: the most memory that it may hold.
-        held: the memory that it holds.
-        kept: how many residuals it holds that a forward left.
-        begun, free: when its first action began, and when its last one ends.
-        owed: the stages whose W are still to come, the oldest first.
-        dropped, again: (stage, microbatch) of the residuals that a forward dropped, and of those
-            that R made again.
+        limit: the memory limit.
+        held: the present memory.
+        kept: the number of present residuals that forwards kept.
+        begun, free: the begin of its first action, and the end of its last action.
+        owed: the stages of the pending W, the oldest first.
+        dropped: (stage, microbatch) of residuals that a forward dropped and R has not recomputed.
+        again: (stage, microbatch) of residuals that R recomputed.
         lane: its actions.
     """
 
@@ -41,16 +40,14 @@ class Device:
 
 
 class Simulation:
-    """All devices, with what each stage has run and when what it reads next arrives.
+    """The simulated state of all devices and stages.
 
-    Microbatches of a stage go in order, so an action is a code and a stage; slices too, forwards up
-    and backwards down.
+    Microbatches of a stage run in order, so a code and a stage determine an action. Slices run in
+    ascending order in forwards, and in descending order in backwards.
 
     Attributes:
-        inputs, gradients: by stage and microbatch, when they arrive; infinite where that is not
-            known yet.
-        forwards, backwards, weights: how many F, how many I or B, and how many W each stage has
-            run.
+        inputs, gradients: the arrival by stage and microbatch; infinite if not known yet.
+        forwards, backwards, weights: by stage, the number of F, of I or B, and of W so far.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -67,14 +64,14 @@ class Simulation:
         return [device.lane for device in self.devices]
 
     def begin(self, number: int, code: int, stage: int, now: float, *, drop: bool = False) -> int:
-        """Run the next action of a kind and stage on a device; returns the device for which its
-        value is.
+        """Run the next action of a kind and stage on a device. Return the receiver of its value.
 
         Args:
-            number: of the device.
-            code, stage: what runs. The W that runs is the oldest that the device owes.
-            now: when it begins.
-            drop: does this forward keep no residual.
+            number: the index of the device.
+            code, stage: the kind and the stage. For W the stage is ignored: the device's oldest
+                pending W runs.
+            now: the start.
+            drop: whether a forward drops its residual.
         """
         problem, device, receiver = self.problem, self.devices[number], number
         if code == F:

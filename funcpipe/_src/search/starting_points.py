@@ -1,4 +1,4 @@
-"""Where a search begins: the published schedules, and the least that memory allows."""
+"""The schedules with which a search begins: published ones, and one that needs least memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PUBLISHED: tuple[Callable[..., Schedule], ...] = (
     v_shape.v_min,
     v_shape.dualpipe_v,
 )
-"""The families, the best guesses first."""
+"""The families, the most promising first."""
 _SMALL = 16
-"""The most devices for which an adaptive V is built; for more that takes seconds."""
+"""The most devices for which an adaptive V is made; more would take seconds."""
 
 
 def starting_points(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    """The published schedules for the forms of a problem; the best guesses first."""
+    """Yield the published schedules for the forms of a problem, the most promising first."""
     for form, lift in forms(problem):
         for source, schedule in _published(form):
             yield source, lift(schedule)
@@ -44,7 +44,8 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     microbatches = problem.num_microbatches // slices
     options = {"num_devices": devices, **({"num_slices": slices} if slices > 1 else {})}
     if any(map(isfinite, problem.limits)):
-        yield "one at a time", _one_at_a_time(problem)  # first: if anything fits, this does
+        # First, because this schedule needs the least memory: if any schedule fits, this one does.
+        yield "one at a time", _one_at_a_time(problem)
     for make in PUBLISHED:
         if slices > 1 and "num_slices" not in signature(make).parameters:
             continue
@@ -57,7 +58,7 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             if problem.remat:
                 yield f"{schedule.name}+remat", rematted(schedule)
     if slices > 1:
-        return  # what follows is of whole microbatches
+        return  # the remaining families work for whole microbatches only
     loops = stages > devices and stages % devices == 0
     if loops and problem.device_of == tuple(stage % devices for stage in range(stages)):
         for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
@@ -65,7 +66,7 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield schedule.name, schedule
     room = min(problem.limits) / max(*problem.residual, 1e-300)
     if problem.is_v and isfinite(room) and devices <= _SMALL:
-        with suppress(ScheduleError):  # less than V-Min
+        with suppress(ScheduleError):  # less memory than V-Min needs
             schedule = v_shape.v_adaptive(
                 stages, microbatches, residuals=int(min(room * (1 + ROUNDING), stages))
             )
@@ -73,8 +74,7 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 
 def _one_at_a_time(problem: Problem) -> Schedule:
-    """Every microbatch through all stages and back before the next one: slow, and nothing needs
-    less memory."""
+    """Return the schedule that runs one microbatch at a time: slow, with the least memory."""
     orders: list[list[Action]] = [[] for _ in range(problem.num_devices)]
     slices = problem.num_slices
     for first in range(0, problem.num_microbatches, slices):
@@ -91,8 +91,8 @@ def _one_at_a_time(problem: Problem) -> Schedule:
 
 
 def fused(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """A schedule with I and the W after it as one B where that takes less time or memory; None
-    where there is none."""
+    """Join I and a directly following W to B, where B takes less time or memory; None if
+    nowhere."""
     cheaper = {stage for stage, saves in enumerate(problem.cheaper) if saves}
     if not cheaper:
         return None

@@ -1,16 +1,14 @@
-"""A bound from windows: how early each action can start, and for how long the batch goes on after
-it at least.
+"""Lower bounds from windows: the earliest start of each action, and the least time after its end.
 
-Actions of one kind and stage are a row; the k-th of a row is the k-th that starts, whichever
-microbatch it is of. Before it starts, so and so many of other rows have ended (`rows_of` says why).
-A device runs one at a time, each no earlier than it can start, so with those that it runs itself it
-is busy until `done` at the earliest: then this one starts, or later. What that says about one
-action goes into the next, until nothing changes; after each step all of it is true. With time
-turned round the same says for how long the batch goes on after the end of each.
+Actions of one kind and stage form a row; number k of a row is the k-th action to start, of any
+microbatch. Before it starts, certain numbers of actions of other rows have ended (`rows.py` derives
+these constraints). A device runs one action at a time. So an action starts no earlier than `done`
+of the earlier actions of its device. Each new bound improves others, until none changes. All bounds
+are valid after each step. The same computation with reversed time gives the *tail* of each action:
+the least time that the batch continues after its end.
 
-At last each device: of all its actions after which the batch goes on for ``t`` or longer, one is
-the last, and it ends when the device is done with all of them, at the earliest. So the batch takes
-that long and ``t``.
+Then each device gives a bound: take all its actions with a tail of at least ``t``. The last of them
+ends no earlier than `done` of all of them, and the batch continues for at least ``t``.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from funcpipe._src.search.problem import ROUNDING, Problem
 from funcpipe._src.search.rows import RowCounts, RowKey, Rows, Ways, most, rows_of
 
 _PASSES = 8
-"""How often all actions are gone through at most; few problems take more than four."""
+"""The most passes over all actions; few problems take more than four."""
 _ROUNDS = 4
-"""How often orders that follow from a time give further ones, at most."""
+"""The most rounds in which constraints that follow from a time give further constraints."""
 _MOST = 400_000
-"""The most actions, times those of a device, for which windows are worked out; with more that takes
-more than a second."""
+"""The largest product of all actions and the actions of a device for which windows are computed;
+more would take more than a second."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,9 @@ class Windows:
     """The windows of a problem.
 
     Attributes:
-        rows: what must come before what.
+        rows: the precedence constraints.
         heads: the earliest start of each action, by row and number.
-        tails: for how long the batch goes on after its end, at least.
+        tails: the least time of the batch after each action's end, by row and number.
     """
 
     rows: Rows
@@ -50,25 +48,23 @@ class Windows:
 
     @classmethod
     def of(cls, rows: Rows, ends: Sequence[float]) -> Windows:
-        """Work them out; ``ends``: by device, for how long the batch goes on after its last
-        action."""
+        """Compute the windows. ``ends``: by device, the least time after its last action."""
         heads = earliest(rows, dict.fromkeys(rows.lengths, 0.0))
         tails = earliest(rows.reversed, {row: ends[rows.device_of[row[1]]] for row in rows.lengths})
         return cls(rows, heads, {row: column[::-1] for row, column in tails.items()})
 
     def bound(self, device: int) -> float:
-        """How long the batch takes at least, as far as one device says."""
+        """Return the lower bound from one device's actions."""
         best = 0.0
-        for twice in {
-            F,
-            self.rows.makes,
-        }:  # with remat what makes a residual may be its F: one of them counts
+        # With remat, the action that makes a residual may be its F, so only one row of both counts.
+        for twice in {F, self.rows.makes}:
             windows = [
                 (tail, head, self.rows.lengths[row])
                 for row in self.rows.of_device[device]
                 if row[0] not in (F, R) or row[0] == twice
                 for tail, head in zip(self.tails[row], self.heads[row], strict=True)
             ]
+            # By falling tail: each prefix has all actions whose tail is at least `tail`.
             windows.sort(key=itemgetter(0), reverse=True)
             longest: list[tuple[float, float]] = []
             for tail, equal in groupby(windows, key=itemgetter(0)):
@@ -77,10 +73,11 @@ class Windows:
         return best
 
     def within(self, value: float) -> Rows | None:
-        """The rows of schedules that take no longer than this; None where that says nothing new.
+        """Return rows with the constraints of schedules of at most this length; None if no new
+        ones.
 
-        Where an action could come after another of its device only in a longer one, it comes
-        before.
+        If an action could come after another action of its device only in a longer schedule, it
+        must come before that action.
         """
         rows, new = self.rows, False
         after: dict[RowKey, list[Ways]] = {}
@@ -105,8 +102,7 @@ class Windows:
 
 
 def windows_bound(problem: Problem) -> tuple[float, int]:
-    """A time that no schedule beats, and the device that it comes from; 0 where the problem is too
-    large for it."""
+    """Return the lower bound from windows, and its device; 0 if the problem is too large."""
     best = 0.0, 0
     for rows, devices, ends in _views(problem):
         windows = Windows.of(rows, ends)
@@ -117,22 +113,18 @@ def windows_bound(problem: Problem) -> tuple[float, int]:
 def sharpened(
     problem: Problem, bound: float, value: float, late: Callable[[], bool], *, steps: int
 ) -> float:
-    """A bound between one and what was found, by halving: does any schedule take no longer than
-    this.
+    """Raise a lower bound by bisection: refute that a schedule of at most some length exists.
 
     Args:
-        problem: what to bound.
-        bound: a bound.
-        value: what was found.
-        late: is the time over.
-        steps: how often the distance is halved; the first asks whether anything shorter than what
-            was found exists.
+        problem: the problem.
+        bound: a lower bound.
+        value: the value of the best schedule.
+        late: returns whether the time is over.
+        steps: the number of bisection steps. The first step asks whether any schedule is shorter
+            than ``value``.
     """
-    low, high, middle = (
-        bound,
-        value,
-        value * (1 - 2 * ROUNDING),
-    )  # first whether nothing shorter was left to find
+    # The first question: is the best schedule optimal, so that the search can end?
+    low, high, middle = bound, value, value * (1 - 2 * ROUNDING)
     for _ in range(steps):
         if late() or low >= value * (1 - 4 * ROUNDING):
             break
@@ -147,7 +139,7 @@ def sharpened(
 
 
 def _refutes(rows: Rows, devices: Sequence[int], ends: Sequence[float], value: float) -> bool:
-    """Is it so that no schedule takes so little."""
+    """Return whether the windows prove that no schedule is as short as ``value``."""
     known: Rows | None = rows
     for _ in range(_ROUNDS):
         windows = Windows.of(known, ends)
@@ -160,11 +152,11 @@ def _refutes(rows: Rows, devices: Sequence[int], ends: Sequence[float], value: f
 
 
 def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[float]]]:
-    """The rows to look at, whose devices' bounds hold, and for how long the batch goes on after
-    each device's last action.
+    """Yield (rows, devices whose bounds hold, least time after each device's last action).
 
-    The makespan has all of them. Of the span of a device the stages before its first one are left
-    out, for they may be long done, and so is what other devices do for themselves.
+    For the makespan, one view has all rows. For the span there is one view per device: without the
+    stages before its first stage, which may have ended long before, and without the time of other
+    devices after their last action.
     """
     everywhere = range(problem.num_devices)
     makespan = problem.objective == "makespan"
@@ -183,8 +175,10 @@ def _views(problem: Problem) -> Iterator[tuple[Rows, Sequence[int], Sequence[flo
 
 
 def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[float]]:
-    """The earliest start of each action, by row and number, where none of a row starts before it
-    ``begins``."""
+    """Return the earliest start of each action, by row and number.
+
+    ``begins``: by row, a time before which no action of the row starts.
+    """
     starts = {row: [begin] * rows.count for row, begin in begins.items()}
     for _ in range(_PASSES):
         changed = False
@@ -195,6 +189,7 @@ def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[fl
                     start = max(start, starts[row][number - 1] + length)
                 for other, delay in rows.follows[row]:
                     start = max(start, starts[other][number] + rows.lengths[other] + delay)
+                # At least one alternative holds, so only the weakest of their bounds is valid.
                 soonest = inf
                 for counts in rows.after[row][number]:
                     parts = [
@@ -214,7 +209,8 @@ def earliest(rows: Rows, begins: Mapping[RowKey, float]) -> dict[RowKey, list[fl
 
 
 def done(actions: Iterable[tuple[float, float]]) -> float:
-    """When a device is done with actions, each given by its earliest start and its time."""
+    """Return the earliest time when a device is done with actions, given as (earliest start,
+    time)."""
     end = -inf
     for start, length in sorted(actions):
         end = max(end, start) + length

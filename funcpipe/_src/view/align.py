@@ -1,4 +1,4 @@
-"""Several timelines on one time axis: one unit for all."""
+"""Bring several timelines to one time unit, for pictures with a common axis."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.view import summary
 
 _FREE = "units"
-"""The unit of simulated timelines: whatever their cost meant, so it may be scaled."""
+"""The unit of simulated timelines. Its meaning is free, so such timelines may be scaled."""
 
 
 class Aligned(NamedTuple):
-    """Timelines in one unit, with names that tell them apart; for each a note how it was scaled, or
-    none."""
+    """Timelines in one unit with different names, and a note on the scale of each ("" for none)."""
 
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...]
 
     @property
     def axis(self) -> Timeline:
-        """The longest, which gives the axis."""
+        """The longest timeline, which sets the time axis."""
         return max(self.timelines, key=lambda timeline: timeline.makespan)
 
 
 def aligned(timelines: Sequence[Timeline]) -> Aligned:
-    """The timelines in one unit.
+    """Return the timelines in one unit.
 
-    Simulated ones, in units, are scaled where others are in another unit (seconds): so that their
-    devices together work as long as those of the first of the others.
+    If some timelines are in seconds, simulated timelines in units are scaled. Their devices then
+    work as long in total as the devices of the first timeline in seconds.
 
     Raises:
-        ValueError: their units have nothing to do with each other, or there is no work to scale by.
+        ValueError: the units are incompatible, or a timeline has no work to scale by.
     """
     units = sorted({timeline.unit for timeline in timelines if timeline.unit != _FREE})
     if len(units) > 1:
@@ -52,7 +51,7 @@ def aligned(timelines: Sequence[Timeline]) -> Aligned:
         name = f"{summary.title(timeline)}, {'simulated' if timeline.unit == _FREE else 'measured'}"
         if timeline.unit == _FREE:
             factor = _factor(timeline, fixed)
-            # The mean measured times need no scaling, and rounding is no news.
+            # A factor of 1 up to rounding (simulated with mean measured times) needs no note.
             if abs(factor - 1) > 1e-9:
                 note = (
                     "scaled to the same work, 1 unit is "
@@ -65,21 +64,21 @@ def aligned(timelines: Sequence[Timeline]) -> Aligned:
 
 
 def _factor(timeline: Timeline, fixed: Timeline) -> float:
-    """By how much to stretch a timeline so that its work is that of another."""
+    """Return the factor that makes a timeline's work equal to another's."""
     if not timeline.spans:
         return 1.0
     for worker in (timeline, fixed):
         if sum(worker.busy) <= 0:
             raise ValueError(
-                f"times in units are scaled to {fixed.unit!r} by the work of both, and "
-                f"{summary.title(worker)!r} has none; simulate with times in that unit and give "
-                "the timeline that unit"
+                f"times in units are scaled to {fixed.unit!r} by the work of both timelines, but "
+                f"{summary.title(worker)!r} has no work; simulate with times in that unit, and set "
+                "the unit of the timeline"
             )
     return sum(fixed.busy) / sum(timeline.busy)
 
 
 def _scaled(timeline: Timeline, factor: float, unit: str) -> Timeline:
-    """The timeline with all times multiplied by a factor, in another unit."""
+    """Return the timeline with all times multiplied by a factor, in another unit."""
     comm = timeline.comm
     return replace(
         timeline,

@@ -1,4 +1,7 @@
-"""Draw schedules, plans and timelines: text for terminals, SVG for papers and notebooks."""
+"""`draw`: pictures of schedules, plans and timelines, as text or as SVG.
+
+`text.py` and `svg.py` draw. This file checks arguments, and registers what notebooks show.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,13 @@ _FILE_WIDTH = 120
 _BY = ("kind", "stage")
 _TRACE = "drawing.timeline.to_chrome_trace('trace.json') (on the command line: --trace trace.json)"
 _MOST = 5_000
-"""Actions of a schedule or plan that a notebook simulates and draws without being asked; that takes
-a second."""
+"""The most actions of a schedule or plan that a notebook draws by itself, which takes a second."""
 
 Drawn: TypeAlias = Schedule | Plan | Timeline
 
 
 def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> Drawing:
-    """A picture of who does what when: a row for each device, time from left to right.
+    """Draw timelines: a row for each device, time from left to right.
 
     >>> print(fp.draw(fp.schedules.one_f_one_b(2, 3)).text(width=60))
     1F1B, simulated in units: makespan 12 units, bubble 25.0%,
@@ -46,17 +48,17 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
 
     Args:
         what: a timeline, simulated or measured. A schedule or a plan is simulated with the default
-            `Cost`: F, I and W take one unit each, B two. For other costs draw ``simulate(what,
+            `Cost`: F, I and W take one unit each, B two. For another cost, draw ``simulate(what,
             cost)``.
-        others: drawn below it on the same time axis. Beside a timeline in seconds, timelines in
-            units are scaled until their devices work as long in sum. A note in the picture says the
-            scale.
-        memory: True: below each timeline, what its devices hold over time.
-        by: what colours tell: the "kind" of an action (lighter for a device's later stages), or its
-            "stage" (then letters and the upper edge tell the kind).
+        others: timelines, schedules or plans to draw below, on the same time axis. If some times
+            are in seconds, timelines in units are scaled so that the total work of their devices
+            is equal. A note in the picture says the scale.
+        memory: also draw the memory of the devices over time, below each timeline. Default: False.
+        by: the meaning of colours: the "kind" of an action (lighter for a device's later stages),
+            or its "stage" (letters and the upper edge then show the kind). Default: "kind".
 
     Returns:
-        A drawing: print it, let a notebook show it, or save it.
+        A drawing. Print it, save it, or let a notebook show it.
 
     Raises:
         TypeError: an argument is not a schedule, a plan or a timeline.
@@ -66,7 +68,7 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     if by not in _BY:
         raise ValueError(f'colours are by "kind" or by "stage"; got by={by!r}')
     first, *rest = map(_timeline, (what, *others))
-    aligned([first, *rest])  # refuses what has no common axis
+    aligned([first, *rest])  # raises here, not when the drawing is printed
     return Drawing(first, tuple(rest), memory=memory, by=by)
 
 
@@ -87,13 +89,19 @@ def _timeline(source: Drawn) -> Timeline:
 
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    """A picture of timelines: `str` for a terminal, inline SVG in a notebook, a file with `save`.
+    """A picture of timelines, as `draw` returns it.
+
+    ``print`` shows it in a terminal, a notebook shows it as SVG, and `save` writes a file.
+
+    >>> drawing = fp.draw(fp.schedules.one_f_one_b(2, 3))
+    >>> drawing.timeline.makespan, drawing.by
+    (12.0, 'kind')
 
     Attributes:
-        timeline: what is drawn.
-        others: what is drawn below it, on the same axis.
-        memory: what the devices hold is drawn, too.
-        by: what colours tell, "kind" or "stage".
+        timeline: the first timeline.
+        others: the timelines below it, on the same axis.
+        memory: whether the memory of the devices is drawn too.
+        by: the meaning of colours, "kind" or "stage".
     """
 
     timeline: Timeline
@@ -102,18 +110,19 @@ class Drawing:
     by: By = "kind"
 
     def text(self, width: int | None = None, *, color: bool = False) -> str:
-        """The picture as text, of any number of actions.
+        """Return the picture as text. Works for any number of actions.
 
-        Actions have labels (``F0``, and ``2F0`` where a device runs several stages) if most labels
-        fit. Otherwise each column shows one letter, in proportion to the time that each kind takes.
+        Actions have labels (``F0``, or ``2F0`` if a device runs several stages) if most labels fit.
+        Otherwise each column shows one letter, in proportion to the time that each kind takes.
 
         Args:
-            width: no line has more columns. None: the width of the terminal, 80 without one.
-            color: paint the actions with a terminal's 256 colours; the letters are the same.
+            width: the largest number of columns. None: the width of the terminal, or 80.
+            color: paint the actions with a terminal's 256 colours. The letters stay the same.
+                Default: False.
 
         Raises:
-            TypeError: the width is no whole number.
-            ValueError: the width is less than 40.
+            TypeError: ``width`` is not a whole number.
+            ValueError: ``width`` is less than 40.
         """
         return text(
             [self.timeline, *self.others],
@@ -123,12 +132,12 @@ class Drawing:
         )
 
     def svg(self) -> str:
-        """The picture as a standalone SVG without scripts, for browsers, papers and slides.
+        """Return the picture as a standalone SVG without scripts, for browsers, papers and slides.
 
-        It scales to any size, and follows the viewer's light or dark mode.
+        The picture scales to any size, and follows the viewer's light or dark mode.
 
         Raises:
-            ScheduleError: it has more than 10,000 actions. Save a trace with
+            ScheduleError: the picture has more than 10,000 actions. Save a trace with
                 `Timeline.to_chrome_trace` instead.
         """
         return self._svg(inline=False)
@@ -137,10 +146,11 @@ class Drawing:
         """Write the picture to a file.
 
         Args:
-            path: ends in ``.svg`` or ``.txt`` (120 columns); replaced if it exists.
+            path: the path of the file, which ends in ``.svg`` or ``.txt`` (120 columns). An
+                existing file is replaced.
 
         Raises:
-            ValueError: the path ends otherwise.
+            ValueError: the path has another ending.
             ScheduleError: an SVG would have more than 10,000 actions. Save a trace with
                 `Timeline.to_chrome_trace` instead, and open it at ui.perfetto.dev.
         """
@@ -183,7 +193,7 @@ class Drawing:
 @picture.register(Plan)
 @picture.register(Timeline)
 def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
-    """What a notebook shows of these: the drawing; of what cannot be drawn its text and why."""
+    """Return the HTML for a notebook: the drawing, or text and the reason why there is none."""
     if isinstance(thing, Timeline):
         reason = too_many([thing], "it.to_chrome_trace('trace.json')")
         return page(repr(thing), [("large", reason)]) if reason else draw(thing)._repr_html_()

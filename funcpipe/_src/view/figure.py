@@ -1,4 +1,4 @@
-"""What a figure shows: panels below each other, and the axis that they have in common."""
+"""The content of a figure: panels below each other with a common axis. `svg.py` draws it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MARGIN = 16.0
 
 
 class LaneSizes(NamedTuple):
-    """Pixels: the height of a lane, the distance to the next lane's top, the size of the letters
-    beside it."""
+    """Pixels: the height of a lane, the distance between the tops of two lanes, the font size."""
 
     height: float
     pitch: float
@@ -25,15 +24,15 @@ class LaneSizes(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """What one panel shows.
+    """The content of one panel.
 
     Attributes:
-        timeline: in the unit of the axis.
-        name: of the timeline; first part of the title.
-        origin: simulated or measured, and the unit; second part of the title.
+        timeline: the timeline, in the unit of the axis.
+        name: the first part of the title: the name of the timeline.
+        origin: the second part of the title: simulated or measured, and the unit.
         words: the caption below the title.
-        levels: what the devices hold, to be drawn in place of what they do.
-        most: the amount that fills a lane's height, where levels are drawn.
+        levels: the memory of the devices, drawn in place of the actions; None: draw actions.
+        most: the amount of memory that fills a lane's height.
     """
 
     timeline: Timeline
@@ -59,15 +58,15 @@ class Panel(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is the same for all panels of a figure.
+    """The facts that all panels of a figure share.
 
     Attributes:
-        axis: the timeline that gives the time axis.
-        by: what colours tell.
-        last: the last stage of all.
-        left: of the charts, in pixels.
-        chart: their width.
-        width: of the figure.
+        axis: the timeline that sets the time axis.
+        by: the meaning of colours.
+        last: the index of the last stage of all timelines.
+        left: the left edge of the charts, in pixels.
+        chart: the width of the charts, in pixels.
+        width: the width of the figure, in pixels.
     """
 
     axis: Timeline
@@ -84,7 +83,7 @@ class Frame(NamedTuple):
 
 
 def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
-    """A panel for each timeline, and one for its memory.
+    """Return a panel for each timeline, and with ``memory`` one for its memory.
 
     Raises:
         ValueError: the timelines have no common axis.
@@ -92,7 +91,8 @@ def panels_of(timelines: Sequence[Timeline], *, memory: bool) -> list[Panel]:
     drawn = aligned(timelines)
     held = [levels(timeline) if memory else () for timeline in drawn.timelines]
     peaks = [highest(devices) or 1.0 for devices in held]
-    if not any(drawn.notes):  # then all timelines count memory in one unit, as far as can be known
+    # Without a scaled timeline, all memory is assumed to be in one unit, and gets one scale.
+    if not any(drawn.notes):
         peaks = [max(peaks)] * len(peaks)
     panels: list[Panel] = []
     rows = zip(timelines, drawn.timelines, drawn.notes, held, peaks, strict=True)

@@ -1,5 +1,7 @@
-"""What a recorded run tells: its headline, tables of stages, lanes and edges, and remarks, as plain
-data."""
+"""Compute the content of a report: headline, tables of stages, lanes and edges, and remarks.
+
+The result is plain data; `report.py` formats it.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,27 @@ from funcpipe._src.view.memory_levels import Levels, count_residuals, spans_by_d
 from funcpipe._src.view.simulate import simulate, sliced
 
 _SHORT = 100e-6
-"""Seconds. Below about this two Python threads cost more than they win."""
+"""Seconds. With shorter actions, two Python threads cost more time than they save."""
 _UNEVEN = 1.2
-"""How much longer the busiest lane may work before it is worth a remark."""
+"""The ratio of work between the busiest and the idlest lane above which the report remarks it."""
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "remat", "offload")
-"""Of a `Cost`."""
+"""The fields of `Cost` that are times of computing or of moves."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is to say of a run: plain data, no tensors.
+    """The content of a report: plain data without tensors.
 
     Attributes:
-        title: what the run is called.
-        headline: names and values.
-        measured: the run's timeline.
-        simulated: the same schedule by the clock, each action taking the mean measured time of its
-            kind and stage.
-        note: why the two differ.
-        held: for each lane how many residuals it held when; empty without backwards.
-        tables: stages, lanes, values between lanes.
-        remarks: what is worth a look, a sentence or two each.
+        title: the title of the run.
+        headline: (name, value) of the most important facts.
+        measured: the measured timeline.
+        simulated: the simulated timeline of the schedule, with the mean measured time of each kind
+            and stage.
+        note: the reason for the difference of the two timelines.
+        held: the number of residuals of each lane over time; empty without backwards.
+        tables: the tables of stages, lanes, and values between lanes.
+        remarks: advice, one or two sentences each.
     """
 
     title: str
@@ -56,8 +58,11 @@ class Findings:
 
 
 def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: str) -> Findings:
-    """Look at a run. Raises PlanError: it was not recorded, or is another plan's, or so are the
-    parameters."""
+    """Compute the content of a report.
+
+    Raises PlanError if the run was not recorded, or if the result or the parameters belong to
+    another plan.
+    """
     measured, stats = result.timeline, result.stats
     if measured is None:
         raise PlanError(
@@ -209,7 +214,7 @@ def _lanes(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) 
 
 
 def _edges(plan: Plan, stats: RunStats) -> Table:
-    """For each directed edge and kind of value: the most that were in its slots, and the slots."""
+    """Return the table of edges: for each role of values, the slots and the most in use."""
     pools = program_for(plan, stats.num_microbatches).pools
     columns: dict[str, Iterable[object]] = {
         "from": ["caller" if pool.source == CALLER else f"lane {pool.source}" for pool in pools],
@@ -222,7 +227,7 @@ def _edges(plan: Plan, stats: RunStats) -> Table:
 
 
 def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """What to look at first, what it means, and what to do."""
+    """Yield the remarks: an observation, its meaning, and what to do."""
     stats = result.stats
     yield from _short_actions(measured)
     yield from _unequal(plan.schedule.first(stats.num_microbatches), measured, simulated)
@@ -251,9 +256,10 @@ def _remarks(plan: Plan, result: Result, measured: Timeline, simulated: Timeline
 
 
 def _short_actions(measured: Timeline) -> Iterable[str]:
-    """Remarks on actions about as short as handing over, and on W that takes no time."""
+    """Yield remarks on actions as short as a hand-over, and on W that take no time."""
     mean = {key: fmean(times) for key, times in measured.by_kind.items()}
-    # Where nothing waits, W is no work that anyone could make longer.
+    # These stages do the whole backward in I. Their W are short for this reason, so they must not
+    # count as too short.
     unsplit = {
         stage
         for kind, stage in mean
@@ -285,8 +291,7 @@ def _short_actions(measured: Timeline) -> Iterable[str]:
 
 
 def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Iterable[str]:
-    """A remark on what stages of equal cost would win, where lanes work for different times; same
-    schedule."""
+    """Yield a remark on the gain of stages of equal cost, if lanes work for different times."""
     busy = measured.busy
     busiest, idlest = (pick(range(len(busy)), key=busy.__getitem__) for pick in (max, min))
     if busy[busiest] <= _UNEVEN * busy[idlest]:
@@ -311,7 +316,7 @@ def _unequal(schedule: Schedule, measured: Timeline, simulated: Timeline) -> Ite
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, neighbours joined: ``0-3, 6``."""
+    """Write ascending numbers as ranges: ``0-3, 6``."""
     return ", ".join(spans([*numbers]).split())
 
 

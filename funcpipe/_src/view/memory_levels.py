@@ -1,4 +1,7 @@
-"""What devices hold over time, as levels."""
+"""The memory of devices over time, as levels for pictures.
+
+`schedules/memory.py` has the rules of residuals, `play.py` simulates memory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from funcpipe._src.schedules.memory import residual_levels
 
 
 class Level(NamedTuple):
-    """What a device holds for some time.
+    """A constant amount of memory of a device for some time.
 
     Attributes:
-        start, end: in the timeline's unit. They are the same where what is held for no time is the
-            most.
-        amount: how much, in the unit of `Timeline.peak`.
+        start, end: the interval, in the timeline's unit. They are equal for a peak without
+            duration.
+        amount: the amount, in the unit of `Timeline.peak`.
     """
 
     start: float
@@ -31,20 +34,21 @@ Levels = tuple[tuple[Level, ...], ...]
 
 
 def levels(timeline: Timeline) -> Levels:
-    """What each device holds: as simulated, or counted where only the peaks were; empty where
-    neither is known."""
+    """Return the memory of each device over time; () if it is not known.
+
+    Simulated timelines have it. For measured timelines, residuals are counted.
+    """
     if timeline.memory:
         return tuple(_levels(steps, timeline.makespan) for steps in timeline.memory)
     orders = tuple(tuple(span.action for span in spans) for spans in spans_by_device(timeline))
     counted = count_residuals(Schedule(orders), timeline)
     peaks = tuple(highest([device]) for device in counted)
-    return (
-        counted if timeline.peak == peaks else ()
-    )  # else the peaks are in another unit than residuals
+    # If the counted peaks differ, the timeline's peaks are in another unit than residuals.
+    return counted if timeline.peak == peaks else ()
 
 
 def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
-    """How many residuals each device holds when, by the rules of `Timeline.peak`."""
+    """Count the residuals of each device over time, by the rules of `Timeline.peak`."""
     counted: list[tuple[Level, ...]] = []
     for spans in spans_by_device(timeline, schedule):
         order = tuple(span.action for span in spans)
@@ -59,8 +63,10 @@ def count_residuals(schedule: Schedule, timeline: Timeline) -> Levels:
 
 
 def spans_by_device(timeline: Timeline, schedule: Schedule | None = None) -> list[list[Span]]:
-    """The spans of each device, by start; of two that overlap in a schedule the first one first,
-    whichever began."""
+    """Return the spans of each device, ordered by start.
+
+    The two spans of a pair are in the order of the schedule, whichever began first.
+    """
     devices: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         devices[span.device].append(span)
@@ -74,15 +80,16 @@ def spans_by_device(timeline: Timeline, schedule: Schedule | None = None) -> lis
 
 
 def highest(devices: Iterable[Sequence[Level]]) -> float:
-    """The most that any device holds; 0 where nothing is known."""
+    """Return the most memory of any device; 0 if nothing is known."""
     return max((level.amount for device in devices for level in device), default=0.0)
 
 
 def highest_in_slices(device: Sequence[Level], scale: float, count: int) -> list[float]:
-    """The most that is held in each slice of time: so many, ``scale`` of them a unit of time."""
+    """Return the most memory in each of ``count`` intervals; ``scale`` intervals make one unit."""
     peaks = [0.0] * count
     for start, end, amount in device:
-        # The slack: what ends where a slice begins, but for rounding, is not in it.
+        # With the slack, a level that ends at the begin of an interval, up to rounding, does not
+        # count in this interval.
         first = min(floor(start * scale + 1e-9), count - 1)
         for at in range(first, max(first + 1, min(count, ceil(end * scale - 1e-9)))):
             peaks[at] = max(peaks[at], amount)
@@ -90,7 +97,7 @@ def highest_in_slices(device: Sequence[Level], scale: float, count: int) -> list
 
 
 def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
-    """The most that is held in each slice of this length: never less than what is held."""
+    """Return levels of at least a given length, each with the most memory in its interval."""
     if not device:
         return ()
     end = max(level.end for level in device)
@@ -102,8 +109,10 @@ def coarse(device: Sequence[Level], step: float) -> tuple[Level, ...]:
 
 
 def _levels(steps: Iterable[tuple[float, float]], end: float) -> tuple[Level, ...]:
-    """The levels between the steps; of those that last no time only the highest of all, and only if
-    it is the peak."""
+    """Return the levels between steps.
+
+    Levels without duration are dropped, except the highest level of all if it has no duration.
+    """
     changes = list(steps)
     if not changes:
         return ()
@@ -119,7 +128,7 @@ def _levels(steps: Iterable[tuple[float, float]], end: float) -> tuple[Level, ..
 
 
 def _joined(device: Sequence[Level]) -> tuple[Level, ...]:
-    """Neighbours of one height as one level."""
+    """Join neighbouring levels of equal height."""
     joined: list[Level] = []
     for level in device:
         if joined and joined[-1].amount == level.amount and joined[-1].end == level.start:

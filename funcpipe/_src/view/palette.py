@@ -1,4 +1,4 @@
-"""Colours of actions: by kind, lighter for a device's later stages, or by stage; and the legend."""
+"""The colours of actions, by kind (lighter for later stages) or by stage, and the legend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.view.summary import kinds_in
 
 By = Literal["kind", "stage"]
-"""What colours tell."""
+"""The meaning of colours."""
 
 Colour = tuple[int, int, int]
 """Red, green, blue."""
@@ -23,30 +23,30 @@ _RAMP: tuple[Colour, ...] = (
     (235, 223, 62),
     (255, 255, 183),
 )
-"""From the first stage to the last: darker to lighter. Dark letters can be read on all of them."""
+"""The colours from the first stage to the last, light enough for dark letters."""
 _FEW = 4
-"""A legend shows at most so many shades of a kind, and twice as many stages."""
+"""The most shades of a kind in a legend, and half of the most stages."""
 
 
 def kind_colour(kind: Kind, white: int = 0) -> Colour:
-    """The colour of a kind, mixed with some percent of white."""
+    """Return the colour of a kind, mixed with a percentage of white."""
     return _mixed(KINDS[kind].colour, (255, 255, 255), white / 100)
 
 
 def stage_colour(stage: int, last: int) -> Colour:
-    """The colour of a stage, by its place between the first stage and the last."""
+    """Return the colour of a stage, by its place between the first stage and the last."""
     place = (len(_RAMP) - 1) * (stage / last if last else 0.0)
     below = min(int(place), len(_RAMP) - 2)
     return _mixed(_RAMP[below], _RAMP[below + 1], place - below)
 
 
 def tint(rank: int, last: int) -> int:
-    """The percent of white for a device's stage with this rank; none for its first stage."""
+    """Return the percentage of white for a device's stage with a rank; 0 for its first stage."""
     return round(min(62, 38 + 8 * (last - 1)) * rank / last) if last else 0
 
 
 def colours_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, int], Colour]:
-    """The colour of every action, by `colour_key`; ``last`` is the last stage in the figure."""
+    """Return the colour of each action, by `colour_key`; ``last`` is the figure's last stage."""
     ranks = stage_ranks(timeline)
     last_rank = max(ranks.values(), default=0)
     return {
@@ -58,12 +58,12 @@ def colours_of(timeline: Timeline, by: By, last: int) -> dict[tuple[int, Kind, i
 
 
 def colour_key(span: Span) -> tuple[int, Kind, int]:
-    """What an action's colour depends on: device, kind, stage."""
+    """Return the facts that an action's colour depends on: device, kind, stage."""
     return span.device, span.action.kind, span.action.stage
 
 
 def stage_ranks(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """For each (device, stage), how many earlier stages the device has."""
+    """Return, for each (device, stage), the number of earlier stages of the device."""
     pairs = sorted({(span.device, span.action.stage) for span in timeline.spans})
     first: dict[int, int] = {}
     return {
@@ -98,7 +98,7 @@ def legend(
 
 
 def hexadecimal(colour: Colour) -> str:
-    """A colour as every renderer of SVG reads it: ``"#5ac8fa"``."""
+    """Write a colour in the form that all SVG renderers read: ``"#5ac8fa"``."""
     return "#" + "".join(f"{part:02x}" for part in colour)
 
 

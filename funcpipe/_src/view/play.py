@@ -1,4 +1,7 @@
-"""Lane programs by the clock: one loop over the instructions in plan order, under given costs."""
+"""Simulate lane programs with given costs: one loop over the instructions in plan order.
+
+`schedules/clock.py` is faster, but has no slots and no memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from funcpipe._src.schedules.memory import residual_table
 
 
 class Moment(NamedTuple):
-    """A time, and the action at whose end it begins; None: no action's."""
+    """A time, and the action whose end set it; None: no action."""
 
     time: float
     cause: Action | None
@@ -35,27 +38,27 @@ class Moment(NamedTuple):
 
 BEGIN = Moment(0.0, None)
 _ALL = 1.0, 1.0
-"""The shares of time and memory of an action that is not about a slice."""
+"""The shares of time and memory of an action for a whole microbatch."""
 
 
 def _latest(moments: Sequence[Moment]) -> Moment:
-    """The last moment, of equal ones the first in the sequence."""
+    """Return the latest moment; the first in the sequence if several are equal."""
     return max(moments, key=lambda moment: moment.time)
 
 
 @dataclass
 class LaneTimes:
-    """The clock of one lane.
+    """The simulated state of one lane.
 
     Attributes:
-        program: what the lane does.
-        now: until when it computes or sends.
-        links: until when each of its links is busy.
-        ready: by slot, when the value there can be read, if that may be later than ``now``.
-        gathered: by stage, when its parameters are gathered.
-        begun: how many of its actions the loop has passed.
-        spans: the spans of its actions, in order.
-        changes: of its memory, as (time, place among the changes of one time, amount).
+        program: the program of the lane.
+        now: the time until which the lane computes or sends.
+        links: the time until which each of its links is busy.
+        ready: by slot, the time when its value can be read, if this may be later than ``now``.
+        gathered: by stage, the time when its parameters are gathered.
+        begun: the number of actions that the loop has passed.
+        spans: the spans of the actions, in order.
+        changes: the changes of memory as (time, rank among the changes of one time, difference).
     """
 
     program: LaneProgram
@@ -71,30 +74,30 @@ class LaneTimes:
 
 
 _LAST = float("inf")
-"""The place of values that arrive or are made: after all that actions take and free at that
+"""The rank of changes by values that arrive or are made: after all changes by actions at that
 time."""
 
 
 class Play:
-    """A program under a cost.
+    """The simulation of a program with a cost.
 
-    Plan order satisfies every wait: what an action reads was sent before, and the slot into which
-    it sends was freed before. So one loop in this order knows each time when an instruction asks
-    for it, and no lane has to be put to sleep.
+    In plan order, a value is sent before it is read, and a slot is freed before it is filled again.
+    So one loop in plan order knows each time as soon as an instruction needs it, and no lane has to
+    be suspended.
 
-    A value that is sent occupies the link between its two lanes for its size over the bandwidth,
-    one value after the other, and can be read the latency later. With ``bounded`` a lane that sends
-    waits until the slot at the other end is free and the news of it has come, the latency later. O,
-    L, G and U occupy a link of the lane (G and U the same); the lane goes on.
+    A value occupies the link between its two lanes for its size divided by the bandwidth, one value
+    after the other. It can be read one latency later. With ``bounded``, a lane that sends waits
+    until the slot at the other end is free, and learns of it one latency late. O, L, G and U occupy
+    a link of the lane (G and U the same link), and the lane works on.
 
     Args:
-        program: a program.
+        program: the program.
         cost: times and memory.
-        bounded: are there only as many slots as the program has.
+        bounded: whether slots are limited to those of the program.
 
     Attributes:
-        lanes: the clock of each lane.
-        causes: for each action the action that let it start when it did; None: it started at 0.
+        lanes: the state of each lane.
+        causes: for each action, the action whose end set its start; None: it started at 0.
     """
 
     def __init__(self, program: Lowered, cost: Cost, *, bounded: bool) -> None:
@@ -106,34 +109,33 @@ class Play:
             (call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls
         }
         self.shares = cost.slice_shares(program.num_slices)
-        """Of each slice its share of a microbatch's time and memory."""
+        """For each slice, its share of a microbatch's time and memory."""
         self.residuals = residual_table(cost, program.num_stages)
         self.crossings = crossings(program, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
-        """Until when the link from one lane to another is busy."""
+        """The time until which the link from one lane to another is busy."""
         self.free = {end: BEGIN for lane in program.lanes for end in lane.outgoing}
-        """The (lane, slot) that are free, and when their sender knows it."""
+        """The free (lane, slot), with the time when their sender learns of it."""
 
     def run(self) -> None:
-        """Do all instructions. Linear.
+        """Run all instructions. Takes linear time.
 
         Raises:
-            FuncpipeError: an instruction waits for what does not come before it; `make_plan` makes
-                no such program.
+            FuncpipeError: an instruction waits for a later instruction. `make_plan` does not make
+                such programs.
         """
         for number, instruction, values in self.program.walk():
             self.step(self.lanes[number], instruction, values)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans of all actions, by start and device."""
+        """The spans of all actions, ordered by start and device."""
         spans = (span for lane in self.lanes for span in lane.spans)
         return tuple(sorted(spans, key=lambda span: (span.start, span.device)))
 
     @property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each starting when the one before lets it, that ends with the last
-        action."""
+        """The chain of actions that ends with the last action, each waiting for the one before."""
         last = max(self.spans, key=lambda span: span.end, default=None)
         action = None if last is None else last.action
         path: list[Action] = []
@@ -143,7 +145,7 @@ class Play:
         return tuple(reversed(path))
 
     def step(self, lane: LaneTimes, instruction: Instruction, values: Mapping[int, int]) -> None:
-        """Do one instruction of a lane, with the numbers of the values in its slots."""
+        """Run one instruction of a lane; ``values`` are the value numbers in its slots."""
         if type(instruction) is Run:
             self._run(lane, instruction, values)
         elif type(instruction) is Receive:
@@ -157,7 +159,7 @@ class Play:
             self._free(lane, instruction, values)
 
     def _run(self, lane: LaneTimes, run: Run, values: Mapping[int, int]) -> None:
-        """An action. The second of a pair has begun with the first."""
+        """Run an action. The first action of a pair begins both."""
         at, program = lane.begun, lane.program
         lane.begun = at + 1
         if at == len(lane.spans):
@@ -168,7 +170,7 @@ class Play:
                 lane.changes.append((lane.spans[at].end, _LAST, size))
 
     def _begin(self, lane: LaneTimes, runs: Sequence[Run]) -> None:
-        """Start and end an action, or the two of a pair together."""
+        """Set the times of an action, or of both actions of a pair."""
         actions = [lane.program.action(run) for run in runs]
         shares = [_ALL if action.slice is None else self.shares[action.slice] for action in actions]
         kind, stage = actions[0].kind, actions[0].stage
@@ -200,11 +202,14 @@ class Play:
             )
 
     def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
-        """Note the span of an action, and the residuals that it takes and frees.
+        """Record the span of an action, and the residuals that it takes and frees.
 
         Args:
-            share: which part of a microbatch's memory it is about.
-            later: how many actions later it frees: the first of a pair with the second.
+            lane: the lane.
+            span: the span.
+            run: the instruction.
+            share: the action's share of a microbatch's memory.
+            later: the number of actions after which it frees: 1 for the first of a pair.
         """
         at, (kind, stage, _, _) = len(lane.spans), span.action
         lane.spans.append(span)
@@ -221,10 +226,12 @@ class Play:
         end = send.to, send.into
         if end not in self.free:
             raise _endless(lane, f"slot {send.into} of lane {send.to}, which is not freed before")
+        # Plan order frees a slot before it is filled again, so the slot must be in `free`.
         free = self.free.pop(end)
         if self.bounded:
             lane.now = _latest([lane.now, free])
         size, latency = self._crossing(value, send.to)
+        # Values on one directed link cross one after the other.
         crossed = lane.now.time
         if size and self.cost.bandwidth:
             way = lane.program.lane, send.to
@@ -235,15 +242,18 @@ class Play:
             receiver.changes.append((crossed, _LAST, size))
 
     def _free(self, lane: LaneTimes, free: Free, values: Mapping[int, int]) -> None:
-        """Empty slots. A value between stages goes into the residual, or when the action that read
-        it ends."""
+        """Free slots, and the memory of values between stages.
+
+        A value's memory ends at the start of its reader if it becomes part of the reader's
+        residual, else at the reader's end.
+        """
         program = lane.program
         for slot in free.slots:
             size, latency = self._crossing(values[slot], program.lane)
             if program.sources[slot] not in (None, CALLER):
                 self.free[program.lane, slot] = Moment(lane.now.time + latency, lane.now.cause)
             if size:
-                # The two of a pair free together; one of them has read the value.
+                # The actions of a pair free together, so the reader is one of the last two actions.
                 at = next(
                     at for at in (lane.begun - 1, lane.begun - 2) if slot in program.runs[at].reads
                 )
@@ -257,7 +267,7 @@ class Play:
                 lane.changes.append((time, place, -size))
 
     def _crossing(self, value: int, lane: int) -> tuple[float, float]:
-        """The size of a value that a lane gets from another stage, and its latency."""
+        """Return the size of a value that a lane receives from another stage, and its latency."""
         wire, piece = divmod(value, self.program.num_pieces)
         size, latency = self.crossings[wire, lane]
         return size * self.shares[piece % len(self.shares)][1], latency
@@ -270,12 +280,12 @@ def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
 
 
 _HANDED = frozenset({Role.ACT, Role.GRAD, Role.SKIP, Role.SKIP_GRAD})
-"""What one stage hands to another."""
+"""The roles of values between stages."""
 
 
 def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[float, float]]:
-    """By (wire, lane): the size of a value that stages on the lane get of others, and its latency;
-    0 of all others."""
+    """Return, by (wire, lane), the size and the latency of values from other stages; 0 for
+    others."""
     skips, outputs = _skip_sizes(program, cost), per_stage(cost.output, program.num_stages)
     out: dict[tuple[int, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for call in program.calls:
@@ -302,10 +312,10 @@ def crossings(program: Lowered, cost: Cost) -> Mapping[tuple[int, int], tuple[fl
 
 
 def _skip_sizes(program: Lowered, cost: Cost) -> dict[tuple[int, int, str], float]:
-    """By (stash, pop, name): the sizes of the cost's skips between two stages, which have no names,
-    in order.
+    """Match the skips of the cost, which have no names, to the skips of the program, in order.
 
-    Where there are not as many as the program has between these stages, each has its share of all.
+    If the numbers of skips between two stages differ, each skip gets an equal share of the total.
+    Returns sizes by (stash, pop, name).
     """
     names: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     sizes: dict[tuple[int, int], list[float]] = defaultdict(list)

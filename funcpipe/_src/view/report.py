@@ -1,4 +1,7 @@
-"""The report of a run: a page for browsers and notebooks, a text for terminals."""
+"""`report`: the report of a recorded run, as an HTML page or as text.
+
+`findings.py` computes the content, `svg.py` and `text.py` draw the timelines.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,10 @@ body{margin:24px;background:#fff;color:#1f2328;font-family:system-ui,sans-serif}
 def report(
     plan: Plan, result: Result, *, params: Sequence[Tree] | None = None, title: str = ""
 ) -> Report:
-    """What a run did, on one page: measured and simulated timelines, memory, stages, lanes, and
-    what is worth a look.
+    """Report a recorded run: measured and simulated timelines, memory, stages, lanes and remarks.
 
-    The simulated timeline is the plan's schedule with the mean measured times, and nothing lost in
-    between: what the measured one takes longer is hand-over and waiting.
+    The simulated timeline is the plan's schedule with the mean measured times, without time between
+    actions. The measured timeline takes longer by transfers, waiting, and variation of the times.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)
@@ -49,19 +51,18 @@ def report(
     (2, 8, 's')
 
     Args:
-        plan: the plan that ran.
-        result: of ``run(plan, ..., record=True)``.
-        params: the parameters of the run, one tree per stage; with them the table of stages has
-            their sizes.
-        title: what to call the run; the name of the schedule if empty.
+        plan: the plan of the run.
+        result: the result of ``run(plan, ..., record=True)``.
+        params: the parameters of the run, one tree per stage, to show their sizes in the table of
+            stages. None: the table has no sizes.
+        title: the title of the report. "": the name of the schedule.
 
     Returns:
-        A report: a notebook shows it, `print` writes it, `Report.save` makes a file of it. It keeps
-        no tensor.
+        A report. Print it, save it as HTML, or let a notebook show it. It keeps no tensors.
 
     Raises:
-        PlanError: the run was not recorded, or result or params are another plan's.
-        TypeError: these are no plan and no result.
+        PlanError: the run was not recorded, or ``result`` or ``params`` belong to another plan.
+        TypeError: the arguments are not a plan and a result.
     """
     if not isinstance(plan, Plan) or not isinstance(result, Result):
         raise TypeError(
@@ -73,33 +74,35 @@ def report(
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The report of a run: `str` for a terminal, HTML in a notebook, a file with `save`. Compares
-    and pickles.
+    """The report of a recorded run, as `report` returns it.
+
+    ``print`` shows it in a terminal, a notebook shows it as HTML, and `save` writes a file. Reports
+    compare and pickle.
 
     Attributes:
-        findings: what it says, as data.
+        findings: the content as data: headline, timelines, tables and remarks.
     """
 
     findings: Findings
 
     @property
     def measured(self) -> Timeline:
-        """The run's timeline."""
+        """The measured timeline of the run."""
         return self.findings.measured
 
     @property
     def simulated(self) -> Timeline:
-        """The same schedule with the mean measured times, in seconds."""
+        """The simulated timeline of the schedule with the mean measured times, in seconds."""
         return self.findings.simulated
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report as an HTML file that needs nothing else; light or dark as the viewer
-        likes.
+        """Write the report as a single HTML file, which follows the viewer's light or dark mode.
 
         Args:
-            path: of the file; written anew, at once: nobody ever reads half of it.
+            path: the path of the file. An existing file is replaced.
         """
         file = Path(path)
+        # Written to a temporary file and renamed, so that no one can read half of a report.
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
             temporary.write_text(_page(self.findings), encoding="utf-8", newline="\n")
@@ -112,15 +115,15 @@ class Report:
         return _body(self.findings)
 
     def text(self, width: int | None = None) -> str:
-        """The report as text.
+        """Return the report as text.
 
         Args:
-            width: no line is longer; columns of tables that do not fit follow below. None: that of
-                the terminal.
+            width: the largest number of columns. Columns of tables that do not fit continue below.
+                None: the width of the terminal, or 80.
 
         Raises:
-            TypeError: the width is no whole number.
-            ValueError: the width is less than 40.
+            TypeError: ``width`` is not a whole number.
+            ValueError: ``width`` is less than 40.
         """
         width, findings = width_of(width, "report"), self.findings
         longest = max(len(name) for name, _ in findings.headline)
@@ -144,7 +147,7 @@ class Report:
 
 
 def _page(findings: Findings) -> str:
-    """The report as an HTML page of its own."""
+    """Return the report as a complete HTML page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -154,8 +157,7 @@ def _page(findings: Findings) -> str:
 
 
 def _body(findings: Findings) -> str:
-    """The report as HTML for a place inside a page, with the style of everything that a notebook
-    shows."""
+    """Return the report as HTML for a place inside a page, in the style of `notebook.page`."""
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in findings.remarks)
     parts = [
         f"<h2>Remarks</h2><ul>{remarks}</ul>" if remarks else "",
@@ -169,7 +171,7 @@ def _body(findings: Findings) -> str:
 
 
 def _charts(findings: Findings) -> list[str]:
-    """The pictures of the timelines and of the residuals, or the reason why there are none."""
+    """Return the pictures of the timelines and residuals, or the reason why there are none."""
     timelines = _timelines(findings)
     if reason := too_many(timelines, "report.measured.to_chrome_trace('trace.json')"):
         return [f"<p>{escape(_sentence(reason))}</p>"]
@@ -187,13 +189,13 @@ def _charts(findings: Findings) -> list[str]:
 
 
 def _timelines(findings: Findings) -> list[Timeline]:
-    """The timelines that are drawn."""
-    # Memory over time marks a simulated timeline.
+    """Return the timelines to draw."""
+    # The captions call a timeline with memory simulated, so the measured one must have none.
     return [replace(findings.measured, memory=()), findings.simulated]
 
 
 def _wrap(words: str, width: int, first: str = "") -> list[str]:
-    """The words behind a first few letters, the further lines below them."""
+    """Wrap words after a prefix, with the further lines indented below them."""
     return wrap(words, width, initial_indent=first, subsequent_indent=" " * len(first)) or [
         first.rstrip()
     ]

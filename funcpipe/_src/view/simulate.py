@@ -1,4 +1,8 @@
-"""simulate: a plan's programs by the clock, or those that a schedule alone would have."""
+"""`simulate`: compute the timeline of a plan or of a schedule alone.
+
+`play.py` simulates the programs. `schedules/clock.py` is the faster simulation of the search, which
+knows no slots and no memory.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +23,36 @@ from funcpipe._src.schedules.memory import running_sum
 from funcpipe._src.view.play import Play
 
 _ROUNDING = 1e-9
-"""Shares of slices that differ by less are the same."""
+"""Shares of slices that differ by less count as equal."""
 
 
 def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline:  # noqa: B008  frozen
-    """Run a plan or a schedule by the clock: every device in its order, every action as early as it
-    can.
+    """Simulate a plan or a schedule: each device runs its actions in order, as early as possible.
 
-    A hop between devices takes ``cost.comm`` and occupies nobody; with ``cost.bandwidth``, values
-    that go the same way wait for each other. Residuals on their way to the host or back (O, L)
-    occupy the link between a device and its host, and the device only where it has to wait for
-    them. With latency alone, these are the semantics by which the zero-bubble paper's tables 5 and
-    8 come out to four digits (arXiv 2401.10241).
+    A hop between devices takes ``cost.comm``, during which the devices work. With
+    ``cost.bandwidth``, values between the same two devices cross one after the other. Residuals
+    that move to the host or back (O, L) occupy the link between a device and its host. With latency
+    alone, the simulation reproduces tables 5 and 8 of the zero-bubble paper to four digits (arXiv
+    2401.10241).
 
     >>> fp.simulate(fp.schedules.one_f_one_b(4, 8), fp.Cost(forward=1, backward=2)).makespan
     33.0
 
-    A plan is simulated with its skips and its slots: a lane that sends waits until there is room at
-    the other end, and the news of it has taken a hop, too. A schedule alone has the skips of the
-    cost, and as much room as is wanted.
+    For a plan, the simulation includes its skips and its slots: a lane that sends waits for a free
+    slot at the other end, and learns of it one hop late. For a schedule alone, the skips are those
+    of the cost, and slots are unlimited.
 
     Args:
-        plan_or_schedule: what to run.
-        cost: times and memory. A plan cuts slices by its own ``slices``: the cost has none, or the
-            same.
+        plan_or_schedule: the plan or the schedule.
+        cost: times and memory. A plan cuts slices by its own ``slices``: the cost must have no
+            ``slices``, or the same. Default: each of F, I and W takes one unit.
 
     Returns:
-        A timeline, its times in the unit of the cost.
+        A timeline, with times in the unit of the cost.
 
     Raises:
-        ScheduleError: this is no schedule or no cost, the schedule is not legal, or the cost has
-            another number of stages, or other slices than the plan.
+        ScheduleError: the first argument is not a plan or a schedule, or not legal; or the cost is
+            not a `Cost`, has another number of stages, or has other slices than the plan.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
@@ -59,7 +62,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
             "simulate takes a Cost (fp.models.profile measures one), as fp.Cost(forward=..., "
             f"backward=...); got {cost!r}"
         )
-    examine(schedule)  # before anything is made for each stage that it names
+    examine(schedule)  # first, because a mistyped huge index would allocate memory below
     cost.check_stages(schedule.num_stages)
     if isinstance(plan_or_schedule, Plan):
         cost = sliced(plan_or_schedule, cost)
@@ -85,8 +88,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
 
 
 def sliced(plan: Plan, cost: Cost) -> Cost:
-    """The cost with the lengths by which a plan cuts its microbatches. Raises ScheduleError where
-    it has others."""
+    """Return the cost with the slice lengths of a plan. Raises ScheduleError if they differ."""
     count = plan.schedule.num_slices
     lengths = plan.slices or (1,) * count
     if cost.slices:
@@ -96,15 +98,15 @@ def sliced(plan: Plan, cost: Cost) -> Cost:
         )
         if any(abs(one - other) > _ROUNDING for one, other in zip(own, given, strict=True)):
             raise ScheduleError(
-                f"the plan cuts microbatches into slices of the lengths {lengths}, and the cost "
-                f"has {cost.slices}; leave out Cost(slices=), or give the plan the same: "
+                f"the plan cuts microbatches into slices of the lengths {lengths}, but the cost "
+                f"has {cost.slices}; leave out Cost(slices=), or give the plan the same lengths: "
                 "fp.make_plan(..., slices=...)"
             )
     return replace(cost, slices=lengths if count > 1 else ())
 
 
 def _blank(schedule: Schedule, cost: Cost) -> Lowered:
-    """The program of a schedule alone: stages that do nothing, with the skips of the cost."""
+    """Lower a schedule alone, with empty stages and the skips of the cost."""
     names = [(stash, pop, str(number)) for number, (stash, pop, _) in enumerate(cost.skips)]
     stages = [
         Stage(

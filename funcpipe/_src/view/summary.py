@@ -1,4 +1,4 @@
-"""What every picture says of a timeline: its name, its numbers, its times and ticks."""
+"""The texts about a timeline that all pictures share: name, numbers, times and ticks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from funcpipe._src.data.result import Timeline, imbalance_of, percent
 from funcpipe._src.data.schedule import Kind
 
 _TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
-"""Units of measured times, and how many of them make a second."""
+"""The units of measured times, and how many of them make a second."""
 
 
 class TimeText(NamedTuple):
-    """How times are written: one unit and one precision for the whole picture.
+    """Writes times with one unit and one precision for the whole picture.
 
     Attributes:
-        factor: from the timeline's unit to the one shown.
-        unit: the one shown.
-        decimals: digits behind the point.
+        factor: the factor from the timeline's unit to the shown unit.
+        unit: the shown unit.
+        decimals: the number of digits after the point.
     """
 
     factor: float
@@ -30,7 +30,7 @@ class TimeText(NamedTuple):
     decimals: int
 
     def __call__(self, time: float) -> str:
-        """A time with its unit.
+        """Write a time with its unit.
 
         >>> TimeText(1e3, "ms", 2)(0.0125)
         '12.5 ms'
@@ -38,17 +38,17 @@ class TimeText(NamedTuple):
         return f"{number_text(time * self.factor, self.decimals)} {self.unit}".rstrip()
 
     def fixed(self, time: float) -> str:
-        """A time without its unit, with as many digits behind the point as all others."""
+        """Write a time without its unit, with a fixed number of digits after the point."""
         return f"{time * self.factor:.{self.decimals}f}"
 
     def interval(self, start: float, end: float) -> str:
-        """From when to when, with a digit more."""
+        """Write an interval, with one more digit."""
         first, last = (number_text(time * self.factor, self.decimals + 1) for time in (start, end))
         return f"{first} to {last} {self.unit}"
 
 
 def number_text(number: float, decimals: int) -> str:
-    """A number without zeros at its end, and without an exponent unless it is huge."""
+    """Write a number without trailing zeros, and without an exponent unless it is huge."""
     if abs(number) >= 1e7:
         return f"{number:.4g}"
     text = f"{number:.{decimals}f}"
@@ -57,14 +57,12 @@ def number_text(number: float, decimals: int) -> str:
 
 
 def time_text(timeline: Timeline) -> TimeText:
-    """The unit in which a timeline reads best, and the decimals that give its makespan four
-    digits."""
+    """Choose a readable unit for a timeline, and decimals that give its makespan four digits."""
     return time_text_to(timeline.makespan, timeline.unit)
 
 
 def time_text_to(end: float, unit: str) -> TimeText:
-    """The unit in which times up to ``end`` read best, and the decimals that give it four
-    digits."""
+    """Choose a readable unit for times up to ``end``, and decimals that give it four digits."""
     unit, factor = clean(unit), 1.0
     if unit == "s" and end > 0:
         unit, factor = next(
@@ -75,15 +73,15 @@ def time_text_to(end: float, unit: str) -> TimeText:
 
 
 def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
-    """Times, in the timeline's unit, and their labels: 0 and up to ``limit`` more, a round step
-    apart."""
+    """Return the ticks of the axis as (time, label): 0 and at most ``limit`` more, at round
+    steps."""
     times = time_text(timeline)
     end = timeline.makespan * times.factor
     if end <= 0:
         return ((0.0, "0"),)
     shortest = end / max(1, limit)
     power = floor(log10(shortest))
-    # The slack: a step that is as long as the shortest but for rounding is long enough.
+    # With the slack, a step that equals the shortest step up to rounding is long enough.
     steps = (digit * 10.0 ** (power + up) for up in (0, 1) for digit in (1, 2, 5))
     step = next((step for step in steps if step >= shortest * (1 - 1e-9)), 10.0 ** (power + 2))
     decimals = max(0, -floor(log10(step) + 1e-9))
@@ -94,16 +92,15 @@ def ticks(timeline: Timeline, limit: int) -> tuple[tuple[float, str], ...]:
 
 
 def origin(timeline: Timeline, axis: Timeline) -> str:
-    """How the times came about, and the unit in which the axis shows them: ``", simulated in
-    units"``."""
-    # Only `simulate` gives memory over time; its timelines may be in seconds, to be compared with a
-    # run.
+    """Say whether a timeline is simulated, and the unit of the axis: ``", simulated in units"``."""
+    # Only `simulate` returns memory over time. Simulated timelines may be in seconds, to compare
+    # with a run, so the unit alone does not decide.
     is_simulated = bool(timeline.memory) or timeline.unit == "units"
     return f", {'simulated' if is_simulated else 'measured'} in {clip(time_text(axis).unit, 10)}"
 
 
 def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
-    """The numbers of a caption, in the unit of the axis; those of the span only where it is not the
+    """Return the numbers of a caption, in the unit of the axis; the span only if it is not the
     makespan."""
     times = time_text(axis)
     makespan, span = times(timeline.makespan), times(timeline.span)
@@ -119,7 +116,7 @@ def numbers(timeline: Timeline, axis: Timeline) -> tuple[str, ...]:
 
 
 def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is right of the devices: how busy each is, and its peak; "" where it is not known."""
+    """Return the columns on the right: busy and peak of each device; "" if not known."""
     makespan = timeline.makespan or 1.0
     busy = tuple(f"{time / makespan:.0%}" for time in timeline.busy)
     if len(timeline.peak) != timeline.num_devices:
@@ -128,40 +125,40 @@ def side_columns(timeline: Timeline) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def amount_text(memory: float) -> str:
-    """An amount of memory as text, without a unit."""
+    """Write an amount of memory, without a unit."""
     return f"{memory:.3g}" if memory >= 1e6 else number_text(memory, 2 if memory < 10 else 1)
 
 
 def kinds_in(*timelines: Timeline) -> tuple[Kind, ...]:
-    """The kinds that occur, in the order of `Kind`."""
+    """Return the kinds that occur, in the order of `Kind`."""
     present = {span.action.kind for timeline in timelines for span in timeline.spans}
     return tuple(kind for kind in Kind if kind in present)
 
 
 def title(timeline: Timeline) -> str:
-    """What the picture is called."""
+    """Return the title of a timeline's picture."""
     return clean(timeline.name) or "timeline"
 
 
 def device_name(timeline: Timeline, device: int, word: str = "device") -> str:
-    """What a device is called in pictures; numbers are as wide as the largest one."""
+    """Return the name of a device in pictures, with numbers padded to equal width."""
     if device < len(timeline.lanes):
         return clean(timeline.lanes[device])
     return f"{word} {device:>{len(str(timeline.num_devices - 1))}}"
 
 
 def clean(text: str) -> str:
-    """One line that terminals and XML can hold: what cannot be printed becomes a blank."""
+    """Return one line for terminals and XML: unprintable characters become blanks."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def size(text: str) -> int:
-    """The columns that a terminal needs: two for a wide letter."""
+    """Return the columns that a text takes in a terminal: two for a wide letter."""
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def clip(text: str, width: int) -> str:
-    """The text, cut where it needs more columns than ``width``."""
+    """Return a text, cut if it needs more columns than ``width``."""
     if size(text) <= width:
         return text
     while text and size(text) > width - 1:
@@ -172,7 +169,7 @@ def clip(text: str, width: int) -> str:
 def fill(
     words: Iterable[str], room: float, gap: str, size: Callable[[str], int] = len
 ) -> list[str]:
-    """The words on as few lines as they need, with a gap in between; no word is broken."""
+    """Fill lines with words and gaps, on as few lines as possible. Words are not broken."""
     lines: list[str] = []
     for word in words:
         if lines and size(lines[-1] + gap + word) <= room:
@@ -183,11 +180,11 @@ def fill(
 
 
 def lengths(timeline: Timeline) -> list[float]:
-    """How long its actions take."""
+    """Return the durations of all actions."""
     return [span.end - span.start for span in timeline.spans]
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The number that this share of the positive ones does not exceed; 1 if there is none."""
+    """Return the quantile of the positive values; 1 if there are none."""
     ordered = sorted(value for value in values if value > 0)
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else 1.0

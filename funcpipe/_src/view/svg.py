@@ -1,8 +1,8 @@
-"""A figure as SVG: Gantt charts with a row for each device, and what the devices hold over time.
+"""Draw a figure as SVG: Gantt charts with a row for each device, and memory over time.
 
-Each shape has its colour as an attribute, or inherits the attribute of a group: renderers outside
-browsers read little CSS. The style sheet adds only what a renderer may ignore: the dark mode and
-the hover.
+Each shape has its colour as an attribute, or inherits it from a group, because renderers outside of
+browsers support little CSS. The style sheet contains only what a renderer may ignore: dark mode and
+hover. `svg_lanes.py` draws the content of the lanes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _STYLE = (
     ".funcpipe{font-variant-numeric:tabular-nums}.funcpipe "
     "rect:hover{stroke:currentColor;stroke-width:1.5}"
 )
-"""The same in every drawing: several drawings in one page cannot disturb each other."""
+"""The style sheet. It is equal in all drawings, so several drawings on a page do not conflict."""
 _ALONE = (
     ".funcpipe.alone{color-scheme:light dark}@media "
     "screen{.funcpipe.alone{max-width:100%;height:auto}}@media "
     "(prefers-color-scheme:dark){.funcpipe.alone{fill:#e6edf3;color:#e6edf3}}"
 )
-"""For a file. Behind "@media" is what only browsers read: cairosvg takes ``height:auto`` for no
-height at all."""
+"""The style sheet of a file. Only browsers read rules inside "@media": cairosvg would read
+``height:auto`` as a height of 0."""
 _SOFT, _END = 'opacity=".72"', 'text-anchor="end"'
 _LETTER = 6.4
 """The mean width of a letter in pixels, at the size of most of the text."""
 _SMALLEST = 0.75
-"""A page may shrink a picture to this share of its width: letters of 9 pixels can be read."""
+"""The smallest share of its width to which a page may shrink a picture: letters then have 9
+pixels."""
 _MOST = 10_000
-"""The most actions, and the most memory levels, of a figure. More would make a file of over 2
-MB."""
+"""The most actions, and the most memory levels, of a figure. A larger file would exceed 2 MB."""
 
 
 def too_many(timelines: Sequence[Timeline], call: str) -> str:
@@ -107,12 +107,15 @@ def svg(
 
 
 def _text(x: float, y: float, words: str, attributes: str = "") -> str:
-    """Words at a place; they are escaped already."""
+    """Return a text element; ``words`` must be escaped."""
     return f'<text x="{pixels(x)}" y="{pixels(y)}" {attributes}'.rstrip() + f">{words}</text>"
 
 
 def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[list[str], float]:
-    """The title with its caption below, or beside it where small; and where the lanes begin."""
+    """Return the title and caption of a panel, and the top of its lanes.
+
+    The caption is below the title, or beside a small title.
+    """
     if small:
         words = escape(" · ".join(panel.words))
         words = f'<tspan {_SOFT} font-size="12" font-weight="400" dx="8">{words}</tspan>'
@@ -136,10 +139,11 @@ def _heading(panel: Panel, frame: Frame, top: float, *, small: bool) -> tuple[li
 def _legend(
     entries: Iterable[tuple[tuple[Colour, ...], str]], frame: Frame, y: float
 ) -> tuple[list[str], float]:
-    """Swatches and words above the first chart, and where its lanes begin."""
+    """Return the legend above the first chart, and the top of the chart's lanes."""
     out = ['<g class="legend">']
     x = MARGIN
     for colours, word in entries:
+        # Text widths are estimated: an SVG without scripts cannot measure its letters.
         swatches = 12 * len(colours) + (6 if colours else 0)
         width = swatches + _LETTER * len(word)
         if x > MARGIN and x + width > frame.width - MARGIN:
@@ -153,10 +157,10 @@ def _legend(
 
 
 def _axis(panel: Panel, frame: Frame, top: float, bottom: float) -> list[str]:
-    """Grid lines, their times below the lanes, and the headings of the right columns."""
+    """Return the grid lines, the times below the lanes, and the headings of the right columns."""
     ticks = summary.ticks(frame.axis, int(frame.chart / 80))
     marks = [(frame.left + time * frame.scale, label) for time, label in ticks]
-    # Lines are thin filled shapes: then the ink is one attribute, the fill of the figure.
+    # Lines are thin filled shapes, so that the figure's fill is the only attribute for ink.
     down = f"{pixels(top - 4)}h1V{pixels(bottom + 3)}h-1z"
     lines = "".join(f"M{pixels(x - 0.5)} {down}" for x, _ in marks)
     unit = escape(summary.clip(summary.time_text(frame.axis).unit, 10))
@@ -175,7 +179,7 @@ def _axis(panel: Panel, frame: Frame, top: float, bottom: float) -> list[str]:
 
 
 def _lanes(lanes: list[list[str]], panel: Panel, frame: Frame, top: float) -> list[str]:
-    """One group per device: its name, its idle track, what is in it, busy and peak."""
+    """Return one group per device: its name, its idle track, its content, busy and peak."""
     busy, peak = summary.side_columns(panel.timeline)
     size = panel.lane.letters
     base = panel.lane.height / 2 + size / 3

@@ -1,4 +1,4 @@
-"""What is in the lanes of a figure, as SVG: actions and levels of memory."""
+"""Draw the content of the lanes of a figure as SVG: actions and levels of memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _HELD = "#8b95d6"
 
 
 class Track(NamedTuple):
-    """The place of some actions in their lane: pixels from the lane's top, and their height."""
+    """The vertical place of actions in their lane: pixels from the lane's top, and the height."""
 
     top: float
     height: float
 
 
 def action_lanes(panel: Panel, frame: Frame) -> list[list[str]]:
-    """The actions of each device, as SVG.
+    """Return the actions of each device as SVG.
 
-    Two actions that overlap have half of the height each. What moves to the host (O) and back (L)
-    has thin strips at the bottom.
+    Overlapping actions have half of the height each. Actions on links (O, L, G, U) have thin strips
+    at the bottom.
     """
     height = panel.lane.height
     moves = [kind for kind in summary.kinds_in(panel.timeline) if kind in MOVES]
@@ -64,13 +64,13 @@ def action_lanes(panel: Panel, frame: Frame) -> list[list[str]]:
 
 
 def _extent(span: Span, frame: Frame) -> tuple[float, float]:
-    """Left edge and width, in pixels. A gap stays between neighbours, and each action is seen."""
+    """Return left edge and width in pixels, with a gap to the next action and a least width."""
     x, width = span.start * frame.scale, (span.end - span.start) * frame.scale
     return x, max(0.3, width - min(1.0, 0.12 * width))
 
 
 def _action(span: Span, track: Track, frame: Frame) -> str:
-    """An action as a rectangle with a tooltip."""
+    """Return an action as a rectangle with a tooltip."""
     kind, stage, microbatch, slice_ = span.action
     x, width = _extent(span, frame)
     top = f' y="{pixels(track.top)}"' if track.top else ""
@@ -83,11 +83,11 @@ def _action(span: Span, track: Track, frame: Frame) -> str:
 
 
 def _edges(spans: Iterable[Span], track: Track, frame: Frame) -> Iterable[str]:
-    """The upper edges of actions in the colours of their kinds."""
+    """Yield the upper edges of actions in the colours of their kinds."""
     paths: defaultdict[Kind, str] = defaultdict(str)
     for span in spans:
         if span.action.kind not in MOVES:
-            # A hundredth of a pixel counts where thousands of shapes are side by side.
+            # Two decimals, because rounding errors add up over thousands of neighbouring shapes.
             x, width = (summary.number_text(number, 2) for number in _extent(span, frame))
             paths[span.action.kind] += (
                 f"M{x} {pixels(track.top)}h{width}v{pixels(_edge(track))}h-{width}z"
@@ -104,7 +104,7 @@ def _edge(track: Track) -> float:
 def _numbers(
     spans: Iterable[Span], track: Track, frame: Frame, font: float, least: float
 ) -> Iterable[str]:
-    """The numbers of the actions, over those that are at least so wide."""
+    """Yield the numbers of the actions that are at least ``least`` pixels wide."""
     by_stage = frame.by == "stage"
     numbers: list[str] = []
     for span in spans:
@@ -121,14 +121,15 @@ def _numbers(
 
 
 def _number(span: Span, by_stage: bool) -> str:
-    """What is written on an action: microbatch and slice; its kind where colours tell stages."""
+    """Return the text on an action: microbatch and slice, and the kind if colours mean stages."""
     kind, _, microbatch, number = span.action
     letter = kind.value if by_stage or kind in ONCE else ""
     return f"{letter}{'' if kind in ONCE else microbatch}{'' if number is None else f'.{number}'}"
 
 
 def _number_size(panel: Panel, frame: Frame) -> tuple[float, float]:
-    """The size of the numbers on actions, and the width that an action needs for its number."""
+    """Return the font size of numbers on actions, and the least width of an action with a
+    number."""
     height = panel.lane.height
     room = summary.quantile(summary.lengths(panel.timeline), 0.75) * frame.scale - 4
     # The longest number decides for all: a row that shows 8 and 9 but not 10 looks broken.
@@ -139,7 +140,7 @@ def _number_size(panel: Panel, frame: Frame) -> tuple[float, float]:
 
 
 def level_lanes(panel: Panel, frame: Frame, most: int) -> list[list[str]]:
-    """What each device holds, as SVG; more than ``most`` levels are joined into fewer."""
+    """Return the memory of each device as SVG, with at most about ``most`` levels."""
     devices: Sequence[Sequence[Level]] = panel.levels or ()
     step = max(1.0, len(devices) * frame.chart / (8 * most))  # equal neighbours will be joined
     while sum(map(len, devices)) > most and step < frame.chart:
@@ -149,7 +150,7 @@ def level_lanes(panel: Panel, frame: Frame, most: int) -> list[list[str]]:
 
 
 def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
-    """The levels of a device as bars on its lane's floor, and a line on the highest bars."""
+    """Return the levels of a device as bars, and a line on the highest bars."""
     times, floor = summary.time_text(frame.axis), panel.lane.height
     peak = highest([device])
     bars: list[str] = []
@@ -157,8 +158,8 @@ def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
     for start, end, amount in device:
         if amount <= 0:
             continue
-        # Rounded as they are written, so that neighbours touch: a gap would look like an empty
-        # device.
+        # Edges are rounded as they are written, so that neighbours touch. A gap between bars would
+        # look like an empty device.
         x, right = round(start * frame.scale, 1), round(end * frame.scale, 1)
         width, height = max(0.3, right - x), floor * min(1.0, amount / panel.most)
         place = f'x="{pixels(x)}" y="{pixels(floor - height)}"'
@@ -175,5 +176,5 @@ def _levels(device: Sequence[Level], panel: Panel, frame: Frame) -> list[str]:
 
 
 def pixels(number: float) -> str:
-    """A number of pixels: a tenth is fine enough, and files stay small."""
+    """Write a number of pixels with one decimal, to keep files small."""
     return summary.number_text(number, 1)

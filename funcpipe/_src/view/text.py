@@ -1,4 +1,4 @@
-"""A timeline as text: a row for each device, time from left to right, never wider than asked."""
+"""Draw timelines as text: a row for each device, time from left to right, within a width."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from funcpipe._src.view.memory_levels import highest, highest_in_slices, levels,
 from funcpipe._src.view.palette import stage_ranks
 
 LEAST_WIDTH = 40
-"""Narrower pictures show nothing."""
+"""The least width of a picture: narrower pictures would show nothing."""
 
 _IDLE, _FILL = "·", "─"
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MOST_FIT = 0.75
-"""Labels are written if they fit in this share of the actions."""
+"""Actions get labels if the labels of at least this share of the actions fit."""
 
 
 class TextLayout(NamedTuple):
-    """How the rows are laid out; the same for all timelines of a picture.
+    """The layout of the rows, equal for all timelines of a picture.
 
     Attributes:
-        word: what a device is called.
-        names: columns for the names of devices.
-        peaks: columns for the peaks; 0 where none is known.
-        scale: columns per unit of time.
-        columns: of the chart.
-        stages: labels of actions have stages.
-        labelled: actions have labels; if not, each column shows one letter.
-        color: actions are painted with a terminal's colours.
+        word: the word before the number of a device.
+        names: the columns for the names of devices.
+        peaks: the columns for the peaks; 0 if no peak is known.
+        scale: the columns per unit of time.
+        columns: the columns of the chart.
+        stages: whether the labels of actions contain stages.
+        labelled: whether actions have labels. If not, each column shows one letter.
+        color: whether actions are painted with a terminal's colours.
     """
 
     word: str
@@ -51,33 +51,32 @@ class TextLayout(NamedTuple):
     color: bool
 
     def column(self, time: float) -> int:
-        """The column border nearest to a time: cells that touch in time touch on the page."""
+        """Return the column border nearest to a time, so that cells that touch in time touch."""
         return _column(time, self.scale)
 
     def row(self, timeline: Timeline, device: int, letters: str) -> str:
-        """A row of the chart behind its device's name."""
+        """Return a row of the chart after the name of its device."""
         name = summary.clip(summary.device_name(timeline, device, self.word), self.names)
         return f"{name}{' ' * (self.names - summary.size(name))} │{letters}│"
 
     def side(self, busy: str, peak: str) -> str:
-        """The columns on the right."""
+        """Return the columns on the right."""
         return f"{busy:>5}" + (f"  {peak:>{self.peaks}}" if peak else "")
 
     def paint(self, letters: str, code: int) -> str:
-        """The letters, dark on the colour of their kind where colours are asked for."""
+        """Return letters, painted if colours are on: dark on the colour of their kind."""
         return f"\x1b[38;5;16;48;5;{code}m{letters}\x1b[0m" if self.color else letters
 
 
 def width_of(width: int | None, word: str) -> int:
-    """How wide to print: as asked, or as the terminal is.
+    """Return the width to print: the given width, or the width of the terminal.
 
     Raises:
-        TypeError: the width is no whole number.
-        ValueError: the width is less than `LEAST_WIDTH`.
+        TypeError: ``width`` is not a whole number.
+        ValueError: ``width`` is less than `LEAST_WIDTH`.
     """
     if width is None:
-        # A terminal may say that it is narrower than any drawing; then lines wrap, and printing
-        # still works.
+        # In a terminal narrower than any drawing, lines wrap. Printing must not raise there.
         return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     if index(width) < LEAST_WIDTH:
         raise ValueError(f"a {word} is at least {LEAST_WIDTH} columns wide; got width={width}")
@@ -87,13 +86,13 @@ def width_of(width: int | None, word: str) -> int:
 def text(
     timelines: Sequence[Timeline], width: int, *, color: bool = False, memory: bool = False
 ) -> str:
-    """Timelines as text.
+    """Draw timelines as text.
 
     Args:
-        timelines: what to draw, below each other on one time axis.
-        width: no line is longer; at least `LEAST_WIDTH`.
-        color: paint actions with a terminal's 256 colours. Without it the letters are the same.
-        memory: show what the devices hold, too.
+        timelines: the timelines, drawn below each other on one time axis.
+        width: the largest number of columns; at least `LEAST_WIDTH`.
+        color: paint actions with a terminal's 256 colours. The letters stay the same.
+        memory: also draw the memory of the devices.
     """
     drawn = aligned(timelines)
     busy = [timeline for timeline in drawn.timelines if timeline.spans]
@@ -117,7 +116,7 @@ def text(
 
 
 def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
-    """The name and the facts, broken between facts where it can be, or between words."""
+    """Return the lines of the caption, broken between facts if possible, else between words."""
     phrases = ", ".join(facts).split(", ")
     phrases = [f"{name}:", *(f"{phrase}," for phrase in phrases[:-1]), phrases[-1]]
     words: list[str] = []
@@ -127,10 +126,9 @@ def _caption(name: str, facts: Sequence[str], width: int) -> list[str]:
 
 
 def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device, and further rows below it.
+    """Yield a row for each device, and further rows below it.
 
-    What runs beside other actions (+), what moves to the host (O) and back (L), and the sums over
-    replicas (G).
+    The further rows have the second actions of pairs (+), and the actions on links (O, L, G, U).
     """
     busy, peak = summary.side_columns(timeline)
     yield " " * (layout.names + layout.columns + 3) + layout.side("busy", "peak" * any(peak))
@@ -155,8 +153,8 @@ def _rows(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
 
 
 def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
-    """A row for each device: in each column the most that it holds, in eighths of the most that any
-    does."""
+    """Yield a row for each device: the most memory in each column, in eighths of the highest
+    peak."""
     devices = levels(timeline)
     peak = highest(devices)
     if not peak:
@@ -171,7 +169,7 @@ def _memory(timeline: Timeline, layout: TextLayout) -> Iterable[str]:
 
 
 def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bool) -> TextLayout:
-    """Choose the scale, and what the actions show, so that all fits."""
+    """Choose the scale and the labels so that all timelines fit into the width."""
     word = "device" if width >= 80 else "dev"
     peaks = max(len(peak) for timeline in timelines for peak in summary.side_columns(timeline)[1])
     peaks = max(len("peak"), peaks) if peaks else 0
@@ -180,7 +178,7 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
         for timeline in timelines
         for device in range(timeline.num_devices)
     ]
-    # A long name is clipped, a number never is.
+    # Long names are clipped, but the numbers of devices must stay readable.
     numbered = max(len(f"{word} {timeline.num_devices - 1}") for timeline in timelines)
     name_width = min(max(map(summary.size, names)), max(numbered, width // 4))
     room = width - name_width - len(" ││  busy") - (len("  ") + peaks if peaks else 0)
@@ -195,11 +193,10 @@ def _layout(timelines: Sequence[Timeline], axis: Timeline, width: int, color: bo
 
 
 def _scale(spans: Sequence[Span], end: float, room: int, label_width: int) -> float:
-    """Columns per unit of time: as many as short actions want for their labels, or as there is room
-    for.
+    """Return the columns per unit of time: enough for labels of short actions, if there is room.
 
-    Where all times are whole multiples of a step, a step takes a whole number of columns (if it
-    gets one at all), so that equal actions look equal.
+    If all times are multiples of a step, a step takes a whole number of columns (if it takes at
+    least one), so that equal actions look equal.
     """
     if end <= 0:
         return 1.0
@@ -223,8 +220,10 @@ def _label(span: Span, stages: bool) -> str:
 
 
 def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
-    """Whether the labels of most actions fit. With stages they need a blank behind: ``0F02F0``
-    reads two ways."""
+    """Return whether the labels of most actions fit.
+
+    Labels with stages need a blank after them, because ``0F02F0`` would be ambiguous.
+    """
     fit = sum(
         _column(span.end, scale) - _column(span.start, scale) >= len(_label(span, stages)) + stages
         for span in spans
@@ -235,8 +234,7 @@ def _fit(spans: Sequence[Span], scale: float, *, stages: bool) -> bool:
 def _labels(
     spans: list[Span], layout: TextLayout, end: int, ranks: dict[tuple[int, int], int]
 ) -> Iterable[str]:
-    """A row of labels, each as wide as its action is long, idle until the column where its timeline
-    ends."""
+    """Yield a row of labels, each as wide as its action. Idle marks end at the column ``end``."""
     done = 0
     for span in spans:
         start = max(done, layout.column(span.start))
@@ -250,8 +248,7 @@ def _labels(
         code = codes[ranks[span.device, stage] % len(codes)]
         word = label.ljust(size, _FILL)
         yield _IDLE * (start - done)
-        # The last column stays open where it is not needed, so that neighbours do not run into each
-        # other.
+        # The last column stays blank if the label does not need it, to separate neighbours.
         is_open = word.endswith(_FILL)
         yield layout.paint(word[:-1] if is_open else word, code) + " " * is_open
         done = start + size
@@ -259,12 +256,11 @@ def _labels(
 
 
 def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
-    """A row of single letters: each column shows a kind that is in it, idle until the one where its
-    timeline ends.
+    """Yield a row of single letters: each column shows a kind that runs in it.
 
-    Where a column holds several, what was shown too little so far comes first; so over a few
-    columns the share of each letter is the share of its kind, also where every column holds one F
-    and one B.
+    If a column has several kinds, it shows the kind that earlier columns showed too rarely. So over
+    a few columns, the share of each letter equals the share of its kind. Idle marks end at the
+    column ``end``.
     """
     columns: list[defaultdict[Kind | None, float]] = [
         defaultdict(float) for _ in range(layout.columns)
@@ -283,6 +279,7 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
             shares[None] = idle
         for kind, share in shares.items():
             owed[kind] += share
+        # Rounded, so that equal claims do not depend on rounding errors of sums.
         best = max(shares, key=lambda kind: round(owed[kind], 6))
         owed[best] -= 1.0
         shown.append(best or (_IDLE if column < end else " "))
@@ -295,7 +292,7 @@ def _letters(spans: list[Span], layout: TextLayout, end: int) -> Iterable[str]:
 
 
 def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
-    """The time axis: a line with ticks, and their labels with the unit behind the last."""
+    """Yield the time axis: a line with ticks, and the labels with the unit after the last."""
     left = " " * (layout.names + 1)
     times = summary.ticks(axis, max(3, layout.columns // 10))
     marks = [(layout.column(time), label) for time, label in times]
@@ -313,7 +310,7 @@ def _ruler(axis: Timeline, layout: TextLayout, width: int) -> Iterable[str]:
 def _legend(
     timelines: Sequence[Timeline], axis: Timeline, layout: TextLayout, width: int
 ) -> Iterable[str]:
-    """The meaning of every letter in the picture."""
+    """Yield the lines of the legend."""
     kinds = {f"{kind.value} {KINDS[kind].word}": kind for kind in summary.kinds_in(*timelines)}
     words = [*kinds, f"{_IDLE} idle"]
     if any(pairs_in(timeline.spans) for timeline in timelines):
@@ -331,5 +328,5 @@ def _legend(
 
 
 def _fill(words: Sequence[str], width: int, gap: str) -> list[str]:
-    """The words on as few lines as they need; a word is broken nowhere and clipped if it must."""
+    """Fill lines with words. Words are not broken, but clipped if they are too long."""
     return summary.fill([summary.clip(word, width) for word in words], width, gap, summary.size)
