@@ -47,12 +47,12 @@ def profiled(work: Callable[[], Any], config: Any = ALL_THREADS) -> profile:
 
 def ranges(profiler: profile) -> list[Any]:
     """The events that have the name of an action, by start."""
-    events = [event for event in profiler.events() or [] if event.name[:1].isdigit()]
+    events = [event for event in profiler.events() or [] if event.name.startswith("action ")]
     return sorted(events, key=lambda event: event.time_range.start)
 
 
 def names(profiler: profile) -> list[str]:
-    return [event.name for event in ranges(profiler)]
+    return [event.name.removeprefix("action ") for event in ranges(profiler)]
 
 
 def test_every_action_of_every_lane_is_seen_in_its_thread():
@@ -60,10 +60,20 @@ def test_every_action_of_every_lane_is_seen_in_its_thread():
     found = ranges(profiled(lambda: fp.run(PLAN, PARAMS, BATCH, executor="threads", ranges=True)))
     threads: dict[int, list[str]] = {}
     for event in found:
-        threads.setdefault(event.thread, []).append(event.name)
+        threads.setdefault(event.thread, []).append(event.name.removeprefix("action "))
     assert sorted(threads.values()) == [
         [str(action) for action in order] for order in PLAN.schedule.orders
     ]
+
+
+def test_names_of_all_stages_survive_the_profiler():
+    """torch shows a name that looks like a C++ symbol without its length: 2F0 would be F0."""
+    stages = [fp.stage(lambda p, x: x * p["w"])] * 12
+    params = tuple({"w": torch.ones(())} for _ in stages)
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(12, 11, backward=False), devices="cpu")
+    work = lambda: fp.run(plan, params, torch.ones(11), executor="serial", ranges=True)
+    wanted = sorted(f"{stage}F{number}" for stage in range(12) for number in range(11))
+    assert sorted(names(profiled(work))) == wanted
 
 
 def test_threads_that_are_kept_are_seen():
@@ -221,7 +231,7 @@ def test_exported_traces_have_the_names_of_lanes(tmp_path):
     )
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for lane in (0, 1):
-        threads = {event["tid"] for event in events if event.get("name") == f"{lane}F0"}
+        threads = {event["tid"] for event in events if event.get("name") == f"action {lane}F0"}
         rows = {
             event["tid"]
             for event in events

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
-from funcpipe._src.stages.observed import Observer
+from funcpipe._src.stages.observed import ObserveFn
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -33,7 +33,7 @@ class RunOptions:
     check: str | Sequence[str] = ()
     record: bool = False
     ranges: bool = False
-    observe: Observer | None = None
+    observe: ObserveFn | None = None
     timeout: float | None = None
     optimizer: Any = None
     max_norm: float | None = None

@@ -57,7 +57,7 @@ from funcpipe._src.stages.bound import Bound, Program, Shares
 from funcpipe._src.stages.check_finite import FiniteBound
 from funcpipe._src.stages.context import RUNNING, checked_plan, cores, refuse_transforms
 from funcpipe._src.stages.eager import EagerBound
-from funcpipe._src.stages.observed import ObservedBound, Observer
+from funcpipe._src.stages.observed import ObservedBound, ObserveFn
 from funcpipe._src.stages.rng import Keys
 from funcpipe._src.stages.trainable import (
     is_marked,
@@ -383,7 +383,7 @@ def _bind(
     keys: Keys,
     shares: Shares,
     checks: set[str],
-    observer: Observer | None,
+    observer: ObserveFn | None,
     *,
     guard: bool,
 ) -> dict[int, Bound]:
@@ -460,9 +460,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
             )
         if plan.state is not None:
             raise PlanError(
-                f"state= is missing: a batch changes the state of {', '.join(changing)}; give "
-                "fp.place(plan, plan.state) with the first batch, and the result.state of the "
-                "batch before with every other batch"
+                f"state= is missing: a batch changes the state of {', '.join(changing)}; pass "
+                "state=fp.place(plan, split.state) to the first run, and state=result.state of the "
+                "previous run to later runs"
             )
         if needing:
             raise PlanError(

@@ -30,10 +30,11 @@ def _for_both(name: str) -> Generator[None]:
 
 
 def ranged(step: Step, program: LaneProgram, device: torch.device) -> Step:
-    """Wrap a step in a range with the name of its action, such as ``2F3``."""
+    """Wrap a step in a range with the name of its action, such as ``action 2F3``."""
 
     def ranged(reads: list[Any], run: Run) -> Sequence[Any]:
-        with named_range(str(program.action(run)), device):
+        # Without the word, profilers take a name such as 2F0 for a C++ symbol and show F0.
+        with named_range(f"action {program.action(run)}", device):
             return step(reads, run)
 
     return ranged

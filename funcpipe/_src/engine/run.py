@@ -16,7 +16,7 @@ from funcpipe._src.data.result import Result
 from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.options import ExecutorLike, RunOptions
 from funcpipe._src.stages.context import outside_of_graphs
-from funcpipe._src.stages.observed import Observer
+from funcpipe._src.stages.observed import ObserveFn
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -32,7 +32,7 @@ def run(
     loss_scale: float = 1.0,
     record: bool = False,
     ranges: bool = False,
-    observe: Observer | None = None,
+    observe: ObserveFn | None = None,
     executor: ExecutorLike = None,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
@@ -73,7 +73,7 @@ def run(
             with a bool or a tree of bools per stage.
         loss_scale: a factor of the gradients, for mixed precision. The loss is not multiplied.
         record: measure the start and end of each action, for ``result.timeline``.
-        ranges: make each action a range of torch.profiler, named like ``2F3``. On CUDA devices also
+        ranges: make each action a range of torch.profiler, named like ``action 2F3``. On CUDA devices also
             a range of NVTX. A profiler sees the lanes' threads with ``profile_all_threads``.
         observe: a function ``(action, name, value)``, called for each value of each action. The names
             of a forward are "input", "skip NAME", "feed NAME" and "target", then "output", "stash

@@ -28,7 +28,7 @@ from funcpipe._src.lower.skips import routes
 from funcpipe._src.stages.bound import Gradients, StageArgs
 from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads, outside_of_graphs
 from funcpipe._src.stages.drawing import CatchDraws
-from funcpipe._src.stages.observed import Observer
+from funcpipe._src.stages.observed import ObserveFn
 from funcpipe._src.stages.trainable import Trainable
 
 
@@ -44,7 +44,7 @@ def run_sequential(
     loss_scale: float = 1.0,
     threads_per_lane: int | None = None,
     check: str | Sequence[str] = (),
-    observe: Observer | None = None,
+    observe: ObserveFn | None = None,
 ) -> Result:
     """Run a plan as a plain loop over microbatches and stages, on the calling thread.
 

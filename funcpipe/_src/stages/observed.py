@@ -18,7 +18,7 @@ from funcpipe._src.data.stage import CARRY, Stage
 from funcpipe._src.stages.bound import Bound, Cotangents, Gradients, StageArgs, StageOut
 from funcpipe._src.stages.context import RUNNING
 
-Observer: TypeAlias = Callable[[Action, str, Tree], object]
+ObserveFn: TypeAlias = Callable[[Action, str, Tree], object]
 """``(action, name, value)``, see `funcpipe.run`."""
 
 
@@ -30,7 +30,7 @@ class ObservedBound:
     """
 
     def __init__(
-        self, inner: Bound, stage: Stage, params: Tree, observer: Observer, lock: threading.Lock
+        self, inner: Bound, stage: Stage, params: Tree, observer: ObserveFn, lock: threading.Lock
     ) -> None:
         self.inner, self.params, self.stage = inner, inner.params, stage
         self.rebase, self.release = inner.rebase, inner.release

@@ -69,10 +69,10 @@ class Difference:
         return self.action.microbatch
 
     def __str__(self) -> str:
-        return (
-            f"{self.action} (stage {self.stage}, microbatch {self.microbatch}): {self.leaf} "
-            f"differs in {self.elements} elements, by at most {self.ulp:g} ulp"
-        )
+        place = f"{self.action} (stage {self.stage}, microbatch {self.microbatch}): {self.leaf}"
+        if self.ulp == float("inf"):
+            return f"{place} differs in shape, type, or in elements that are not close numbers"
+        return f"{place} differs in {self.elements} elements, by at most {self.ulp:g} ulp"
 
 
 def record_values(

@@ -72,8 +72,10 @@ def findings(plan: Plan, result: Result, params: Sequence[Tree] | None, title: s
     ran = [[span.action for span in lane] for lane in spans_by_device(measured, schedule)]
     if tuple(recounted(tuple(order)) for order in ran) != schedule.orders:
         raise PlanError(
-            f"the result is another plan's: it ran {measured.name!r} on {measured.num_devices} "
-            f"lanes, the plan is {plan.schedule!r}; give the plan that fp.run got"
+            f"the timeline of this result has {sum(map(len, ran))} actions of {measured.name!r} on "
+            f"{measured.num_devices} lanes, but the plan is {plan.schedule!r}; pass the plan of the "
+            "run. If the run had several processes, its timeline has the lanes of one process: "
+            "pass dataclasses.replace(result, timeline=ranks.timeline(result))"
         )
     if params is not None and len(params) != plan.num_stages:
         raise PlanError(
