@@ -158,7 +158,7 @@ def test_parts_of_a_composition_write_to_nobody():
         ),
         (
             lambda: fp.schedules.remat(fp.schedules.fill_drain(1, 1), keep="0F0"),
-            "keep is a function",
+            "keep must be a function",
         ),
         (
             lambda: fp.make_plan(

@@ -388,11 +388,11 @@ def test_a_found_schedule_runs():
     ("options", "says"),
     [
         ({"cost": 3}, "search takes a Cost"),
-        ({"num_devices": 0}, "num_devices is positive"),
-        ({"num_microbatches": 1.5}, "num_microbatches is a whole number"),
+        ({"num_devices": 0}, "num_devices must be positive"),
+        ({"num_microbatches": 1.5}, "num_microbatches must be a whole number"),
         ({"objective": "speed"}, "objective is 'makespan' or 'span'"),
         ({"seconds": 0}, "seconds is a positive number"),
-        ({"evaluations": -1}, "evaluations is positive"),
+        ({"evaluations": -1}, "evaluations must be positive"),
         ({"num_stages": 1}, "num_devices must be at most the number of stages"),
         (
             {"memory_limit": [1, 2, 3]},

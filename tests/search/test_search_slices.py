@@ -149,7 +149,7 @@ def test_what_is_refused():
     ) as error:
         fp.search(fp.Cost(attention=0.5), **counts)
     assert "balanced_slices" in str(error.value)
-    with pytest.raises(fp.ScheduleError, match="num_slices is positive"):
+    with pytest.raises(fp.ScheduleError, match="num_slices must be positive"):
         fp.search(fp.Cost(), **{**counts, "num_slices": 0})
     lengths = S.balanced_slices(1000, 2, attention=0.5)
     assert fp.search(fp.Cost(attention=0.5, slices=lengths), **counts).schedule.num_slices == 2
