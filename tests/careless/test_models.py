@@ -151,7 +151,7 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
     batch = torch.randn(4, 2), torch.randn(4, 2)
     plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
     with pytest.raises(
-        fp.PlanError, match=r"a batch changes the state of stage [01].*plan\.state.*result\.state"
+        fp.PlanError, match=r"a batch changes the state of stage [01].*split\.state.*result\.state"
     ):
         fp.run(plan, split.params, batch)
     assert fp.run(plan, split.params, batch, state=plan.state).state is not None

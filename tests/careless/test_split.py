@@ -515,7 +515,7 @@ def test_torchscript_layers_are_refused_by_name(make):
     ]
     for way in ways:
         with pytest.raises(
-            fp.PlanError, match=r"'layers.1' is TorchScript .* give the module that it was scripted"
+            fp.PlanError, match=r"'layers.1' is TorchScript .* give the module before torch"
         ):
             way()
     row = nn.Sequential(Inner(), make(Inner()))

@@ -292,7 +292,7 @@ def test_state_that_is_forgotten_or_of_another_order_is_refused():
     split, plan = normed()
     given = torch.randn(8, 4), torch.randn(8, 4)
     with pytest.raises(
-        fp.PlanError, match="state= is missing: .* the result.state of the batch before"
+        fp.PlanError, match="state= is missing: .* state=result.state of the previous run"
     ):
         fp.run(plan, split.params, given)
     with pytest.raises(fp.PlanError, match=r"state lacks '1.running_mean'; is it '3.running_mean'"):

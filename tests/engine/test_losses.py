@@ -147,7 +147,7 @@ def test_weights_are_checked_before_anything_runs():
 
 def test_one_form_for_all_microbatches():
     """A mean here and a pair there is refused."""
-    with pytest.raises(fp.BatchError, match="one form"):
+    with pytest.raises(fp.BatchError, match="always return the same form"):
         run(
             lambda y, t: y.mean() if y[0, 0] > 0 else (y.sum(), 1),
             torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
