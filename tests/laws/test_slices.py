@@ -311,7 +311,7 @@ def test_outputs_are_joined_along_the_sequence_or_as_they_are_told():
     torch.testing.assert_close(y["mean"], x.mean())
     assert isinstance(y["last"], fp.Microbatches)
     assert [tuple(piece.shape) for piece in y["last"]] == [(3, WIDTH)] * 3 + [(2, WIDTH)] * 3
-    with pytest.raises(fp.BatchError, match=r"outputs\['last'\] has shapes .* no axis beside 0"):
+    with pytest.raises(fp.BatchError, match=r"outputs\['last'\] has shapes .* no axis besides 0"):
         fp.run(
             fp.make_plan(
                 [many], schedule, devices="cpu", merge={"y": 0, "mean": "mean", "last": 0}
@@ -471,7 +471,10 @@ def test_a_module_that_hands_nothing_on():
 
     stage, params, _ = fp.from_module(One(), carry="before")
     plan = fp.make_plan([stage], S.fill_drain(1, 1, num_slices=2, backward=False), devices="cpu")
-    with pytest.raises(fp.PlanError, match="two values; it returned a Tensor"):
+    with pytest.raises(
+        fp.PlanError,
+        match="two values, its output and the carry for the next slice; it returned a Tensor",
+    ):
         fp.run(plan, (params,), torch.ones(2, 4, 1))
 
 
@@ -489,7 +492,7 @@ def test_faults_of_slices_are_named_by_slice():
 
     last = target[2:, 4:]
     text = run(weight=lambda target: -1 if torch.equal(target, last) else 1)
-    assert "for microbatch 1, slice 2 it gave -1" in text
+    assert "for microbatch 1, slice 2 it returned -1" in text
     bad = lambda y, target: ((y - target).sum(), float("nan") if torch.equal(target, last) else 1.0)
     assert "nan for microbatch 1, slice 2" in run(loss=bad)
 
@@ -594,7 +597,7 @@ def test_modules_that_cannot_run_slices():
     """What reaches back, and a keyword that is taken."""
     with pytest.raises(fp.PlanError, match="bidirectional"):
         fp.from_module(torch.nn.GRU(2, 2, bidirectional=True), carry="hx")
-    with pytest.raises(fp.PlanError, match="is a feed"):
+    with pytest.raises(fp.PlanError, match="is also a feed"):
         fp.from_module(torch.nn.GRU(2, 2), carry="hx", feeds=["hx"])
     with pytest.raises(fp.PlanError, match="is the input"):
         fp.from_module(torch.nn.GRU(2, 2), carry="input")
