@@ -177,8 +177,14 @@ def test_distances_in_units_of_the_last_place(first, second, ulp):
 def test_records_without_a_common_value_are_refused():
     """And what is no record."""
     record = record_values(plan_of(SCHEDULES["1F1B"]), PARAMS, BATCH, feeds=FEEDS)
-    empty = fp.testing.ValueRecord({}, (), record.result)
+    others = {(action, "other"): value for (action, _), value in record.values.items()}
     with pytest.raises(fp.PlanError, match="share no value"):
-        first_difference(record, empty)
+        first_difference(record, fp.testing.ValueRecord(others, record.order, record.result))
+    more = record_values(plan_of(fp.schedules.one_f_one_b(3, 5)), PARAMS, BATCH, feeds=FEEDS)
+    with pytest.raises(fp.PlanError, match="4 and 5 microbatches"):
+        first_difference(record, more)
+    fewer = fp.testing.ValueRecord(record.values, record.order[:1], record.result)
+    with pytest.raises(fp.PlanError, match="3 and 1 stages"):
+        first_difference(record, fewer)
     with pytest.raises(fp.PlanError, match="got a Result"):
         first_difference(record, record.result)

@@ -450,7 +450,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
             if part.commit is not None and plan.train
         ]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
-        forgotten = "" if plan.state is None or plan.train else forgotten_state(plan.stages, "plan")
+        forgotten = (
+            "" if plan.state is None or plan.train else forgotten_state(plan.stages, "split")
+        )
         if forgotten:  # the statistics in the plan may be older than training
             raise PlanError(forgotten)
         if plan.state is not None and not changing:

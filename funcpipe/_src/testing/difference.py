@@ -131,13 +131,20 @@ def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | No
             difference is the first one.
 
     Raises:
-        PlanError: the records share no value.
+        PlanError: the numbers of stages or microbatches differ, or the records share no value.
     """
     for record in (first, second):
         if not isinstance(record, ValueRecord):
             raise PlanError(
                 "first_difference compares two records: "
                 f"record_values(plan, params, batch); got a {type(record).__name__}"
+            )
+    for name, numbers in (("stages", _stages), ("microbatches", _microbatches)):
+        a, b = numbers(first), numbers(second)
+        if a != b:
+            raise PlanError(
+                f"the records have {a} and {b} {name}; first_difference compares runs with the same "
+                "cuts of the model and of the batch"
             )
     shared = [key for key in first.values if key in second.values]
     if not shared:
@@ -150,6 +157,14 @@ def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | No
         if found is not None:
             return found
     return None
+
+
+def _stages(record: ValueRecord) -> int:
+    return len({action.stage for action in record.order})
+
+
+def _microbatches(record: ValueRecord) -> int:
+    return len({action.microbatch for action, _ in record.values})
 
 
 def _copied(leaf: Any) -> Any:
