@@ -158,7 +158,7 @@ def test_state_that_a_batch_changes_is_asked_for_and_other_state_is_the_models()
     still = fp.make_plan(split, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     with pytest.raises(
         fp.PlanError,
-        match=r"training changes the state of stage [01].*result\.state, or plan\.state",
+        match=r"training changes the state of stage [01].*result\.state, or split\.state",
     ):
         fp.run(still, split.params, batch[0])
     result = fp.run(still, split.params, batch[0], state=plan.state)
