@@ -7,6 +7,8 @@ offload and pairs that overlap are functions from a schedule to another one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from funcpipe._src.data.cost import Skip as Skip
 from funcpipe._src.schedules.families import eager_one_f_one_b as eager_one_f_one_b
 from funcpipe._src.schedules.families import fill_drain as fill_drain
@@ -48,20 +50,17 @@ _OTHER_NAMES = {
     "bfs": "looped_bfs",
     "breadth_first": "looped_bfs",
     "zb_h1": "zero_bubble",
-    "zb1p": "zero_bubble",
-    "zb_1p": "zero_bubble",
-    "zb2p": "zb_h2",
-    "zb_2p": "zb_h2",
     "zb_v": "zbv",
     "dualpipe": "dualpipe_v",
-    "v_zb": "zbv",
     "checkpoint": "remat",
 }
-"""Names of schedules in papers and other libraries, in lower case, and their names here."""
+"""Names in papers and other libraries, in lower case, and the names of the same functions here."""
 
+if not TYPE_CHECKING:  # type checkers would accept every name of a module with __getattr__
 
-def __getattr__(name: str) -> object:
-    """Raise AttributeError that names the schedule which has this name elsewhere."""
-    here = _OTHER_NAMES.get(name.lower().removeprefix("schedule"))
-    hint = f"; this schedule is fp.schedules.{here}" if here else ""
-    raise AttributeError(f"module 'funcpipe.schedules' has no attribute {name!r}{hint}", name=name)
+    def __getattr__(name: str) -> object:
+        """Raise AttributeError with the name that funcpipe uses for a name of another library."""
+        here = _OTHER_NAMES.get(name.lower().removeprefix("schedule"))
+        hint = f"; funcpipe's name is fp.schedules.{here}" if here else ""
+        message = f"module 'funcpipe.schedules' has no attribute {name!r}{hint}"
+        raise AttributeError(message, name=name)

@@ -4,8 +4,7 @@
 
 A region of a page begins with ``<!-- report: NAME -->`` and ends with ``<!-- end -->``; its text is
 what the function of this name returns. Charts are SVG files in ``docs/pictures``. To measure anew,
-with nothing else running (about 40 minutes on two cores; install torchgpipe as bench_peers.py
-says):
+with nothing else running (install torchgpipe as bench_peers.py says):
 
     python tests/benchmarks/report.py --measure
 
@@ -86,13 +85,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) ->
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
 
 
-def measured(records: Sequence[Record], more: str = "") -> str:
+def measured(records: Sequence[Record]) -> str:
     """The note below a table."""
     first = records[0]
     dates = sorted({record.date for record in records})
-    commits = sorted({record.commit.rstrip("+") for record in records})
+    commits = sorted({record.commit for record in records})
     where = f"{first.machine}, torch {first.torch}, commit {', '.join(commits)}"
-    return f"*How this was measured: {where}, {' to '.join(dates)}. {more}`{first.command}`.*"
+    return f"*How this was measured: {where}, {' to '.join(dates)}. `{first.command}`.*"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -133,9 +132,8 @@ def families(short: bool = False) -> str:
         ("V-Min", own.v_min(16, count), ""),
     ]
     rows = []
-    few = {"1F1B", "ZB-V", "V-Half"}
     for name, schedule, theirs in cells:
-        if short and name not in few:
+        if short and name not in ("1F1B", "ZB-V", "V-Half"):
             continue
         share = 8 / schedule.num_stages
         cost = fp.Cost(*[share] * 3, residual=share, weight_residual=share / 2)

@@ -64,9 +64,8 @@ def write(file: Path | None, rows: Sequence[dict[str, Any]]) -> None:
     """Write the record of this call into a file of records. None: write nothing."""
     if file is None:
         return
-    words = sys.argv[1:]
-    at = words.index("--json")
-    options = words[:at] + words[at + 2 :]
+    joined = re.sub(r"(^|\0)--json[\0=][^\0]*", "", "\0".join(sys.argv[1:])).strip("\0")
+    options = joined.split("\0") if joined else []
     benchmark = Path(sys.argv[0]).stem
     found = [
         record

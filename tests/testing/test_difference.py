@@ -88,6 +88,36 @@ def test_names_and_numbers_of_the_values():
     assert torch.equal(sums["params['w']"], record.result.grads[2]["w"])
 
 
+def test_carries_of_slices_are_shown():
+    """What a slice gets from the previous one, and hands to the next, have names of their own."""
+
+    def total(params, x, *, carry):
+        y = x * params["w"] + (0 if carry is None else carry)
+        return fp.Out(y, carry=y[:, -1:])
+
+    schedule = fp.schedules.one_f_one_b(1, 2, num_slices=2)
+    loss = nn.functional.mse_loss
+    plan = fp.make_plan([fp.stage(total)], schedule, loss=loss, devices="cpu")
+    params, x = ({"w": torch.tensor(2.0)},), torch.randn(4, 6)
+    found = record_values(plan, params, (x, x))
+    assert (
+        first_difference(found, record_values(plan, params, (x, x), executor="sequential")) is None
+    )
+    names = {str(action): [] for action, _ in found.values}
+    for action, name in found.values:
+        names[str(action)].append(name)
+    assert names["0F0.0"] == ["input", "target", "output", "carry out", "loss"]
+    assert names["0F0.1"] == ["input", "carry in", "target", "output", "carry out", "loss"]
+    assert names["0B0.1"] == [
+        *("output gradient", "input gradient", "carry in gradient", "parameter gradients"),
+    ]
+    assert names["0B0.0"] == [
+        *("output gradient", "carry out gradient", "input gradient", "parameter gradients"),
+    ]
+    of = {(str(action), name): value for (action, name), value in found.values.items()}
+    assert torch.equal(of["0F0.0", "carry out"], of["0F0.1", "carry in"])
+
+
 def test_an_error_of_the_observer_has_coordinates():
     """It fails the run like an error of the stage."""
 

@@ -58,7 +58,8 @@ class Microbatches(Sequence[Any]):
 
     Give `Microbatches` as inputs, target or feeds that you cut yourself, such as packed sequences
     or rows of different lengths. Outputs have this form, too, if the inputs had it, or if the
-    outputs have no rows to join.
+    outputs have no rows to join. Objects without rows, such as metadata, may stand beside leaves
+    with rows: then `run` cuts the other leaves into as many microbatches.
 
     >>> double = fp.stage(lambda p, x: 2 * x)
     >>> plan = fp.make_plan([double], fp.schedules.fill_drain(1, 2, backward=False), devices="cpu")

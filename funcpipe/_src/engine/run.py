@@ -79,9 +79,9 @@ def run(
             of a forward are "input", "skip NAME", "feed NAME" and "target", then "output", "stash
             NAME", "loss" and "auxiliary loss". The names of a backward are "output gradient" and
             "stash gradient NAME", then "input gradient", "skip gradient NAME" and "parameter
-            gradients": the sums so far, by name. Tensors are detached, and `run` raises `PlanError`
-            if the function writes to them. Lanes call the function one at a time. None, the
-            default: no cost.
+            gradients": the sums so far, by name. With slices there are "carry in", "carry out" and
+            their gradients. Tensors are detached, and `run` raises `PlanError` if the function
+            writes to them. Lanes call the function one at a time. None, the default: no cost.
         executor: one of these; all executors give bit-identical results.
 
             - "threads": one thread per lane.

@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import version
-from funcpipe._src.core.tree import Tree, flatten, locations
+from funcpipe._src.core.tree import Tree, flatten, locations, map_tensors
 from funcpipe._src.data.schedule import Action
 from funcpipe._src.data.stage import CARRY, Stage
 from funcpipe._src.stages.bound import Bound, Cotangents, Gradients, StageArgs, StageOut
@@ -60,13 +59,14 @@ class ObservedBound:
         """Show the gradients of the outputs, run B or I, and show the gradients of the inputs."""
         incoming: list[tuple[str, Tree]] = [("output gradient", () if y is None else tuple(y))]
         for name, parts in stash.items():
-            incoming += [(f"stash gradient {name}".strip(), tuple(part)) for part in parts]
+            label = _label("stash gradient", name, "carry out gradient")
+            incoming += [(label, tuple(part)) for part in parts]
         self._show(incoming)
         cotangents, weight_residual = self.inner.backward(residual, y, stash, split=split)
         outgoing: list[tuple[str, Tree]] = [("input gradient", tuple(cotangents.x))]
-        names = (*self.stage.pop, "carry")
-        for name, leaves in zip(names, cotangents.skips, strict=False):
-            outgoing.append((f"skip gradient {name}", tuple(leaves)))
+        for name, leaves in zip((*self.stage.pop, CARRY), cotangents.skips, strict=False):
+            label = _label("skip gradient", name, "carry in gradient")
+            outgoing.append((label, tuple(leaves)))
         self._show([*outgoing, self._sums()])
         return cotangents, weight_residual
 
@@ -77,8 +77,9 @@ class ObservedBound:
 
     def _inputs(self, args: StageArgs) -> Iterator[tuple[str, Tree]]:
         yield "input", args.x.tree()
-        for name, skip in zip((*self.stage.pop, "carry"), args.skips, strict=False):
-            yield f"skip {name}", skip.tree()
+        # A first slice has no carry, so there may be one value less than names.
+        for name, skip in zip((*self.stage.pop, CARRY), args.skips, strict=False):
+            yield _label("skip", name, "carry in"), skip.tree()
         for name, feed in zip(self.stage.feeds, args.feeds, strict=True):
             yield f"feed {name}", feed.tree()
         if args.target is not None:
@@ -95,8 +96,8 @@ class ObservedBound:
         action = Action.parse(where().action)
         with self.lock:
             for name, value in values:
-                shown = Border(*_detached(value)).tree()
-                leaves = [leaf for leaf in _detached(shown)[0] if isinstance(leaf, Tensor)]
+                shown = map_tensors(Tensor.detach, value)
+                leaves = [leaf for leaf in flatten(shown)[0] if isinstance(leaf, Tensor)]
                 before = [version(leaf) for leaf in leaves]
                 self.observer(action, name, shown)
                 if before != [version(leaf) for leaf in leaves]:
@@ -106,16 +107,15 @@ class ObservedBound:
                     )
 
 
-def _detached(value: Tree) -> tuple[list[Any], Any, tuple[bool, ...]]:
-    """The leaves of a tree without their graphs, its structure, and no flags."""
-    leaves, spec = flatten(value)
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec, ()
+def _label(kind: str, name: str, carry: str) -> str:
+    """The name of a skip or a stash by kind; a carry travels among them under the name `CARRY`."""
+    return carry if name == CARRY else f"{kind} {name}"
 
 
 def _results(out: StageOut) -> Iterator[tuple[str, Tree]]:
     yield "output", out.y.tree()
     for name, value in out.stash.items():
-        yield "carry" if name == CARRY else f"stash {name}", value.tree()
+        yield _label("stash", name, "carry out"), value.tree()
     if out.report.loss is not None:
         yield "loss", out.report.loss.sum
     if out.report.side is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.shown import line
-from funcpipe._src.core.tree import Tree, flatten, locations, map_leaves
+from funcpipe._src.core.tree import Tree, flatten, locations, map_tensors
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
 from funcpipe._src.data.schedule import Action
@@ -71,7 +71,10 @@ class Difference:
     def __str__(self) -> str:
         place = f"{self.action} (stage {self.stage}, microbatch {self.microbatch}): {self.leaf}"
         if self.ulp == float("inf"):
-            return f"{place} differs in shape, type, or in elements that are not close numbers"
+            return (
+                f"{place} differs in structure, shape or type, or in elements without a distance "
+                "in ulp (integers, inf, NaN)"
+            )
         return f"{place} differs in {self.elements} elements, by at most {self.ulp:g} ulp"
 
 
@@ -99,8 +102,7 @@ def record_values(
     values: dict[tuple[Action, str], Tree] = {}
 
     def observe(action: Action, name: str, value: Tree) -> None:
-        copied = map_leaves(_copied, value)
-        values[action, name] = copied
+        values[action, name] = map_tensors(lambda leaf: leaf.to("cpu", copy=True), value)
 
     if executor == "sequential":
         result = run_sequential(plan, params, batch, observe=observe, **options)
@@ -111,7 +113,9 @@ def record_values(
 
 
 def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | None:
-    """Return the first value that two records do not share bit for bit. None: there is none.
+    """Return the first value that differs between two records. None: all values are equal.
+
+    Equal means bit-identical, except that 0.0 and -0.0 are equal, and that all NaN are equal.
 
     Records of different schedules, executors, devices and of the oracle can be compared, if the
     stages and the cut of the batch are the same. Values that only one of the runs has are left
@@ -165,10 +169,6 @@ def _stages(record: ValueRecord) -> int:
 
 def _microbatches(record: ValueRecord) -> int:
     return len({action.microbatch for action, _ in record.values})
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _difference(action: Action, name: str, first: Tree, second: Tree) -> Difference | None:
