@@ -213,6 +213,7 @@ def prepare(
     marked = is_marked(leaves)
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale), "max_norm": options.max_norm}
+    seeded["outputs"] = plan.outputs
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     pattern = (
         str(trainable_leaves(trees, trainable, marked=marked))
