@@ -39,7 +39,6 @@ from funcpipe._src.devices.stream import Place, StreamBackend
 from funcpipe._src.engine import lanes
 from funcpipe._src.processes.device_stream import DeviceStream
 from funcpipe._src.replicas.replicas import Replicas
-from funcpipe._src.replicas.sharded import ShardedParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 from recorder import Recorder
@@ -166,30 +165,14 @@ def recorded(way, skip=None):
             recorder.freed(tensors[0])
         return event
 
-    def dropped(self):
-        """So does that of parameters of which others have parts."""
-        for number in self.cuts:
-            recorder.freed(self.leaves[number])
-        drop(self)
-
-    before, summed, over, drop = Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop
-    Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = (
-        recorder,
-        begin,
-        done,
-        dropped,
-    )
+    before, summed, over = Place.backend, Replicas.begin, Replicas._over
+    Place.backend, Replicas.begin, Replicas._over = recorder, begin, done
     for name in real:
         setattr(DeviceStream, name, followed(name))
     try:
         yield recorder, freed
     finally:
-        Place.backend, Replicas.begin, Replicas._over, ShardedParams.drop = (
-            before,
-            summed,
-            over,
-            drop,
-        )
+        Place.backend, Replicas.begin, Replicas._over = before, summed, over
         for name, function in real.items():
             setattr(DeviceStream, name, function)
 

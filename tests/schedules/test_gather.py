@@ -241,3 +241,17 @@ def test_whole_parameters_are_not_gathered(executor):
     assert all(map(torch.equal, runs[0].grads, runs[1].grads))
     assert {"0U0", "2U0", "0U1"} <= {str(span.action) for span in runs[1].timeline.spans}
     assert torch.equal(fp.run_sequential(plans[1], params, batch).loss, runs[0].loss)
+
+
+def test_ahead_for_each_stage():
+    plain = fp.schedules.fill_drain(2, 2, num_devices=1, backward=False)
+    wanted = {
+        (0, 0): "0U0 0F0 1U0 1F0 0F1 1F1",
+        (0, 1): "0U0 1U0 0F0 1F0 0F1 1F1",
+        (2, 0): "0U0 0F0 1U0 1F0 0F1 1F1",
+    }
+    for ahead, text in wanted.items():
+        assert str(fp.schedules.gather_params(plain, ahead=ahead)) == text
+    for ahead in ([1], [1, 2, 3], [1, -1], [1, 0.5], "ab", -1, 1.0, True):
+        with pytest.raises(fp.ScheduleError, match="or one number for each of 2 stages"):
+            fp.schedules.gather_params(plain, ahead=ahead)

@@ -253,6 +253,24 @@ class Recorder(StreamBackend):
             self.read(self.block(source), stream)
             self.write(self.block(target), stream)
 
+    def page_locked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def grow(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.local.quiet = True
+        try:
+            super().grow(tensor, device)
+        finally:
+            self.local.quiet = False
+        if self.asynchronous(device):
+            with self.lock:
+                self.reap()
+                self.allocate(tensor, self.current_stream(device), device)
+
+    def shrink(self, tensor: torch.Tensor) -> None:
+        self.freed(tensor)
+        super().shrink(tensor)
+
     def hollow(self, tensor: torch.Tensor) -> torch.Tensor:
         self.local.quiet = True
         try:

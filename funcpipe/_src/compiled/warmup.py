@@ -70,6 +70,7 @@ def warmup(
             intra_op_threads(ready.threads),
             CallerContext().computing(),
         ):
+            ready.gather_all()
             told.phase(names[0], 0)
             calls = (
                 stage for m in shapes for stage in loop.forward(m, keep=plan.schedule.has_backward)

@@ -89,6 +89,18 @@ class StreamBackend:
         new.untyped_storage().resize_(0)
         return new
 
+    def page_locked(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of host memory in page-locked memory."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def grow(self, tensor: Tensor, device: torch.device) -> None:
+        """Give a tensor without memory its memory, from the current stream's pool."""
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def shrink(self, tensor: Tensor) -> None:
+        """Free the memory of a tensor that lives on."""
+        tensor.untyped_storage().resize_(0)
+
     def own_streams(self) -> dict[Hashable, Any]:
         """Return the streams for runs of the calling thread, by device and name.
 

@@ -43,8 +43,8 @@ from funcpipe._src.engine.prepare import Prepared, prepare
 from funcpipe._src.engine.ranges import ranged
 from funcpipe._src.engine.steps import make_step
 from funcpipe._src.optimizing.stepping import Stepping
+from funcpipe._src.replicas.gathered import holding
 from funcpipe._src.replicas.replicas import Reduction, here
-from funcpipe._src.replicas.sharded import holding
 from funcpipe._src.schedules.memory import residual_peak
 from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads
 from funcpipe._src.stages.drawing import CatchDraws
@@ -355,7 +355,8 @@ class Execution:
             return
         for lane in self.lanes:
             if lane.place.asynchronous:
-                for stage in {call.stage for call in lane.program.calls}:
+                # Gradients of gathered parameters are not returned: reductions make new tensors.
+                for stage in {call.stage for call in lane.program.calls} - {*self.ready.spread}:
                     for gradient in self.ready.bounds[stage].params.grads():
                         lane.place.hand(here(gradient))
 

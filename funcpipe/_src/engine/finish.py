@@ -163,6 +163,8 @@ def _no_backward(*_: Any, **__: Any) -> None:
 
 def release(ready: Prepared) -> None:
     """Release the tensors of all bound stages, after the results are taken."""
+    for params in ready.spread.values():
+        params.settle()
     for bound in ready.bounds.values():
         bound.release()
 

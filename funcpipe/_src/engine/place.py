@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlacementError, PlanError, raise_all
 from funcpipe._src.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
+from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.devices.devices import plan_devices, same_device
+from funcpipe._src.devices.stream import Place
 from funcpipe._src.replicas.same_numbers import whole
 from funcpipe._src.stages.context import checked_plan
 from funcpipe._src.stages.trainable import refuse_undeclared_ties, resolve_ties, trainable_leaves
@@ -36,7 +38,12 @@ class HasStages(Protocol):
 
 
 def place(
-    plan: Plan, params: Sequence[Tree], ranks: HasStages | None = None, *, shard: bool = False
+    plan: Plan,
+    params: Sequence[Tree],
+    ranks: HasStages | None = None,
+    *,
+    shard: bool = False,
+    home: Any = None,
 ) -> tuple[Tree, ...]:
     """Move the tree of each stage to the device of the stage.
 
@@ -59,6 +66,11 @@ def place(
         shard: spread each tensor over the replicas. Each replica keeps one part, a ``DTensor`` cut
             along axis 0. A run gathers the parts of a stage before the stage computes, see
             `schedules.gather_params`. Gradients and optimizer state are parts, too.
+        home: "cpu" keeps parameters in host memory, page-locked if a stage is on a GPU. A run copies
+            the parameters of a stage to its device at ``U``, and frees them after the last use.
+            Gradients are in host memory, too. So the model may be larger than the device. The
+            schedule needs ``U`` for each stage, see `schedules.gather_params`. None, the default:
+            parameters are on the device of their stage.
 
     Returns:
         A tuple with one tree per stage.
@@ -67,7 +79,8 @@ def place(
         PlanError: ``plan`` is not a plan; or one tensor is in two stages on different devices, and
             the plan has no tie for it.
         PlacementError: ``params`` has not one tree per stage; a tree contains tensors in objects
-            that are not trees; or ``shard=True`` without replicas.
+            that are not trees; ``shard=True`` without replicas; or ``home="cpu"`` with replicas, or
+            for a stage without ``U``.
     """
     checked_plan("place", plan)
     if not isinstance(params, (tuple, list)) or len(params) != plan.num_stages:
@@ -83,6 +96,15 @@ def place(
     raise_all("place cannot move tensors that it cannot see:", faults, PlacementError)
     by_lane = plan_devices(plan) if ranks is None else ranks.devices(plan)
     device_of = plan.schedule.device_of
+    if home is not None:
+        _refuse_home(plan, ranks, home, shard=shard)
+        page_locks = any(Place.backend.asynchronous(device) for device in by_lane)
+        return tuple(
+            _at_home(tree, page_locks=page_locks)
+            if ranks is None or stage in ranks.stages
+            else None
+            for stage, tree in enumerate(params)
+        )
     if (
         plan.schedule.has_backward
         and len({by_lane[device_of[stage]] for stage in range(plan.num_stages)}) > 1
@@ -109,6 +131,50 @@ def place(
         if shard and ranks is not None
         else placed
     )
+
+
+def _refuse_home(plan: Plan, ranks: HasStages | None, home: Any, *, shard: bool) -> None:
+    """Raise PlacementError if parameters of the plan cannot be at home in host memory."""
+    if str(home) != "cpu":
+        raise PlacementError(f'home= is "cpu" (host memory) or None; got {home!r}')
+    if shard or (ranks is not None and ranks.mesh is not None):
+        raise PlacementError(
+            'home="cpu" is for plans with one replica; with replicas, shard the parameters: '
+            "fp.place(plan, params, ranks, shard=True)"
+        )
+    lacking = {*range(plan.num_stages)} - {
+        action.stage for order in plan.schedule.orders for action in order if action.kind in COUNTED
+    }
+    if lacking:
+        raise PlacementError(
+            f"stages {sorted(lacking)} have no U, which copies their parameters from host memory "
+            "to the device; make the plan with fp.schedules.gather_params(schedule, whole=1)"
+        )
+
+
+def _at_home(tree: Tree, *, page_locks: bool) -> Tree:
+    """Move a tree to host memory; page-locked memory, so that copies overlap with computation."""
+    moved = _move(tree, torch.device("cpu"))
+    if not page_locks:
+        return moved
+    made: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
+
+    def lock(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = _page_locked(leaf)
+        return made[id(leaf)]
+
+    return map_leaves(lock, moved)
+
+
+def _page_locked(leaf: Tensor) -> Tensor:
+    new = Place.backend.page_locked(leaf.detach())
+    if new.data_ptr() == leaf.data_ptr():
+        return leaf
+    new = nn.Parameter(new, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else new
+    return new.requires_grad_(leaf.requires_grad)
 
 
 def _sharded(tree: Tree, mesh: Any) -> Tree:
@@ -155,10 +221,12 @@ def misplaced(
     by_lane: Sequence[torch.device],
     root: str,
     rows: Sequence[Sequence[Any]] | None = None,
+    home: Collection[int] = (),
 ) -> list[str]:
     """Describe the tensors that are not on their stage's device, one line each.
 
-    ``rows`` are the leaves of the trees, if the caller has them.
+    ``rows`` are the leaves of the trees, if the caller has them. Tensors of the stages in ``home``
+    may be in host memory.
     """
     device_of = plan.schedule.device_of
     faults: list[str] = []
@@ -168,6 +236,8 @@ def misplaced(
         if all(same_device(leaf.device, device) for leaf in leaves if isinstance(leaf, Tensor)):
             continue
         for name, leaf in zip(locations(tree, f"{root}[{stage}]"), leaves, strict=True):
+            if stage in home and isinstance(leaf, Tensor) and leaf.is_cpu:
+                continue
             if isinstance(leaf, Tensor) and not same_device(leaf.device, device):
                 faults.append(f"{name} is on {leaf.device}, but stage {stage} runs on {device}")
     return faults

@@ -28,9 +28,11 @@ from funcpipe._src.core.errors import (
 )
 from funcpipe._src.core.sparse_gradients import dense
 from funcpipe._src.core.tree import Tree, flatten
+from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan, forgotten_state
 from funcpipe._src.data.stage import Stage, names_of, refuse_changed_models
+from funcpipe._src.devices.stream import Place
 from funcpipe._src.engine.agreement import START, Word, agree, weights_of_all
 from funcpipe._src.engine.mail import Mailbox
 from funcpipe._src.engine.options import RunOptions
@@ -51,6 +53,8 @@ from funcpipe._src.engine.refusals import (
 )
 from funcpipe._src.lower.plan import program_for
 from funcpipe._src.replicas.compare_numbers import compare_numbers, compare_tied
+from funcpipe._src.replicas.gathered import GatheredParams
+from funcpipe._src.replicas.host_params import HostParams, at_home, refuse_odd
 from funcpipe._src.replicas.replicas import Reduction, Sharding
 from funcpipe._src.replicas.sharded import ShardedParams
 from funcpipe._src.stages.bound import Bound, Program, Shares
@@ -86,7 +90,7 @@ class Prepared:
         threads: the number of intra-op threads of a lane.
         ties: groups of (stage, leaf number). The number is -1 for a leaf of another process.
         layouts: the layout of each member of each tie, if some members are in other processes.
-        spread: the sharded parameters here, by stage.
+        spread: the parameters here that are gathered before use, by stage.
         even: whether all replicas have the same number of microbatches.
         strict: whether a trainable leaf that no backward reached is an error.
         options: the options of the run, as given.
@@ -104,7 +108,7 @@ class Prepared:
     threads: int
     ties: tuple[tuple[tuple[int, int], ...], ...]
     layouts: tuple[tuple[Any, ...], ...]
-    spread: Mapping[int, ShardedParams]
+    spread: Mapping[int, GatheredParams]
     even: bool
     strict: bool
     options: RunOptions
@@ -122,9 +126,18 @@ class Prepared:
         if self.part.replicas > 1:
             gradients, cuts = dense(params.grads()), self.cuts_of(stage)
             reduction.wait_at_end = self.part.reduce(stage, gradients, cuts, reduction.deliver)
+        elif stage in self.spread:
+            self.spread[stage].reduce(params.grads(), reduction)
         else:
             reduction.deliver(params.grads)
         return reduction
+
+    def gather_all(self) -> None:
+        """Gather all parameters now, for a loop without lanes and without U."""
+        for stage, params in self.spread.items():
+            box, place = Mailbox(), Place(self.device(stage), alone=True)
+            params.begin(box, place)
+            params.wait(box, place)
 
     def device(self, stage: int) -> torch.device:
         """Return the device of a stage."""
@@ -182,9 +195,10 @@ def prepare(
     states = _states(options.state, plan, here)
     devices = part.devices(plan)
     leaves = [flatten(tree)[0] for tree in trees]
-    faults = misplaced(plan, trees, devices, "params", leaves) + misplaced(
-        plan, states, devices, "state"
-    )
+    spread = _spread(plan, part, trees, devices)
+    home = [stage for stage, each in spread.items() if isinstance(each, HostParams)]
+    faults = misplaced(plan, trees, devices, "params", leaves, home)
+    faults += misplaced(plan, states, devices, "state")
     raise_all(
         "tensors must be on the device of their stage; move them with fp.place(plan, params):",
         faults,
@@ -207,7 +221,6 @@ def prepare(
     cut = uncut.cut(uncut.parts, uncut.slices)
     if (plan.outputs or halves) and plan.merge is None:
         refuse_unsaid_axes(cut)
-    spread = _spread(part, trees)
     parts = [spread[stage].parts if stage in spread else row for stage, row in enumerate(leaves)]
     weights = weighed(cut, plan)
     marked = is_marked(leaves)
@@ -310,7 +323,7 @@ def prepare(
     )
 
 
-def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]) -> str:
+def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, GatheredParams]) -> str:
     """Describe the parameters of this process without their numbers. Equal for all replicas."""
     rows = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in leaves]
     tensors = [
@@ -326,13 +339,35 @@ def _copies(leaves: Sequence[Sequence[Any]], spread: Mapping[int, ShardedParams]
     )
 
 
-def _spread(part: PlanPart, trees: Sequence[Tree]) -> dict[int, ShardedParams]:
-    """Return the sharded parameters of this process, by stage. Raises PlanError."""
-    out: dict[int, ShardedParams] = {}
+def _spread(
+    plan: Plan, part: PlanPart, trees: Sequence[Tree], devices: Sequence[torch.device]
+) -> dict[int, GatheredParams]:
+    """Return the parameters of this process that are gathered before use, by stage.
+
+    These are sharded parameters, and parameters in host memory of stages with U. Raises PlanError,
+    PlacementError.
+    """
+    out: dict[int, GatheredParams] = {}
+    gathers = {
+        action.stage for order in plan.schedule.orders for action in order if action.kind in COUNTED
+    }
+    faults: list[str] = []
     for stage in part.stages:
+        device = devices[plan.schedule.device_of[stage]]
         cuts = part.spread(stage, trees[stage])
         if cuts:
             out[stage] = ShardedParams(stage, trees[stage], cuts, part)
+        elif stage in gathers and any(at_home(leaf, device) for leaf in flatten(trees[stage])[0]):
+            faults += refuse_odd(trees[stage], f"params[{stage}]", device)
+            if part.replicas > 1:
+                faults.append(f"params[{stage}] are in host memory, and the plan has replicas")
+            out[stage] = HostParams(stage, trees[stage], device)
+    raise_all(
+        "parameters at home in host memory are plain tensors of a plan with one replica; place "
+        "others on their devices with fp.place(plan, params):",
+        faults,
+        PlacementError,
+    )
     return out
 
 

@@ -93,6 +93,7 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
     began = perf_counter()
     try:
         with intra_op_threads(ready.threads), CallerContext().computing():
+            ready.gather_all()
             with loop.switches, CatchDraws():
                 loop.run()
             seconds = perf_counter() - began

@@ -152,10 +152,11 @@ def _backward(call: Call, wires: Sequence[Wire], bound: Bound) -> Step:
 
 def _move(call: Call, bound: Bound, host: HostLink) -> Step:
     if call.kind is Kind.O:
-        fixed = host.fixed | addresses([*bound.params.leaves, *bound.params.state_leaves])
 
         def offload(reads: list[Any], run: Run) -> Sequence[Any]:
-            reads[0].move(host.out, fixed=fixed)
+            # Read anew, because gathered parameters get other memory with each gather.
+            own = addresses([*bound.params.leaves, *bound.params.state_leaves])
+            reads[0].move(host.out, fixed=host.fixed | own)
             return reads
 
         return offload

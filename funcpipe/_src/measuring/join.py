@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from funcpipe._src.data.kinds import COMPUTES, COUNTED
 from funcpipe._src.data.program import CALLER, Free, Receive, Role, Run, Send, Value
 from funcpipe._src.data.schedule import Kind, Schedule
 from funcpipe._src.data.stage import Stage
+from funcpipe._src.lower.gathers import last_uses, useful_gathers
 from funcpipe._src.lower.program import lower
 from funcpipe._src.measuring.measured import NOTHING_WAITS, Bytes, Measured, WeightResidual, merged
 
@@ -87,10 +89,16 @@ def _besides(sizes: Bytes, excluded: Bytes) -> int:
     return sum(size for value, size in sizes.items() if value not in excluded)
 
 
-def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule) -> list[int]:
+def peaks(
+    rows: Sequence[Measured],
+    gradients: Sequence[int],
+    schedule: Schedule,
+    parameters: Sequence[int] = (),
+) -> list[int]:
     """The peak bytes of values and gradient sums on each device, from the program of a schedule.
 
-    The first gradients of a stage become its sums.
+    The first gradients of a stage become its sums. With ``parameters``, which are at home in host
+    memory, U adds the bytes of a stage's parameters, the last use frees them, and G frees the sums.
     """
     popped = {name for row in rows for name in row.pops}
     stages = [
@@ -104,16 +112,24 @@ def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule
     ]
     program = lower(stages, schedule, loss=schedule.has_backward, outputs=False)
     lanes = [_DeviceMemory() for _ in range(schedule.num_devices)]
-    lacking = {*range(len(rows))}
+    lacking, gathered = {*range(len(rows))}, set[int]()
+    gathers = [useful_gathers(program, stage) for stage in range(len(rows))]
+    last = [last_uses(program.lanes[d], s, gathers[s]) for s, d in enumerate(schedule.device_of)]
     for number, instruction, values in program.walk():
         lane, value_of = lanes[number], program.value
         match instruction:
             case Receive(value, source, _):
                 if source == CALLER:  # `Send` below already counted values from other lanes
                     lane.add(value_of(value), rows)
-            case Run(call, _, _, writes):
-                kind, stage = program.lanes[number].calls[call][:2]
+            case Run(call, microbatch, _, writes):
+                made = program.lanes[number].calls[call]
+                kind, stage = made[:2]
                 row = rows[stage]
+                counts = kind in COUNTED and made.first + microbatch in gathers[stage]
+                if parameters and (counts or kind in COMPUTES) and stage not in gathered:
+                    gathered.add(stage)
+                    lane.now += parameters[stage]
+                    lane.most(0)
                 working = {
                     Kind.F: row.forward,
                     Kind.R: row.forward,
@@ -126,6 +142,11 @@ def peaks(rows: Sequence[Measured], gradients: Sequence[int], schedule: Schedule
                     lacking.remove(stage)
                 for slot in writes:
                     lane.add(value_of(values[slot]), rows)
+                if parameters and (call, microbatch) in last[stage]:
+                    gathered.remove(stage)
+                    lane.now -= parameters[stage]
+                if parameters and kind is Kind.G:
+                    lane.now -= gradients[stage]
             case Send(slot, to, _):
                 lanes[to].add(value_of(values[slot]), rows)
             case Free(slots):

@@ -19,6 +19,7 @@ from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.core.table import Table
 from funcpipe._src.core.tree import Tree, flatten, leaves
 from funcpipe._src.core.words import size_of
+from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.measuring.join import join, peaks
@@ -136,7 +137,7 @@ class Memory:
             stages.append(_stage(self.layers[start:end], popped, self.train))
         return Memory(tuple(stages), self.optimizer, self.train)
 
-    def peak(self, schedule: Schedule | Plan) -> tuple[int, ...]:
+    def peak(self, schedule: Schedule | Plan, *, home: bool = False) -> tuple[int, ...]:
         """Return the peak memory of each device under a schedule, in bytes.
 
         Each entry is one stage. The computation follows the program value by value. It counts the
@@ -151,12 +152,16 @@ class Memory:
 
         Args:
             schedule: a schedule or plan with as many stages as there are entries; see `group`.
+            home: whether parameters are at home in host memory (``fp.place(..., home="cpu")``).
+                Then a device has the parameters of a stage from ``U`` to the last use, gradient
+                sums until ``G``, and no optimizer state.
 
         Returns:
             Bytes for each device.
 
         Raises:
-            PlanError: the schedule has another number of stages, or slices.
+            PlanError: the schedule has another number of stages, or slices; or ``home=True`` and a
+                stage has no ``U``.
         """
         order = schedule.schedule if isinstance(schedule, Plan) else schedule
         if order.num_slices > 1:
@@ -170,14 +175,21 @@ class Memory:
                 f"the schedule has {order.num_stages} stages, but this memory has {len(self)} "
                 "layers; join layers into stages: memory.group(sizes)"
             )
+        gathers = {a.stage for actions in order.orders for a in actions if a.kind in COUNTED}
+        if home and len(gathers) < len(self):
+            raise PlanError(
+                f"home=True needs U for each stage, but the schedule {order.name!r} has U for "
+                f"stages {sorted(gathers)} only; use fp.schedules.gather_params(schedule, whole=1)"
+            )
         moving = peaks(
             [layer.measured for layer in self.layers],
             [layer.gradients for layer in self.layers],
             order,
+            [layer.parameters for layer in self.layers] if home else (),
         )
         model = [0] * order.num_devices
         for layer, device in zip(self.layers, order.device_of, strict=True):
-            model[device] += layer.model - layer.gradients
+            model[device] += layer.buffers if home else layer.model - layer.gradients
         return tuple(fixed + peak for fixed, peak in zip(model, moving, strict=True))
 
     def __str__(self) -> str:

@@ -15,8 +15,8 @@ from funcpipe._src.core.errors import RanksError, bullets, raise_all
 from funcpipe._src.core.tree import Tree, flatten, locations
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.engine.part import PlanPart
+from funcpipe._src.replicas.gathered import GatheredParams
 from funcpipe._src.replicas.same_numbers import ComparedLeaves, Digests, digest_of, digests_of
-from funcpipe._src.replicas.sharded import ShardedParams
 from funcpipe._src.stages.trainable import resolve_ties
 
 _MOST_FAULTS = 8
@@ -27,7 +27,7 @@ def compare_numbers(
     plan: Plan,
     trees: Sequence[Tree],
     states: Sequence[Tree],
-    spread: Mapping[int, ShardedParams],
+    spread: Mapping[int, GatheredParams],
 ) -> None:
     """Compare the numbers of parameters and state with other processes. Raises RanksError."""
     groups = resolve_ties(

@@ -227,12 +227,15 @@ def _behind(order: Sequence[Action], kinds: Collection[Kind], kind: Kind) -> _In
     return {at: [Action(kind, stage)] for stage, at in last.items()}
 
 
-def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 1) -> Schedule:
-    """Gather the sharded parameters of each stage before it computes: insert ``U``.
+def gather_params(
+    schedule: Schedule, *, whole: int | None = None, ahead: int | Sequence[int] = 1
+) -> Schedule:
+    """Gather the parameters of each stage before it computes: insert ``U``.
 
-    Each replica has a shard of the parameters. ``U`` gathers the shards over the link to the other
-    replicas while the device works, and the stage waits for the parameters. After its last use
-    before the next ``U`` of the stage, the device frees the gathered parameters.
+    For sharded parameters, ``U`` gathers the shards over the link to the other replicas. For
+    parameters at home in host memory (``fp.place(..., home="cpu")``), ``U`` copies them to the
+    device. The device works on meanwhile, and the stage waits for the parameters. After their last
+    use before the next ``U`` of the stage, the device frees the gathered parameters.
 
     Without ``whole``, each stage is gathered once: ZeRO-1 or 2 (arXiv 1910.02054), where optimizer
     state and sums of gradients are sharded. With ``whole``, a device has the whole parameters of a
@@ -249,7 +252,7 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
             Stages whose ``U`` is under way do not count. If a stage must be freed, the stage with
             the latest next use is freed. None: all stages.
         ahead: the number of computing actions (F, B, I, W, R) of the device between a ``U`` and the
-            first action of its stage. Default: 1.
+            first action of its stage, one number or one for each stage. Default: 1.
 
     Raises:
         ScheduleError: ``schedule`` is not a schedule or has ``U`` already, or an option is out of
@@ -264,16 +267,19 @@ def gather_params(schedule: Schedule, *, whole: int | None = None, ahead: int = 
             "whole is the number of stages of a device with whole parameters at a time, at least "
             f"1, or None; got {whole!r}"
         )
-    if type(ahead) is not int or ahead < 0:
+    each = [*ahead] if isinstance(ahead, Sequence) else [ahead] * schedule.num_stages
+    if len(each) != schedule.num_stages or any(type(n) is not int or n < 0 for n in each):
         raise ScheduleError(
             "ahead is the number of computing actions between U and its stage's first action, at "
-            f"least 0; got {ahead!r}"
+            f"least 0, or one number for each of {schedule.num_stages} stages; got {ahead!r}"
         )
-    gathers = [_gathers(order, whole, ahead) for order in schedule.orders]
+    gathers = [_gathers(order, whole, each) for order in schedule.orders]
     return _with(schedule, "gather", [(before, {}) for before in gathers])
 
 
-def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[int, list[Action]]:
+def _gathers(
+    order: tuple[Action, ...], whole: int | None, ahead: Sequence[int]
+) -> dict[int, list[Action]]:
     """Return the U of one device, by the position before which they come."""
     computing = [at for at, action in enumerate(order) if action.kind in COMPUTES]
     uses: dict[int, deque[int]] = defaultdict(deque)
@@ -293,7 +299,7 @@ def _gathers(order: tuple[Action, ...], whole: int | None, ahead: int) -> dict[i
                 here.remove(gone)
                 left[gone] = place
             here.add(stage)
-            before[computing[max(left.get(stage, 0), place - ahead)]].append(
+            before[computing[max(left.get(stage, 0), place - ahead[stage])]].append(
                 Action(Kind.U, stage, times[stage])
             )
             times[stage] += 1
