@@ -6,6 +6,9 @@ for the step itself.
 
 from __future__ import annotations
 
+from funcpipe._src.batch.registry import Samples as Samples
+from funcpipe._src.batch.registry import Varlen as Varlen
+from funcpipe._src.batch.registry import register as register
 from funcpipe._src.prefetch.accumulation import Accumulated as Accumulated
 from funcpipe._src.prefetch.accumulation import accumulate_grads as accumulate_grads
 from funcpipe._src.prefetch.accumulation import agree as agree

@@ -313,3 +313,17 @@ def test_every_row_has_its_test_and_every_test_its_row():
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     here = {name for name in globals() if name.startswith("test_")}
     assert named == here - {"test_every_row_has_its_test_and_every_test_its_row"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_is_cut_with_the_batch():
+    """pytorch#164111: each row has documents of its own."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    x, documents = torch.randn(4, 1, 128, 16), torch.randint(0, 3, (4, 128)).sort(-1).values
+    same_document = lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k)
+    mask = create_block_mask(same_document, 4, None, 128, 128, device="cpu")
+    attend = fp.stage(lambda p, b: flex_attention(b[0], b[0], b[0], block_mask=b[1]))
+    plan = plan_of([attend], fp.schedules.fill_drain(1, 2, backward=False), None)
+    got = fp.run(plan, ((),), (x, mask), executor="serial").outputs
+    torch.testing.assert_close(got, flex_attention(x, x, x, block_mask=mask))

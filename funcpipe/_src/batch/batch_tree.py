@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
+from funcpipe._src.batch.registry import Rowed, with_rowed
 from funcpipe._src.core.border import LEAF, Border, given, mark_shared
 from funcpipe._src.core.cache_key import border_key_or_none
 from funcpipe._src.core.tree import (
@@ -48,7 +49,7 @@ class BatchTree:
         self.faults: list[str] = [] if self.ready is not None else _packed(tree, name)
         if self.faults:
             tree = None  # the rows of packed tensors are not sequences, so do not check them
-        self.tree = tree = _marks_at_leaves(tree)
+        self.tree = tree = _marks_at_leaves(with_rowed(tree))
         self.leaves, spec = flatten(tree if self.ready is None else None)
         self.marked = [isinstance(leaf, (Replicate, Axis)) for leaf in self.leaves]
         self.spec = LEAF if isinstance(tree, Tensor) else spec
@@ -61,7 +62,8 @@ class BatchTree:
         self.handles: list[Any] = []
         self.axes = [self._axis(index, leaf) for index, leaf in enumerate(self.leaves)]
         if self.ready is None:
-            self.faults += refuse_hidden(tree, name, self.leaves, spec)
+            checked = [None if isinstance(leaf, Rowed) else leaf for leaf in self.leaves]
+            self.faults += refuse_hidden(tree, name, checked, spec)
         pieces: list[list[Tensor]] = []
         for index, piece in enumerate(self.ready or ()):
             leaves, spec = flatten(piece)
@@ -91,6 +93,9 @@ class BatchTree:
 
     def _axis(self, index: int, leaf: Any) -> int | None:
         """Return the axis along which a leaf is cut; None: microbatches share the leaf."""
+        if isinstance(leaf, Rowed):
+            self._count(index, leaf)
+            return None
         if _is_nested(leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf):
             self.faults.append(f"{self.places[index]} is {_NESTED}")
             return None
@@ -132,6 +137,17 @@ class BatchTree:
         axis %= leaf.dim()
         self.sequences[index] = self._sequence(index, leaf, axis, sequence) if self.sliced else None
         return axis
+
+    def _count(self, index: int, leaf: Rowed) -> None:
+        """Count the rows of an object of a registered class."""
+        rows, kind = leaf.rows(self.places[index]), type(leaf.value).__name__
+        if self.sliced:
+            self.faults.append(
+                f"{self.places[index]} is a {kind}, which is not cut into slices of a sequence; "
+                "give tensors"
+            )
+        elif rows is not None:
+            self.rows[index] = rows
 
     def _sequence(self, index: int, leaf: Tensor, axis: int, sequence: Any) -> int | None:
         """Return the axis along which a leaf is cut into slices; None: each slice gets the
@@ -192,6 +208,8 @@ class BatchTree:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
             return [given(tree) for tree in self.ready]
         self.handles = _marked(self.leaves)
+        if any(isinstance(leaf, Rowed) for leaf in self.leaves):
+            return self._cut_rowed(parts)
         columns: list[Iterable[Any]] = [
             repeat(leaf, len(parts))
             if axis is None
@@ -224,6 +242,22 @@ class BatchTree:
                 border.words = keys[size, length]
             out.append(border)
         return out
+
+    def _cut_rowed(self, parts: Sequence[int]) -> list[Border]:
+        """Cut a tree with objects of registered classes, whose pieces are trees."""
+        columns: list[Iterable[Any]] = []
+        for index, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if axis is not None:
+                columns.append(leaf.detach().split_with_sizes(parts, axis))
+            elif isinstance(leaf, Rowed) and index in self.rows:
+                columns.append(leaf.cut(parts))
+            else:
+                columns.append(repeat(leaf.value if isinstance(leaf, Rowed) else leaf, len(parts)))
+        borders = [given(unflatten(self.spec, row)) for row in zip(*columns, strict=True)]
+        self.handles += _marked(leaf for border in borders for leaf in border.leaves)
+        for border in borders if self.has_cache_keys else ():
+            border.words = border_key_or_none(border)
+        return borders
 
 
 def _agree(pieces: Sequence[Sequence[Tensor]], size: Callable[[Tensor], int]) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from funcpipe._src.batch.marks import Microbatches
 from funcpipe._src.batch.microbatch import Batch
-from funcpipe._src.core.border import LEAF, Border, caller_copy, dense, share
+from funcpipe._src.batch.registry import Rowed, with_rowed
+from funcpipe._src.core.border import LEAF, Border, caller_copy, dense, given, share
 from funcpipe._src.core.errors import BatchError, raise_all
 from funcpipe._src.core.tree import (
     Spec,
@@ -29,6 +30,10 @@ from funcpipe._src.stages.bound import Gradients
 
 MergeRule: TypeAlias = int | str | None
 """The rule for joining one output leaf over microbatches; see ``make_plan(merge=)``."""
+
+
+_JOIN = "join"
+"""The rule of an output of a registered class that has a ``join``."""
 
 
 def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
@@ -47,6 +52,7 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     if not batch.merged:
         # Copies, like joined outputs: residuals may use the same memory.
         return Microbatches(unflatten(piece.spec, share(piece.leaves)) for piece in pieces)
+    pieces = [_with_rowed(piece) for piece in pieces]
     for index, piece in enumerate(pieces):
         if piece.spec != pieces[0].spec:
             raise BatchError(
@@ -72,6 +78,15 @@ def merge(pieces: Sequence[Border], batch: Batch, rule: Tree) -> Tree:
     return unflatten(
         pieces[0].spec, [_join(*row) for row in zip(columns, rules, sizes, strict=True)]
     )
+
+
+def _with_rowed(piece: Border) -> Border:
+    """Return a value with each object of a registered class that has a ``join`` as one leaf."""
+    if piece.spec == LEAF:
+        return piece
+    tree = piece.tree()
+    wrapped = with_rowed(tree)
+    return piece if wrapped is tree else given(wrapped)
 
 
 def _along(rule: int, dims: int) -> int:
@@ -126,7 +141,9 @@ def _rules(rule: Tree, piece: Border) -> list[MergeRule]:
     except ValueError as error:
         raise BatchError(f"merge= has another structure than the outputs: {error}") from None
     return [
-        ("each" if not isinstance(leaf, Tensor) or not leaf.dim() else 0)
+        (_JOIN if isinstance(leaf, Rowed) and leaf.rule.join else "each")
+        if leaf_rule is None and (not isinstance(leaf, Tensor) or not leaf.dim())
+        else 0
         if leaf_rule is None
         else leaf_rule
         for leaf_rule, leaf in zip(rules, piece.leaves, strict=True)
@@ -138,7 +155,7 @@ def _misfit(place: str, values: Sequence[Any], rule: MergeRule, rows: Sequence[i
     if rule == "each" or not all(isinstance(value, Tensor) for value in values):
         return (
             ""
-            if rule in ("each", 0)
+            if rule in ("each", 0, _JOIN)
             else f"{place} is not a tensor in every microbatch; give it the rule 'each'"
         )
     shapes = [tuple(value.shape) for value in values]
@@ -181,6 +198,9 @@ def _join(values: Sequence[Any], rule: MergeRule, rows: Sequence[int]) -> Any:
                 add, (value * (size / sum(rows)) for value, size in zip(values, rows, strict=True))
             )
         return reduce(add, values) if len(values) > 1 else caller_copy(values[0])
+    if rule == _JOIN and values[0].rule.join:
+        return values[0].rule.join([value.value for value in values])
+    values = [value.value if isinstance(value, Rowed) else value for value in values]
     if isinstance(values[0], Tensor):
         return Microbatches(share(values))
     try:
@@ -206,6 +226,7 @@ class OutputJoin:
     def __init__(self, pieces: Sequence[Border], batch: Batch, rule: Tree) -> None:
         self.rows, self.merged = batch.rows, batch.merged
         self.spec: Spec = pieces[0].spec
+        self.joins_objects = batch.merged and _with_rowed(pieces[0]) is not pieces[0]
         self.places = locations(pieces[0].tree(), "cotangents")
         self.shapes = [[_shape(leaf) for leaf in piece.leaves] for piece in pieces]
         self.attached = tuple(tuple(map(bool, piece.flags)) for piece in pieces)
@@ -219,6 +240,11 @@ class OutputJoin:
                 shape or dtype. The message lists all faults.
         """
         count = len(self.rows)
+        if self.joins_objects:
+            raise BatchError(
+                "a pullback cannot cut the cotangents of objects that fp.batches.register joins; "
+                "let the last stage return tensors"
+            )
         if not self.merged:
             return self._cut_ready(cotangents)
         leaves, spec = flatten(cotangents)

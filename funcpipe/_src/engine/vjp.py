@@ -8,8 +8,9 @@ from typing import Any
 
 from funcpipe._src.batch.joining import OutputJoin, join_input_grads
 from funcpipe._src.batch.marks import Microbatches
+from funcpipe._src.batch.microbatch import Batch
 from funcpipe._src.core.border import Border, share
-from funcpipe._src.core.errors import FuncpipeError, PlanError
+from funcpipe._src.core.errors import BatchError, FuncpipeError, PlanError
 from funcpipe._src.core.shown import guarded
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable
 from funcpipe._src.data.lowered import Lowered
@@ -96,7 +97,7 @@ def vjp(
         # Shared copies: the caller may write into the batch before R reads it again.
         borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]
     if input_grads is not False:
-        _want(ready.batch.inputs, input_grads)
+        _want(ready.batch, input_grads)
     return _forwards(ready, Execution(ready, chosen))
 
 
@@ -111,8 +112,14 @@ def _by_halves(executor: ExecutorLike, plan: Plan) -> LaneExecutor:
     return chosen
 
 
-def _want(inputs: list[Border], input_grads: Tree) -> None:
-    """Mark the input leaves whose gradients are wanted. Raises PlanError."""
+def _want(batch: Batch, input_grads: Tree) -> None:
+    """Mark the input leaves whose gradients are wanted. Raises PlanError, BatchError."""
+    inputs = batch.inputs
+    if batch.merged and inputs and len(batch.axes) != len(inputs[0].leaves):
+        raise BatchError(
+            "input_grads= needs inputs that are tensors, or trees of tensors; cut objects of "
+            "registered classes yourself: fp.Microbatches([...])"
+        )
     for index, border in enumerate(inputs):
         tree = input_grads[index] if isinstance(input_grads, Microbatches) else input_grads
         flags = [tree] * len(border.leaves) if isinstance(tree, bool) else flatten(tree)[0]
