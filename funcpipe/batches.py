@@ -1,11 +1,13 @@
 """``fp.batches``: batches on their way to the step, a software pipeline over a stream of batches.
 
-`overlap` takes them through batch stages that work at the same time; windows and loss scales are
-for the step itself.
+`overlap` takes them through batch stages that work at the same time; `pack` groups samples into
+microbatches; windows and loss scales are for the step itself.
 """
 
 from __future__ import annotations
 
+from funcpipe._src.batch.packing import Packing as Packing
+from funcpipe._src.batch.packing import pack as pack
 from funcpipe._src.batch.registry import Samples as Samples
 from funcpipe._src.batch.registry import Varlen as Varlen
 from funcpipe._src.batch.registry import register as register

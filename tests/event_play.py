@@ -90,8 +90,13 @@ class EventPlay:
         self.durations = {
             (call.kind, call.stage): cost.of(call.kind, call.stage) for call in lowered.calls
         }
-        self.shares = cost.slice_shares(lowered.num_slices)
-        """Of the time and of the memory of a microbatch, by slice."""
+        slices = cost.slice_shares(lowered.num_slices)
+        self.shares = {
+            (microbatch, number): (factor * time, memory * size)
+            for microbatch, (factor, memory) in enumerate(cost.factors(lowered.num_microbatches))
+            for number, (time, size) in enumerate(slices)
+        }
+        """Of the time and of the memory of a microbatch of factor 1, by microbatch and slice."""
         self.residuals = residual_table(cost, lowered.num_stages)
         self.crossings = crossings(lowered, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
@@ -202,8 +207,8 @@ class EventPlay:
         """When an action, with another one beside it or alone, starts and ends, and what it takes
         and frees."""
         action, since = lane.program.action(run), lane.now
-        kind, stage, _, piece = action
-        time, part = self.shares[piece or 0] if kind not in WHOLE else _ALL
+        kind, stage, microbatch, piece = action
+        time, part = self.shares[microbatch, piece or 0] if kind not in WHOLE else _ALL
         for slot in run.reads if beside is None else run.reads + beside.reads:
             ready = lane.ready.pop(slot, since)
             if ready[0] > since[0]:
@@ -230,14 +235,15 @@ class EventPlay:
             )
             halves = (
                 (kind, stage, time),
-                (other.kind, other.stage, self.shares[other.slice or 0][0]),
+                (other.kind, other.stage, self.shares[other.microbatch, other.slice or 0][0]),
             )
             end = since.time + self.cost.both(*halves)
             lane.now = Since(end, other)
         self._hold(number, lane, run, action, part, since, end, both=beside is not None)
         if beside is not None:
             other = lane.program.action(beside)
-            self._hold(number, lane, beside, other, self.shares[other.slice or 0][1], since, end)
+            size = self.shares[other.microbatch, other.slice or 0][1]
+            self._hold(number, lane, beside, other, size, since, end)
 
     def _hold(
         self,
@@ -273,7 +279,8 @@ class EventPlay:
         """The size of a value that a lane gets of others, and its latency."""
         wire, piece = divmod(value, self.lowered.num_pieces)
         size, latency = self.crossings[wire, lane]
-        return (size * self.shares[piece % len(self.shares)][1] if size else size), latency
+        at = divmod(piece, self.lowered.num_slices)
+        return (size * self.shares[at][1] if size else size), latency
 
     def _send(self, number: int, lane: SleepingLane, send: Send) -> None:
         slot, to, into = send

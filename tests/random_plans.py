@@ -1,6 +1,7 @@
 """Random legal schedules, nets with random skips and feeds, and plans of these; strategies of
 hypothesis."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -109,3 +110,12 @@ def plans(draw: st.DrawFn) -> Plan:
     loss = print if draw(st.booleans()) else None
     outputs = draw(st.sampled_from([None, True, False]))
     return make_plan(draw(nets(schedule.num_stages)), schedule, loss=loss, outputs=outputs)
+
+
+@st.composite
+def unequal(draw, cost, microbatches):
+    """The cost with factors of so many microbatches: none, of times and memory, or of each."""
+    factors = st.lists(st.sampled_from([1, 2, 3]), min_size=microbatches, max_size=microbatches)
+    none = st.just(())
+    times, sizes = draw(none | factors), draw(none | factors)
+    return replace(cost, microbatches=times, microbatch_sizes=sizes)

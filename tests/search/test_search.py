@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import unequal
 
 import funcpipe as fp
 from funcpipe._src.schedules.clock import CODE, CODED, coded
@@ -48,7 +49,7 @@ def searches(draw):
         draw(st.integers(1, 2)),
         draw(st.integers(1, 6)),
     )
-    cost = draw(costs(devices * share))
+    cost = draw(unequal(draw(costs(devices * share)), microbatches))
     simplest = fp.simulate(
         fp.schedules.one_f_one_b(devices * share, microbatches, num_devices=devices), cost
     )
@@ -102,7 +103,7 @@ def test_no_schedule_beats_the_bounds(data):
         data.draw(st.integers(1, 6)),
     )
     stages = devices * share
-    cost = data.draw(costs(stages))
+    cost = data.draw(unequal(data.draw(costs(stages)), microbatches))
     schedules = [
         family(stages, microbatches, num_devices=devices)
         for family in (
@@ -136,6 +137,7 @@ def test_rules_say_what_the_simulator_says(data):
     )
     stages = devices * share
     cost = data.draw(costs(stages).filter(lambda cost: not cost.skips and cost.bandwidth is None))
+    cost = data.draw(unequal(cost, microbatches))
     shape = data.draw(st.sampled_from(["line", "loop", *(["v"] if share == 2 else [])]))
     limit = data.draw(
         st.sampled_from([float("inf"), 4 * max(cost.residual), 8 * max(cost.residual)])
@@ -169,6 +171,7 @@ def test_moving_actions_never_makes_it_longer_or_larger(data):
         data.draw(st.integers(0, 99)),
     )
     cost = data.draw(costs(devices).filter(lambda cost: not cost.skips and cost.bandwidth is None))
+    cost = data.draw(unequal(cost, microbatches))
     schedule = data.draw(
         st.sampled_from([fp.schedules.one_f_one_b, fp.schedules.zero_bubble, fp.schedules.zb_h2])
     )(devices, microbatches)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import unequal
 
 import funcpipe as fp
 from funcpipe._src.data.overlapping import pairs_in
 from funcpipe._src.data.program import Receive, Role
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.engine.execute import LaneExecutor
-from funcpipe._src.schedules.clock import clock, coded, durations_of, edges_of
+from funcpipe._src.schedules.clock import clock, coded, durations_of, edges_of, shares_column
 from funcpipe._src.schedules.memory import residual_peak
 from funcpipe._src.view.play import Play
 from funcpipe.testing import assert_matches_sequential
@@ -72,10 +73,12 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     """The clock knows no programs; where there are slots enough, for any schedule and any cost, it
     sees the same."""
     schedule = data.draw(schedules())
-    cost = data.draw(costs(schedule.num_stages))
+    cost = data.draw(unequal(data.draw(costs(schedule.num_stages)), schedule.num_microbatches))
     count, device_of, slices = schedule.num_stages, schedule.device_of, schedule.num_slices
+    factors = cost.factors(schedule.num_microbatches)
     both = {
-        pair: cost.both(*((*action[:2], 1 / slices) for action in pair)) for pair in schedule.pairs
+        pair: cost.both(*((*action[:2], factors[action.microbatch][0] / slices) for action in pair))
+        for pair in schedule.pairs
     }
     starts, stuck = clock(
         coded(schedule.orders, slices),
@@ -87,6 +90,7 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
             {at: both[order[at], order[at + 1]] for at in schedule.joined(order)}
             for order in schedule.orders
         ],
+        shares=[factor for factor in factors for _ in range(slices)],
     )
     assert not stuck
     expected = {
@@ -99,7 +103,9 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
     assert {span.action: span.start for span in timeline.spans} == equal(expected)
     together = {action: time for pair, time in both.items() for action in pair}
     for span in timeline.spans:
-        alone = cost.of(span.action.kind, span.action.stage) / slices
+        column = shares_column(span.action.kind)
+        factor = 1 if column is None else factors[span.action.microbatch][column]
+        alone = cost.of(span.action.kind, span.action.stage) / slices * factor
         assert span.end - span.start == equal(together.get(span.action, alone))
     assert {span.action for span in timeline.spans if together.get(span.action)} == {
         *pairs_in(timeline.spans)
@@ -112,6 +118,7 @@ def test_residuals_are_those_of_the_order(data):
     """Where nothing lies between stages, what devices hold follows from their orders."""
     schedule = data.draw(schedules())
     cost = replace(data.draw(costs(schedule.num_stages)), output=0.0, skips=())
+    cost = data.draw(unequal(cost, schedule.num_microbatches))
     peaks = [residual_peak(order, schedule, cost) for order in schedule.orders]
     # The two of a pair free at one moment, and the order adds what they free in another order than
     # the clock.
@@ -124,7 +131,7 @@ def test_residuals_are_those_of_the_order(data):
 def test_a_plan_is_its_schedule_and_waits_for_slots(data):
     """Never earlier; as early where there is room."""
     schedule = data.draw(schedules())
-    cost = data.draw(costs(schedule.num_stages))
+    cost = data.draw(unequal(data.draw(costs(schedule.num_stages)), schedule.num_microbatches))
     plan = fp.make_plan(
         skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None
     )
@@ -140,7 +147,7 @@ def test_a_plan_is_its_schedule_and_waits_for_slots(data):
 def test_the_critical_path_is_a_chain_of_causes(data):
     """It begins at 0, and nothing on it starts before what it waits for has ended."""
     schedule = data.draw(schedules())
-    cost = data.draw(costs(schedule.num_stages))
+    cost = data.draw(unequal(data.draw(costs(schedule.num_stages)), schedule.num_microbatches))
     plan = fp.make_plan(
         skipping(schedule.num_stages, cost), schedule, loss=print if schedule.has_backward else None
     )

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.core.shown import guarded, some
+from funcpipe._src.data.cost_shares import are_lengths, factors_of, slice_shares
 from funcpipe._src.data.kinds import KINDS, Kind
 
-_LONGEST = 1e15
-"""The upper bound of a slice's length, so that sums of lengths stay exact enough."""
 PerStage = float | Sequence[float]
 """One number for all stages, or one number per stage."""
 _HALVES = {"backward_input": "backward_weight", "backward_weight": "backward_input"}
 """The two halves of B, each with the other half."""
 _OPTIONAL = (*_HALVES, "backward", "remat", "bandwidth")
 """Fields that may be None: their value then follows from the other fields."""
-_LENGTHS = ("slices", "slice_times")
+LENGTHS = {
+    "slices": "length of each slice",
+    "slice_times": "time of each slice",
+    "microbatches": "factor of each microbatch",
+    "microbatch_sizes": "memory factor of each microbatch",
+}
+"""The fields with one number per slice or per microbatch, not per stage."""
 _ROUNDING = 1e-9
 """Relative tolerance: by rounding, I may be longer than B by this much. W is then 0."""
 
@@ -55,8 +61,8 @@ class Cost:
     """The times of actions, in one unit of your choice, and their memory, in another unit.
 
     Each field is one number for all stages, or a sequence with one number per stage, unless its
-    description says otherwise. All numbers are for a whole microbatch. If microbatches are cut into
-    slices, each slice takes its share.
+    description says otherwise. All numbers are for a whole microbatch of factor 1. If microbatches
+    are cut into slices, each slice takes its share.
 
     >>> cost = fp.Cost(forward=[1, 2], backward=[2, 4], comm=0.1)
     >>> cost.of(fp.Kind.B, 1), cost.of(fp.Kind.I, 1)
@@ -104,6 +110,12 @@ class Cost:
             microbatch, one number from 0 to 1. The time of attention grows with the square of the
             length. A slice from x to y, as shares of the sequence, takes ``(1 - a) (y - x) + a (y²
             - x²)`` of the time, and ``y - x`` of the memory. Default: 0.
+        microbatches: the factor of each microbatch, for microbatches of unequal work, as
+            `fp.batches.pack` returns them. Microbatch m takes ``microbatches[m]`` times the time of
+            each of its actions, and as many times the memory. G, S and U run for all microbatches
+            together: they and ``comm`` have no factor. (): all factors are 1.
+        microbatch_sizes: the memory factor of each microbatch, if it differs from its time factor:
+            for residuals, outputs, skips, O and L. (): the factors of ``microbatches``.
     """
 
     forward: PerStage = 1.0
@@ -126,6 +138,8 @@ class Cost:
     slices: Sequence[float] = field(default=(), kw_only=True)
     slice_times: Sequence[float] = field(default=(), kw_only=True)
     attention: float = field(default=0.0, kw_only=True)
+    microbatches: Sequence[float] = field(default=(), kw_only=True)
+    microbatch_sizes: Sequence[float] = field(default=(), kw_only=True)
 
     @guarded
     def __repr__(self) -> str:
@@ -143,7 +157,7 @@ class Cost:
             if name == "skips":
                 faults += self._take_skips(value)
                 continue
-            if name in _LENGTHS or name == "attention":
+            if name in LENGTHS or name == "attention":
                 continue
             if value is None and name in _OPTIONAL:
                 continue
@@ -161,7 +175,7 @@ class Cost:
                         f"0{', or a sequence of them' * (name != 'bandwidth')}; got {value!r}"
                     )
                     break
-        faults += self._take_slices()
+        faults += self._take_lengths()
         if self.bandwidth == 0:
             faults.append("bandwidth must be more than 0; give None for no limit")
         faults = faults or self._long_halves() or self._long_links()
@@ -186,18 +200,22 @@ class Cost:
             for row in bad
         ]
 
-    def _take_slices(self) -> list[str]:
-        """Store lengths and times of slices as tuples. Return faults, also those of
+    def _take_lengths(self) -> list[str]:
+        """Store the numbers of slices and microbatches as tuples. Return faults, also those of
         ``attention``."""
         faults: list[str] = []
-        for name, word in zip(_LENGTHS, ("length", "time"), strict=True):
+        for name, word in LENGTHS.items():
             values: Any = getattr(self, name)
             if not are_lengths(values):
-                faults.append(
-                    f"{name} must have the {word} of each slice, numbers above 0; got {values!r}"
-                )
+                faults.append(f"{name} must have the {word}, numbers above 0; got {values!r}")
             else:
                 object.__setattr__(self, name, tuple(values))
+        rows = () if faults else (self.microbatches, self.microbatch_sizes)
+        if len({len(row) for row in rows if row}) > 1:
+            faults.append(
+                "microbatches and microbatch_sizes must have one number per microbatch; got "
+                f"{len(self.microbatches)} and {len(self.microbatch_sizes)} numbers"
+            )
         if not isinstance(self.attention, (int, float)) or not 0 <= self.attention <= 1:
             faults.append(f"attention must be a share from 0 to 1; got {self.attention!r}")
         return faults
@@ -259,28 +277,58 @@ class Cost:
         Raises:
             ScheduleError: ``slices`` or ``slice_times`` has another number of slices.
         """
-        lengths = self.slices or (1.0,) * num_slices
-        for name, word, values in (
-            ("slices", "lengths", lengths),
-            ("slice_times", "times", self.slice_times),
-        ):
-            if values and len(values) != num_slices:
-                raise ScheduleError(
-                    f"the cost has the {word} of {len(values)} slices, and a microbatch has "
-                    f"{num_slices}; give {name}= one number per slice, or () for equal slices"
-                )
-        if num_slices == 1:
-            return [(1.0, 1.0)]
-        ends = [0.0, *(end / sum(lengths) for end in accumulate(lengths))]
-        sizes = [y - x for x, y in pairwise(ends)]
-        if self.slice_times:
-            return [
-                (time / sum(self.slice_times), size)
-                for time, size in zip(self.slice_times, sizes, strict=True)
-            ]
-        linear, square = 1 - self.attention, self.attention
-        times = [linear * (y - x) + square * (y * y - x * x) for x, y in pairwise(ends)]
-        return list(zip(times, sizes, strict=True))
+        return slice_shares(self.slices, self.slice_times, self.attention, num_slices)
+
+    def piece_shares(self, num_microbatches: int, num_slices: int = 1) -> list[tuple[float, float]]:
+        """Return each piece's share of the time and memory of a microbatch of factor 1.
+
+        A piece is a slice of a microbatch, or a microbatch if they are not cut. A slice takes its
+        share of its own microbatch.
+
+        >>> fp.Cost(microbatches=[1, 3], slices=[3, 1]).piece_shares(2, 2)
+        [(0.75, 0.75), (0.25, 0.25), (2.25, 2.25), (0.75, 0.75)]
+
+        Args:
+            num_microbatches: the number of microbatches.
+            num_slices: the number of slices per microbatch.
+
+        Returns:
+            (share of the time, share of the memory) for each piece: ascending microbatches, and of
+            each microbatch ascending slices.
+
+        Raises:
+            ScheduleError: ``microbatches``, ``microbatch_sizes``, ``slices`` or ``slice_times`` has
+                another number of them.
+        """
+        slices = self.slice_shares(num_slices)
+        return [
+            (factor * time, memory * size)
+            for factor, memory in self.factors(num_microbatches)
+            for time, size in slices
+        ]
+
+    def factors(self, num_microbatches: int) -> list[tuple[float, float]]:
+        """Return the (time factor, memory factor) of each microbatch.
+
+        >>> fp.Cost(microbatches=[1, 3], microbatch_sizes=[1, 2]).factors(2)
+        [(1, 1), (3, 2)]
+
+        Raises:
+            ScheduleError: the cost has factors for another number of microbatches.
+        """
+        times = factors_of("microbatches", self.microbatches, num_microbatches)
+        sizes = factors_of("microbatch_sizes", self.microbatch_sizes, num_microbatches)
+        return list(zip(times, sizes if self.microbatch_sizes else times, strict=True))
+
+    @property
+    def mean_time(self) -> float:
+        """The mean time factor of the microbatches; 1 without factors."""
+        return fmean(self.microbatches or (1.0,))
+
+    @property
+    def largest_size(self) -> float:
+        """The largest memory factor of the microbatches; 1 without factors."""
+        return max(self.microbatch_sizes or self.microbatches or (1.0,))
 
     @property
     def num_stages(self) -> int | None:
@@ -290,7 +338,7 @@ class Cost:
 
     def _rows(self) -> dict[str, tuple[float, ...]]:
         """The fields that are sequences, with one number per stage (``comm``: per hop)."""
-        others = ("skips", *_LENGTHS)
+        others = ("skips", *LENGTHS)
         return {
             name: value
             for name, value in vars(self).items()
@@ -298,7 +346,7 @@ class Cost:
         }
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Return the time of one action of a kind on a stage, for a whole microbatch.
+        """Return the time of one action of a kind on a stage, for a whole microbatch of factor 1.
 
         >>> fp.Cost(forward=[1, 2]).of(fp.Kind.F, 1)
         2
@@ -439,7 +487,7 @@ class Cost:
             ends_at = stage_of[stash], stage_of[pop]
             if ends_at[0] != ends_at[1]:
                 skips[ends_at] = skips.get(ends_at, 0.0) + size
-        kept = ("comm", "bandwidth", "output", "skips", *_LENGTHS, "attention")
+        kept = ("comm", "bandwidth", "output", "skips", *LENGTHS, "attention")
         fields: dict[str, Any] = {
             name: value if name in kept else sums(value) for name, value in vars(self).items()
         }
@@ -482,14 +530,6 @@ class Cost:
             faults,
             ScheduleError,
         )
-
-
-def are_lengths(values: Any) -> bool:
-    """Return whether the values can be lengths of slices: positive numbers in a sequence."""
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        return False
-    numbers = cast("Sequence[Any]", values)
-    return all(type(value) in (int, float) and 0 < value < _LONGEST for value in numbers)
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

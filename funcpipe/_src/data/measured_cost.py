@@ -10,12 +10,16 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from funcpipe._src.data.cost import Cost
-from funcpipe._src.data.kinds import ADDS, MOVES, Kind
+from funcpipe._src.data.cost import LENGTHS, Cost
+from funcpipe._src.data.kinds import ADDS, COMPUTES, MOVES, Kind
 from funcpipe._src.data.overlapping import pairs_in, without_pairs
 
 if TYPE_CHECKING:
     from funcpipe._src.data.result import Span, Timeline
+    from funcpipe._src.data.schedule import Action
+
+_PASSES = 30
+"""The passes of `_factors`."""
 
 
 class Handover(NamedTuple):
@@ -74,14 +78,20 @@ def handover_of(spans: Iterable[Span]) -> Handover:
     )
 
 
-def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
+def cost_of(timeline: Timeline, *, handover: bool, microbatches: bool) -> Cost:
     """Compute the result of `Timeline.cost`."""
     host, hop = handover_of(timeline.spans) if handover else Handover({}, None)
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     spans = without_pairs(timeline.spans)
-    for _, start, end, action in spans:
+    lasted = {
+        action: end - start + host.get((action.kind, action.stage), 0.0)
+        for _, start, end, action in spans
+    }
+    factors = _factors(lasted) if microbatches else ()
+    for action, time in lasted.items():
+        scaled = factors and action.kind in COMPUTES
         times[action.kind, action.stage].append(
-            end - start + host.get((action.kind, action.stage), 0.0)
+            time / factors[action.microbatch] if scaled else time
         )
     slices, shares = _slices(spans)
     stages = range(1 + max((stage for _, stage in times), default=-1))
@@ -117,12 +127,14 @@ def cost_of(timeline: Timeline, *, handover: bool) -> Cost:
         step=mean(Kind.S, no_time),
         comm=timeline.comm if hop is None else hop,
         slice_times=tuple(slices) if len(slices) > 1 and min(slices) > 0 else (),
+        microbatches=factors,
+        microbatch_sizes=(1.0,) * len(factors),  # a timeline has no sizes of residuals
     )
 
 
 def middle(costs: Sequence[Cost]) -> Cost:
     """Return the cost with the median of each number, over costs that have the same stages."""
-    others = ("skips", "slices", "slice_times")
+    others = ("skips", *LENGTHS)
     rows = [
         name
         for name, value in vars(costs[0]).items()
@@ -134,6 +146,32 @@ def middle(costs: Sequence[Cost]) -> Cost:
     return replace(
         costs[0], **medians, **({"comm": median(hops)} if len(hops) == len(costs) else {})
     )
+
+
+def _factors(lasted: Mapping[Action, float]) -> tuple[float, ...]:
+    """Return the time factor of each microbatch, so that the factor times a time of the (kind,
+    stage, slice) is nearest to each action's time. The mean factor is 1.
+
+    Some microbatches lack a kind: they ran B, others I and W, or they overlapped. So times and
+    factors are estimated in turn. If no kind lacks a microbatch, the first pass is exact.
+    """
+    rows: dict[tuple[Kind, int, int | None], dict[int, float]] = defaultdict(dict)
+    for (kind, stage, microbatch, number), time in lasted.items():
+        if kind in COMPUTES:
+            rows[kind, stage, number][microbatch] = time
+    count = 1 + max((microbatch for row in rows.values() for microbatch in row), default=-1)
+    factors = [1.0] * count
+    for _ in range(_PASSES):
+        own, expected = [0.0] * count, [0.0] * count
+        for row in rows.values():
+            base = sum(row.values()) / sum(factors[microbatch] for microbatch in row)
+            for microbatch, time in row.items():
+                own[microbatch] += time
+                expected[microbatch] += base
+        if not all(own):
+            return ()  # a microbatch without time has no factor
+        factors = [time / mean for time, mean in zip(own, expected, strict=True)]
+    return tuple(factor / fmean(factors) for factor in factors)
 
 
 def _slices(spans: Sequence[Span]) -> tuple[list[float], Mapping[tuple[Kind, int], float]]:

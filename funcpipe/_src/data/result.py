@@ -213,7 +213,7 @@ class Timeline:
             out[span.action.kind, span.action.stage].append(span.end - span.start)
         return {key: tuple(values) for key, values in out.items()}
 
-    def cost(self, *, handover: bool = False) -> Cost:
+    def cost(self, *, handover: bool = False, microbatches: bool = False) -> Cost:
         """Return the mean time of each kind on each stage, without waiting, to simulate with.
 
         For kinds that a stage did not run, B is the sum of I and W, I and W are half of B, and R is
@@ -233,12 +233,16 @@ class Timeline:
                 previous action of the device, if no value was missing. And ``comm`` is the median
                 time of a hop: from the end of an action to the start of an action on another device
                 that waited for it. Default: False.
+            microbatches: also return the time factor of each microbatch, as
+                `Cost.microbatches`. Their mean is 1. Such a cost fits schedules of as many
+                microbatches only. Default: False.
 
         Returns:
             A cost with one number per stage, in the timeline's unit. Its ``comm`` is the hop's
-            time, or the timeline's ``comm``.
+            time, or the timeline's ``comm``. Memory is not measured: its fields are the defaults,
+            and ``microbatch_sizes`` are 1.
         """
-        return cost_of(self, handover=handover)
+        return cost_of(self, handover=handover, microbatches=microbatches)
 
     def to_chrome_trace(self, path: Any) -> None:
         """Write the timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.

@@ -13,7 +13,7 @@ from funcpipe._src.core.captured import rebound_names
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.remembered import Remembered
 from funcpipe._src.core.tree import flatten
-from funcpipe._src.data.cost import are_lengths
+from funcpipe._src.data.cost_shares import are_lengths
 from funcpipe._src.data.losses import BY_ROWS, counts_of
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan, Ties

@@ -141,12 +141,12 @@ def balance(
 
     Args:
         costs: the time of each layer, or a `Cost` with one number per layer. For a `Cost`, the time
-            is forward plus backward.
+            is forward plus backward, for a microbatch of mean factor.
         num_parts: the number of parts. Part s runs on device s.
         comm: the time of the border after each layer except the last: one number, or one per
             border. Both parts at a border pay it.
         memory: the residual of each layer for one microbatch: one number, or one per layer. By
-            default, a `Cost` supplies its ``residual``.
+            default, a `Cost` supplies its ``residual``, for its largest microbatch.
         fixed: the memory of each layer that does not depend on microbatches: parameters, gradients,
             optimizer state.
         limit: the memory of a device: one number, or one per device. None: no limit.
@@ -244,9 +244,11 @@ def _problem(
                 "balance needs a Cost with one number per layer, the same count in each field; "
                 "fp.models.profile measures one"
             )
-        work = [costs.of(Kind.F, i) + costs.of(Kind.B, i) for i in range(layers)]
-        remat_work = [costs.of(Kind.R, i) for i in range(layers)]
-        memory = per_stage(costs.residual, layers) if memory == 0.0 else memory
+        mean, largest = costs.mean_time, costs.largest_size
+        work = [mean * (costs.of(Kind.F, i) + costs.of(Kind.B, i)) for i in range(layers)]
+        remat_work = [mean * costs.of(Kind.R, i) for i in range(layers)]
+        if memory == 0.0:
+            memory = [largest * size for size in per_stage(costs.residual, layers)]
     else:
         if not isinstance(costs, Iterable) or hasattr(costs, "named_parameters"):
             raise PlanError(

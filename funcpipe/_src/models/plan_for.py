@@ -136,7 +136,8 @@ def plan_for(
     Args:
         cost: the cost of each layer for one microbatch, as `profile` measures it. Or a function
             from a number of microbatches to such a cost, because more microbatches are smaller.
-            Several numbers of microbatches need the function.
+            Several numbers of microbatches need the function. `Cost.microbatches` has one factor
+            per microbatch.
         num_devices: the number of devices, D.
         num_microbatches: the number of microbatches, or several numbers to choose from.
         memory_limit: the memory of each device, in the unit of `Cost.residual`: one number, or one
@@ -316,7 +317,10 @@ def _counts(
             "the function cost must return a Cost for each number of microbatches; it returned "
             f"{costs}"
         )
-    return dict(zip(microbatches, cast("list[Cost]", costs), strict=True)), shares
+    layers_of = dict(zip(microbatches, cast("list[Cost]", costs), strict=True))
+    for count, layers in layers_of.items():
+        layers.factors(count)  # raises ScheduleError if it has factors for another count
+    return layers_of, shares
 
 
 class _Case(NamedTuple):
@@ -410,7 +414,7 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
         + min(layers.of(Kind.B, layer), layers.of(Kind.I, layer) + layers.of(Kind.W, layer))
         for layer in range(len(weights))
     ]
-    memory = per_stage(layers.residual, len(weights))
+    memory = [layers.largest_size * size for size in per_stage(layers.residual, len(weights))]
     yield balance(times, stages)
     if min(limits) == inf:
         return
@@ -447,5 +451,5 @@ def _lacking_memory(cost: Cost, device_of: tuple[int, ...], limits: Sequence[flo
     """The memory that all devices together lack for one microbatch at a time."""
     needed = [0.0] * len(limits)
     for stage, residual in enumerate(per_stage(cost.residual, len(device_of))):
-        needed[device_of[stage]] += residual
+        needed[device_of[stage]] += residual * cost.largest_size
     return sum(max(0.0, memory - limit) for memory, limit in zip(needed, limits, strict=True))

@@ -1,7 +1,7 @@
 """The clock: the start of each action of a schedule if all actions run as early as possible.
 
 A fast simulation on coded actions, for the check and for searches. It finds deadlocks. It knows no
-slots, no memory and no slices' shares: `view/play.py` simulates plans with all of these.
+slots, no memory and no unequal slices: `view/play.py` simulates plans with all of these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from funcpipe._src.data.cost import Cost, per_stage
-from funcpipe._src.data.kinds import COUNTED, KINDS, LINKS, MOVES, WHOLE, Flow, Kind, flowing
+from funcpipe._src.data.kinds import (
+    BY_SIZE,
+    COUNTED,
+    KINDS,
+    LINKS,
+    MOVES,
+    WHOLE,
+    Flow,
+    Kind,
+    flowing,
+)
 from funcpipe._src.data.schedule import Action
 
 CODED = tuple(Kind)
@@ -96,6 +106,14 @@ def durations_of(cost: Cost, num_stages: int) -> list[list[float]]:
     return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in CODED]
 
 
+def shares_column(kind: Kind) -> int | None:
+    """Return the column of `Cost.piece_shares` that a kind's time takes: 0 is time, 1 is memory.
+
+    None: the kind runs for all microbatches together.
+    """
+    return None if kind in WHOLE else int(kind in BY_SIZE)
+
+
 def clock(
     lanes: Sequence[Sequence[tuple[int, int, int]]],
     device_of: Sequence[int],
@@ -105,6 +123,7 @@ def clock(
     pairs: Sequence[dict[int, float]] = (),
     *,
     loose: Sequence[Container[int]] = (),
+    shares: Sequence[tuple[float, float]] = (),
 ) -> ClockResult:
     """Compute the start of each action.
 
@@ -130,6 +149,7 @@ def clock(
             no pairs. Modified if ``loose`` is given.
         loose: for each device, the pairs that may be taken apart. Whenever all devices are blocked,
             one loose pair is removed from ``pairs``.
+        shares: the (time factor, memory factor) of each microbatch or piece; (): all are 1.
     """
     # By edge and microbatch: the arrival of the value; -1 while it is not sent; ``-2 - device``
     # while a device waits for it.
@@ -150,6 +170,7 @@ def clock(
     ]
     ways = [LINKS.index(KINDS[kind].resource) if kind in MOVES else -1 for kind in CODED]
     counted = [kind in COUNTED for kind in CODED]
+    sized = [shares_column(kind) for kind in CODED]
     busy: dict[int, float] = {}  # until when each link between devices is
     own_links = [[0.0] * len(LINKS) for _ in lanes]  # until when each device's own links are busy
     # By (stage, microbatch): the time when a residual is at the host, or back. By (stage, -1): the
@@ -166,6 +187,8 @@ def clock(
         for arrival, crossing, link in sent:
             arrived = time
             if link:
+                if shares:
+                    link *= shares[microbatch][1]
                 arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
             waiter = arrival[microbatch]
             arrival[microbatch] = arrived
@@ -179,6 +202,8 @@ def clock(
         for position in range(len(row), len(lane)):
             code, stage, microbatch = lane[position]
             duration, needed, sent = steps[code][stage]
+            if shares and (column := sized[code]) is not None:
+                duration *= shares[microbatch][column]
             way = ways[code]
             if way >= 0:
                 at = (stage, -1 if counted[code] else microbatch)
@@ -212,6 +237,8 @@ def clock(
                 for arrival, crossing, link in sent:
                     arrived = time
                     if link:
+                        if shares:
+                            link *= shares[microbatch][1]
                         arrived = busy[crossing] = max(time, busy.get(crossing, 0.0)) + link
                     waiter = arrival[microbatch]
                     arrival[microbatch] = arrived

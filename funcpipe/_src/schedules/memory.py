@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from funcpipe._src.data.cost import Cost, per_stage
-from funcpipe._src.data.kinds import KINDS, Held, Kind
+from funcpipe._src.data.kinds import KINDS, WHOLE, Held, Kind
 from funcpipe._src.data.schedule import Action, Schedule
 
 
@@ -43,14 +43,16 @@ def residual_levels(
     if not schedule.has_backward:
         return [(0.0, 0.0)] * len(order)
     again = {action[1:] for action in order if action.kind is Kind.R}
-    shares = [size for _, size in cost.slice_shares(schedule.num_slices)]
+    slices = schedule.num_slices
+    shares = [size for _, size in cost.piece_shares(schedule.num_microbatches, slices)]
     table = residual_table(cost, schedule.num_stages)
     joined = {*schedule.joined(order)}
     live = 0.0
     late = 0.0  # freed by the first action of a pair, but only when the second ends
     levels: list[tuple[float, float]] = []
     for at, action in enumerate(order):
-        kind, stage, share = action.kind, action.stage, shares[action.slice or 0]
+        kind, stage, microbatch, number = action
+        share = 0.0 if kind in WHOLE else shares[microbatch * slices + (number or 0)]
         takes, frees = table[kind]
         kept = kind is not Kind.F or action[1:] not in again
         during = live + takes[stage] * share if kept else live

@@ -4,6 +4,10 @@ Zero bubble (arXiv 2401.10241, appendix B) has the bound from the memory of the 
 follow from the dependencies. All hold for unequal stages and any placement. A bound is for the span
 of a device; adding the least time before the device's first start gives a bound of the makespan.
 `windows` looks at all actions of smaller problems, and gives larger bounds.
+
+With unequal microbatches, work counts all of them, the way there and back the longest, a warmup the
+longest that fit, and all other times and memory the smallest. That holds for any order of
+microbatches.
 """
 
 from __future__ import annotations
@@ -64,9 +68,9 @@ def lower_bound(problem: Problem) -> LowerBound:
 
 
 def _way(problem: Problem) -> float:
-    """Return the time of a single microbatch: an overlap does not make an action shorter."""
+    """Return the time of the longest microbatch: an overlap does not make an action shorter."""
     waits = sum(problem.waits[0]) + sum(problem.waits[1])
-    return sum(problem.forward) + sum(_backward(problem)) + waits
+    return problem.longest * (sum(problem.forward) + sum(_backward(problem))) + waits
 
 
 def _heads(problem: Problem) -> list[float]:
@@ -105,9 +109,7 @@ def _chains(problem: Problem, device: int) -> tuple[float, str]:
         beyond = [stage for stage in problem.local[other] if stage >= first]
         if not beyond:
             continue
-        through = problem.num_microbatches * sum(
-            problem.forward[stage] + backward[stage] for stage in beyond
-        )
+        through = problem.total * sum(problem.forward[stage] + backward[stage] for stage in beyond)
         chain = (
             heads[beyond[0]] - heads[first] + through + tails[beyond[0]] - tails[first] + closing
         )
@@ -140,7 +142,7 @@ def _warm_up(problem: Problem, device: int) -> float:
         )
         if len(stages) == 1:
             fitting = int(fitting)
-        forward_time += fitting * problem.forward[stage]
+        forward_time += fitting * problem.forward[stage] * problem.longest
         room -= fitting * size
     return problem.work[device] + max(0.0, _round_trip(problem, first, last) - forward_time)
 

@@ -122,25 +122,25 @@ class _Ruled(Simulation):
             problem.num_microbatches,
             problem.turns,
         )
-        whole, room = problem.residual, device.limit - device.held
+        whole, room, growth = problem.residual, device.limit - device.held, problem.growth
         for code, stage, window, next_stage in self.ranks[number]:
             if code == F:
                 done = forwards[stage]
                 ahead = done - (backwards[stage] if next_stage < 0 else forwards[next_stage])
                 if done >= count or ahead >= window:
                     continue
-                needed = whole[stage]
+                needed = whole[stage] * growth[done][1]
                 if rule.reserve and next_stage >= 0 and ahead >= 0 and forwards[next_stage] < count:
-                    needed += rule.reserve * whole[next_stage]
+                    needed += rule.reserve * whole[next_stage] * problem.largest
+                # Memory must remain for the next R; otherwise the device would deadlock.
+                needed += whole[stage] * problem.largest * bool(device.dropped)
                 arrival = self.inputs[stage][done]
                 if problem.remat and (
-                    device.kept >= rule.keep
-                    or (arrival <= now and needed + whole[stage] * bool(device.dropped) > room)
+                    device.kept >= rule.keep or (arrival <= now and needed > room)
                 ):
                     if arrival <= now:
                         return F, stage, True, 0.0
-                # Memory must remain for the next R; otherwise the device would deadlock.
-                elif needed + whole[stage] * bool(device.dropped) > room:
+                elif needed > room:
                     blocked = blocked or arrival <= now
                     continue
             else:
@@ -149,15 +149,17 @@ class _Ruled(Simulation):
                     continue
                 arrival = self.gradients[stage][done]
                 # The weight residual may be larger than the residual, so I may need memory.
-                if self.grows[stage] > room and not (rule.whole and problem.cheaper[stage]):
+                if self.grows[stage] * growth[done][1] > room and not (
+                    rule.whole and problem.cheaper[stage]
+                ):
                     blocked = blocked or arrival <= now
                     continue
                 # A dropped residual needs R first, timed to end when the gradient arrives.
                 if device.dropped and (stage, done) in device.dropped:
-                    if whole[stage] > room:
+                    if whole[stage] * growth[done][1] > room:
                         blocked = blocked or arrival <= now
                         continue
-                    code, arrival = R, arrival - problem.again[stage]
+                    code, arrival = R, arrival - problem.again[stage] * growth[done][0]
             if arrival <= now:
                 if code == I and rule.whole and problem.cheaper[stage]:
                     code = B

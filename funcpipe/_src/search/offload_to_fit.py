@@ -61,14 +61,14 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
     for span in timeline.spans:
         if span.device != device:
             continue
-        kind, stage = span.action.kind, span.action.stage
+        kind = span.action.kind
         place = span.action._replace(kind=Kind.F)
         if kind is Kind.F:
             begins[place] = span.end
         elif kind in (Kind.R, Kind.O):
             begins.pop(place, None)  # recomputed or offloaded already: nothing to move
         elif (kind is Kind.B or kind is Kind.I) and place in begins and place not in away:
-            move = problem.cost.of(Kind.O, stage) / problem.num_slices
+            move = _move(problem, place._replace(kind=Kind.O))
             # The move helps only if the peak is between the end of O and the start of L.
             if (
                 begins[place] + move <= moment < span.start - move + ROUNDING
@@ -76,6 +76,12 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
             ):
                 best, wait = place, span.start - begins[place] - 2 * move
     return best
+
+
+def _move(problem: Problem, action: Action) -> float:
+    """Return the time of an O or L."""
+    piece = action.microbatch * problem.num_slices + (action.slice or 0)
+    return problem.times(action.kind)[action.stage] * problem.growth[piece][1]
 
 
 def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
@@ -93,10 +99,7 @@ def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Acti
             place = action._replace(kind=Kind.F)
             if place not in away or action.kind not in (Kind.B, Kind.I):
                 continue
-            begin = link = (
-                min(link, starts[action])
-                - problem.cost.of(Kind.L, action.stage) / problem.num_slices
-            )
+            begin = link = min(link, starts[action]) - _move(problem, place._replace(kind=Kind.L))
             target = position
             while target - 1 > forwards[place] and starts[order[target]] > begin:
                 target -= 1

@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from funcpipe._src.schedules.clock import CODED, B, F, I, L, O, R, W, clock, durations_of, edges_of
+from funcpipe._src.schedules.clock import CODED, B, F, I, L, O, R, W, clock, edges_of, shares_column
 from funcpipe._src.schedules.memory import residual_table, running_sum
 from funcpipe._src.search.problem import ROUNDING, Budget, CodedAction, Problem, Score
 
@@ -41,14 +41,15 @@ class Bench:
     """Scores orders for a problem, without the checks and records of `simulate`."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.hides, slices = problem, problem.cost.hides, problem.num_slices
-        durations = durations_of(problem.cost, problem.num_stages)
-        self.durations = [[time / slices for time in row] for row in durations]
+        self.problem, self.hides = problem, problem.cost.hides
+        self.durations = [problem.times(kind) for kind in CODED]
         edges = edges_of(problem.cost, problem.device_of)
-        self.edges = [edge._replace(link=edge.link / slices) for edge in edges]
+        self.edges = [edge._replace(link=problem.piece(edge.link, 1)) for edge in edges]
         table = residual_table(problem.cost, problem.num_stages)
-        self.takes = [[size / slices for size in table[kind][0]] for kind in CODED]
-        self.frees = [[size / slices for size in table[kind][1]] for kind in CODED]
+        self.takes = [[problem.piece(size, 1) for size in table[kind][0]] for kind in CODED]
+        self.frees = [[problem.piece(size, 1) for size in table[kind][1]] for kind in CODED]
+        self.growth, self.sizes = problem.growth, [size for _, size in problem.growth]
+        self.columns = [shares_column(kind) or 0 for kind in CODED]
 
     def score(
         self, lanes: Sequence[Sequence[CodedAction]], joined: Sequence[Iterable[int]] = ()
@@ -63,7 +64,13 @@ class Bench:
             for lane, places in zip(lanes, joined)
         ]
         ticks = clock(
-            lanes, problem.device_of, problem.num_microbatches, self.durations, self.edges, pairs
+            lanes,
+            problem.device_of,
+            problem.num_microbatches,
+            self.durations,
+            self.edges,
+            pairs,
+            shares=self.growth if problem.unequal else (),
         )
         if ticks.stuck:
             return None
@@ -81,9 +88,10 @@ class Bench:
         self, lane: Sequence[CodedAction], starts: Sequence[float], pairs: Mapping[int, float]
     ) -> Sequence[float]:
         """Return the end of each action of a device. The actions of a pair end together."""
+        durations, growth, columns = self.durations, self.growth, self.columns
         ends = [
-            start + self.durations[code][stage]
-            for (code, stage, _), start in zip(lane, starts, strict=True)
+            start + durations[code][stage] * growth[m][columns[code]]
+            for (code, stage, m), start in zip(lane, starts, strict=True)
         ]
         for at, length in pairs.items():
             ends[at] = ends[at + 1] = starts[at] + length
@@ -108,17 +116,18 @@ class Bench:
             zip(lane, starts, ends, strict=True)
         ):
             if code != F or (stage, m) not in again:
-                changes.append((start, 2 * place, self.takes[code][stage]))
-            changes.append((end, 2 * place + 1, -self.frees[code][stage]))
+                changes.append((start, 2 * place, self.takes[code][stage] * self.sizes[m]))
+            changes.append((end, 2 * place + 1, -self.frees[code][stage] * self.sizes[m]))
         amounts = (amount for _, amount in running_sum(changes))
         return max(amounts) <= self.problem.limits[device] * (1 + ROUNDING)
 
     def both(self, one: CodedAction, other: CodedAction) -> float:
         """Return the time of a pair."""
-        share = 1 / self.problem.num_slices
-        return self.problem.cost.both(
-            (CODED[one[0]], one[1], share), (CODED[other[0]], other[1], share)
+        share = self.problem.piece(1.0, 0)
+        first, second = (
+            (CODED[code], stage, share * self.growth[m][0]) for code, stage, m in (one, other)
         )
+        return self.problem.cost.both(first, second)
 
     def fits(self, device: int, lane: OrderedLane) -> bool:
         """Return whether the residuals of a device stay within its memory limit."""
@@ -130,16 +139,16 @@ class Bench:
         again = {(stage, m) for code, stage, m in lane.actions if code == R}
         joined = lane.joined
         memory = late = 0.0
-        takes, frees = self.takes, self.frees
+        takes, frees, sizes = self.takes, self.frees, self.sizes
         for at, (code, stage, microbatch) in enumerate(lane.actions):
             if code != F or (stage, microbatch) not in again:
-                memory += takes[code][stage]
+                memory += takes[code][stage] * sizes[microbatch]
                 if memory > limit:
                     return at
             if joined and at in joined:
-                late = frees[code][stage]
+                late = frees[code][stage] * sizes[microbatch]
                 continue
-            memory -= frees[code][stage] + late
+            memory -= frees[code][stage] * sizes[microbatch] + late
             late = 0.0
         return -1
 

@@ -14,7 +14,7 @@ from funcpipe._src.data.cost import Cost, per_stage
 from funcpipe._src.data.kinds import Flow, Kind
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Schedule, action_of
-from funcpipe._src.schedules.clock import CODED, edges_of
+from funcpipe._src.schedules.clock import CODED, edges_of, shares_column
 
 Objective: TypeAlias = Literal["makespan", "span"]
 
@@ -40,6 +40,9 @@ ROUNDING = 1e-9
 class Problem:
     """The problem to find a short order for given stages on given devices.
 
+    Times and memory by stage are those of the smallest microbatch. They bound all microbatches from
+    below; `growth` has the factors of the others.
+
     Attributes:
         cost: times and memory.
         device_of: the device of each stage.
@@ -48,7 +51,8 @@ class Problem:
         objective: the quantity to minimize, "makespan" or "span".
         remat: whether residuals may be recomputed.
         offload: whether residuals may move to the host.
-        num_slices: the number of slices per microbatch. All slices have equal times and memory.
+        num_slices: the number of slices per microbatch. All slices of a microbatch have equal times
+            and memory.
     """
 
     cost: Cost
@@ -86,6 +90,43 @@ class Problem:
         return replace(self, cost=self.cost.computing()) if self.cost.hides else self
 
     @cached_property
+    def smallest(self) -> tuple[float, float]:
+        """The smallest factor of a microbatch for its time, and the smallest for its memory."""
+        times, sizes = zip(*self._factors, strict=True)
+        return min(times), min(sizes)
+
+    @cached_property
+    def growth(self) -> tuple[tuple[float, float], ...]:
+        """By piece, the time and the memory as multiples of those of the smallest microbatch."""
+        time, size = self.smallest
+        return tuple((times / time, sizes / size) for times, sizes in self._factors)
+
+    @property
+    def unequal(self) -> bool:
+        """Whether microbatches have factors."""
+        return bool(self.cost.microbatches or self.cost.microbatch_sizes)
+
+    @cached_property
+    def total(self) -> float:
+        """The time of all pieces, as a multiple of the smallest."""
+        return sum(time for time, _ in self.growth)
+
+    @cached_property
+    def longest(self) -> float:
+        """The largest time of a piece, as a multiple of the smallest."""
+        return max(time for time, _ in self.growth)
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest memory of a piece, as a multiple of the smallest."""
+        return max(size for _, size in self.growth)
+
+    @cached_property
+    def _factors(self) -> list[tuple[float, float]]:
+        shares = self.cost.factors(self.num_microbatches // self.num_slices)
+        return [share for share in shares for _ in range(self.num_slices)]
+
+    @cached_property
     def turns(self) -> tuple[int, ...]:
         """The pieces in the order of backwards: ascending microbatches, descending slices."""
         last = self.num_slices - 1
@@ -104,22 +145,22 @@ class Problem:
     @cached_property
     def forward(self) -> tuple[float, ...]:
         """Time of F, by stage."""
-        return self._times(Kind.F)
+        return self.times(Kind.F)
 
     @cached_property
     def inward(self) -> tuple[float, ...]:
         """Time of I, by stage."""
-        return self._times(Kind.I)
+        return self.times(Kind.I)
 
     @cached_property
     def weight(self) -> tuple[float, ...]:
         """Time of W, by stage."""
-        return self._times(Kind.W)
+        return self.times(Kind.W)
 
     @cached_property
     def whole_backward(self) -> tuple[float, ...]:
         """Time of B, by stage."""
-        return self._times(Kind.B)
+        return self.times(Kind.B)
 
     @cached_property
     def cheaper(self) -> tuple[bool, ...]:
@@ -135,20 +176,18 @@ class Problem:
     @cached_property
     def again(self) -> tuple[float, ...]:
         """Time of R, by stage."""
-        return self._times(Kind.R)
+        return self.times(Kind.R)
 
     @cached_property
     def residual(self) -> tuple[float, ...]:
         """Memory that F takes, by stage."""
-        return tuple(
-            size / self.num_slices for size in per_stage(self.cost.residual, self.num_stages)
-        )
+        return tuple(self.piece(size, 1) for size in per_stage(self.cost.residual, self.num_stages))
 
     @cached_property
     def rest(self) -> tuple[float, ...]:
         """Memory that I leaves for W, by stage."""
         return tuple(
-            size / self.num_slices for size in per_stage(self.cost.weight_residual, self.num_stages)
+            self.piece(size, 1) for size in per_stage(self.cost.weight_residual, self.num_stages)
         )
 
     @cached_property
@@ -162,7 +201,8 @@ class Problem:
         for edge in edges_of(self.cost, self.device_of):
             if abs(edge.source - edge.to) == 1:
                 row = backward if edge.flow is Flow.BACKWARD else forward
-                row[edge.source] = max(row[edge.source], edge.link / self.num_slices + edge.latency)
+                link = self.piece(edge.link, 1)
+                row[edge.source] = max(row[edge.source], link + edge.latency)
         return tuple(forward), tuple(backward)
 
     @cached_property
@@ -175,8 +215,7 @@ class Problem:
     def work(self) -> tuple[float, ...]:
         """The least computing time of each device."""
         return tuple(
-            self.num_microbatches * sum(self.least[stage] for stage in stages)
-            for stages in self.local
+            self.total * sum(self.least[stage] for stage in stages) for stages in self.local
         )
 
     @cached_property
@@ -201,10 +240,14 @@ class Problem:
             peak <= limit * (1 + ROUNDING) for peak, limit in zip(peaks, self.limits, strict=True)
         )
 
-    def _times(self, kind: Kind) -> tuple[float, ...]:
-        return tuple(
-            self.cost.of(kind, stage) / self.num_slices for stage in range(self.num_stages)
-        )
+    def times(self, kind: Kind) -> tuple[float, ...]:
+        """Return the time of a kind by stage, for a piece of the smallest microbatch."""
+        column = shares_column(kind) or 0
+        return tuple(self.piece(self.cost.of(kind, s), column) for s in range(self.num_stages))
+
+    def piece(self, value: float, column: int) -> float:
+        """Return a value for a piece of the smallest microbatch. Column 0 is time, 1 is memory."""
+        return value / self.num_slices * self.smallest[column]
 
 
 def as_schedule(lanes: Iterable[Iterable[CodedAction]], name: str, num_slices: int = 1) -> Schedule:

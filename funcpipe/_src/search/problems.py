@@ -65,7 +65,13 @@ def problems_of(
             "exact=True proves schedules in which nothing overlaps; leave it out, or forward_link "
             "and backward_link"
         )
+    if exact and (cost.microbatches or cost.microbatch_sizes):
+        faults.append(
+            "exact=True proves schedules of equal microbatches; leave it out, or microbatches and "
+            "microbatch_sizes of the cost"
+        )
     raise_all("no such search:", faults, ScheduleError)
+    cost.factors(counts["num_microbatches"])  # raises ScheduleError for another count
     times = [time for time, _ in cost.slice_shares(slices)]
     if max(times) - min(times) > _UNEVEN / slices:
         raise ScheduleError(

@@ -74,14 +74,16 @@ class Simulation:
             drop: whether a forward drops its residual.
         """
         problem, device, receiver = self.problem, self.devices[number], number
+        growth = problem.growth
         if code == F:
             microbatch = self.forwards[stage]
             self.forwards[stage] += 1
-            end = now + problem.forward[stage]
+            time, size = growth[microbatch]
+            end = now + problem.forward[stage] * time
             if drop:
                 device.dropped.add((stage, microbatch))
             else:
-                device.held += problem.residual[stage]
+                device.held += problem.residual[stage] * size
                 device.kept += 1
             if stage + 1 < problem.num_stages:
                 self.inputs[stage + 1][microbatch] = end + problem.waits[0][stage]
@@ -90,13 +92,14 @@ class Simulation:
                 self.gradients[stage][microbatch] = end
         elif code in (B, I):
             microbatch = problem.turns[self.backwards[stage]]
+            time, size = growth[microbatch]
             self.backwards[stage] += 1
             if code == B:
-                end = now + problem.whole_backward[stage]
-                device.held -= problem.residual[stage]
+                end = now + problem.whole_backward[stage] * time
+                device.held -= problem.residual[stage] * size
             else:
-                end = now + problem.inward[stage]
-                device.held -= problem.residual[stage] - problem.rest[stage]
+                end = now + problem.inward[stage] * time
+                device.held -= (problem.residual[stage] - problem.rest[stage]) * size
                 device.owed.append(stage)
             device.kept -= (stage, microbatch) not in device.again
             if stage:
@@ -105,13 +108,15 @@ class Simulation:
         elif code == W:
             stage = device.owed.popleft()
             microbatch = problem.turns[self.weights[stage]]
+            time, size = growth[microbatch]
             self.weights[stage] += 1
-            end = now + problem.weight[stage]
-            device.held -= problem.rest[stage]
+            end = now + problem.weight[stage] * time
+            device.held -= problem.rest[stage] * size
         else:
             microbatch = problem.turns[self.backwards[stage]]
-            end = now + problem.again[stage]
-            device.held += problem.residual[stage]
+            time, size = growth[microbatch]
+            end = now + problem.again[stage] * time
+            device.held += problem.residual[stage] * size
             device.dropped.remove((stage, microbatch))
             device.again.add((stage, microbatch))
         device.begun = min(device.begun, now)

@@ -64,7 +64,7 @@ def _published(problem: Problem) -> Iterator[tuple[str, Schedule]]:
         for group in sorted({(devices + 1) // 2, (3 * devices + 3) // 4, devices}):
             schedule = families.interleaved(stages, microbatches, num_devices=devices, group=group)
             yield schedule.name, schedule
-    room = min(problem.limits) / max(*problem.residual, 1e-300)
+    room = min(problem.limits) / max(*problem.residual, 1e-300) / problem.largest
     if problem.is_v and isfinite(room) and devices <= _SMALL:
         with suppress(ScheduleError):  # less memory than V-Min needs
             schedule = v_shape.v_adaptive(

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from funcpipe._src.core.errors import FuncpipeError
 from funcpipe._src.data.cost import Cost, per_stage
-from funcpipe._src.data.kinds import BY_SIZE, KINDS, MOVES, WITHOUT_BACKWARD, Kind, Resource, Scope
+from funcpipe._src.data.kinds import (
+    BY_SIZE,
+    KINDS,
+    MOVES,
+    WHOLE,
+    WITHOUT_BACKWARD,
+    Kind,
+    Resource,
+    Scope,
+)
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.program import (
     CALLER,
@@ -38,7 +47,7 @@ class Moment(NamedTuple):
 
 BEGIN = Moment(0.0, None)
 _ALL = 1.0, 1.0
-"""The shares of time and memory of an action for a whole microbatch."""
+"""The shares of time and memory of an action for all microbatches together."""
 
 
 def _latest(moments: Sequence[Moment]) -> Moment:
@@ -108,8 +117,8 @@ class Play:
         self.durations = {
             (call.kind, call.stage): cost.of(call.kind, call.stage) for call in program.calls
         }
-        self.shares = cost.slice_shares(program.num_slices)
-        """For each slice, its share of a microbatch's time and memory."""
+        self.shares = cost.piece_shares(program.num_microbatches, program.num_slices)
+        """For each piece, its share of a microbatch's time and memory."""
         self.residuals = residual_table(cost, program.num_stages)
         self.crossings = crossings(program, cost)
         self.links: dict[tuple[int, int], float] = defaultdict(float)
@@ -172,7 +181,7 @@ class Play:
     def _begin(self, lane: LaneTimes, runs: Sequence[Run]) -> None:
         """Set the times of an action, or of both actions of a pair."""
         actions = [lane.program.action(run) for run in runs]
-        shares = [_ALL if action.slice is None else self.shares[action.slice] for action in actions]
+        shares = [*map(self._share, actions)]
         kind, stage = actions[0].kind, actions[0].stage
         needs = [lane.now, *(lane.ready.pop(slot, lane.now) for run in runs for slot in run.reads)]
         if kind in MOVES:
@@ -200,6 +209,12 @@ class Play:
             self._hold(
                 lane, Span(lane.program.lane, since.time, done.time, action), run, share, ends
             )
+
+    def _share(self, action: Action) -> tuple[float, float]:
+        """Return the share of an action in the time and the memory of a microbatch."""
+        if action.kind in WHOLE:
+            return _ALL
+        return self.shares[action.microbatch * self.program.num_slices + (action.slice or 0)]
 
     def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
         """Record the span of an action, and the residuals that it takes and frees.
@@ -270,7 +285,7 @@ class Play:
         """Return the size of a value that a lane receives from another stage, and its latency."""
         wire, piece = divmod(value, self.program.num_pieces)
         size, latency = self.crossings[wire, lane]
-        return size * self.shares[piece % len(self.shares)][1], latency
+        return size * self.shares[piece][1], latency
 
 
 def _endless(lane: LaneTimes, what: str) -> FuncpipeError:
