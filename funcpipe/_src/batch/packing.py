@@ -27,9 +27,9 @@ _ROUNDING = 1e-12
 class Packing:
     """The samples of each microbatch, in the order of microbatches, and their costs.
 
-    >>> packing = fp.batches.pack([5, 4, 3, 3, 3], 2)
+    >>> packing = fp.batches.pack([5, 4, 3, 3, 3], 2, cost=float)
     >>> packing.groups, packing.largest, packing.bound
-    (((2, 3, 4), (0, 1)), 1.8, 1.8)
+    (((2, 3, 4), (0, 1)), 9.0, 9.0)
 
     Attributes:
         groups: the indices of the samples of each microbatch, ascending.
