@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import funcpipe as fp
 from funcpipe._src.data.kinds import MOVES
-from funcpipe._src.schedules.clock import CODED, clock, coded, durations_of, edges_of
+from funcpipe._src.schedules.clock import CODED, clock, coded, edges_of
 from funcpipe._src.schedules.memory import residual_peak
 
 S = fp.schedules
@@ -71,7 +71,7 @@ def look(name: str, devices: int, microbatches: int, latencies: Sequence[float] 
     schedule = family(devices * each, microbatches, num_devices=devices)
     cost = partial(fp.Cost, *[1 / each] * 3, residual=1 / each, weight_residual=1 / each / 2)
     lanes, place = coded(schedule.orders), schedule.device_of
-    durations = durations_of(cost(), len(place))
+    durations = [[cost().of(kind, stage) for stage in range(len(place))] for kind in CODED]
     busy = max(
         sum(durations[code][stage] for code, stage, _ in lane if CODED[code] not in MOVES)
         for lane in lanes

@@ -18,7 +18,7 @@ from funcpipe._src.data.overlapping import pairs_in
 from funcpipe._src.data.program import Receive, Role
 from funcpipe._src.data.stage import Stage
 from funcpipe._src.engine.execute import LaneExecutor
-from funcpipe._src.schedules.clock import clock, coded, durations_of, edges_of, shares_column
+from funcpipe._src.schedules.clock import CODED, clock, coded, edges_of, shares_column
 from funcpipe._src.schedules.memory import residual_peak
 from funcpipe._src.view.play import Play
 from funcpipe.testing import assert_matches_sequential
@@ -84,7 +84,7 @@ def test_a_program_starts_its_actions_when_the_clock_of_its_schedule_does(data):
         coded(schedule.orders, slices),
         device_of,
         schedule.num_pieces,
-        [[time / slices for time in row] for row in durations_of(cost, count)],
+        [[cost.of(kind, stage) / slices for stage in range(count)] for kind in CODED],
         [edge._replace(link=edge.link / slices) for edge in edges_of(cost, device_of)],
         [
             {at: both[order[at], order[at + 1]] for at in schedule.joined(order)}

@@ -29,7 +29,7 @@ class Packing:
 
     >>> packing = fp.batches.pack([5, 4, 3, 3, 3], 2, cost=float)
     >>> packing.groups, packing.largest, packing.bound
-    (((2, 3, 4), (0, 1)), 9.0, 9.0)
+    (((0, 1), (2, 3, 4)), 9.0, 9.0)
 
     Attributes:
         groups: the indices of the samples of each microbatch, ascending.

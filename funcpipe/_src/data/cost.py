@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.core.shown import guarded, some
-from funcpipe._src.data.cost_shares import are_lengths, factors_of, slice_shares
+from funcpipe._src.data.cost_shares import are_lengths, one_each, slice_shares
 from funcpipe._src.data.kinds import KINDS, Kind
 
 PerStage = float | Sequence[float]
@@ -28,8 +28,9 @@ LENGTHS = {
     "slice_times": "time of each slice",
     "microbatches": "factor of each microbatch",
     "microbatch_sizes": "memory factor of each microbatch",
+    "speeds": "speed of each device",
 }
-"""The fields with one number per slice or per microbatch, not per stage."""
+"""The fields with one number per slice, per microbatch or per device, not per stage."""
 _ROUNDING = 1e-9
 """Relative tolerance: by rounding, I may be longer than B by this much. W is then 0."""
 
@@ -116,6 +117,9 @@ class Cost:
             together: they and ``comm`` have no factor. (): all factors are 1.
         microbatch_sizes: the memory factor of each microbatch, if it differs from its time factor:
             for residuals, outputs, skips, O and L. (): the factors of ``microbatches``.
+        speeds: the speed of each device, for unequal devices. The other fields have the times on a
+            device of speed 1. A stage computes for this time divided by the speed of its device;
+            links, moves and hops keep their time. (): all speeds are 1.
     """
 
     forward: PerStage = 1.0
@@ -140,6 +144,7 @@ class Cost:
     attention: float = field(default=0.0, kw_only=True)
     microbatches: Sequence[float] = field(default=(), kw_only=True)
     microbatch_sizes: Sequence[float] = field(default=(), kw_only=True)
+    speeds: Sequence[float] = field(default=(), kw_only=True)
 
     @guarded
     def __repr__(self) -> str:
@@ -201,8 +206,7 @@ class Cost:
         ]
 
     def _take_lengths(self) -> list[str]:
-        """Store the numbers of slices and microbatches as tuples. Return faults, also those of
-        ``attention``."""
+        """Store the fields of `LENGTHS` as tuples. Return faults, also those of ``attention``."""
         faults: list[str] = []
         for name, word in LENGTHS.items():
             values: Any = getattr(self, name)
@@ -316,8 +320,11 @@ class Cost:
         Raises:
             ScheduleError: the cost has factors for another number of microbatches.
         """
-        times = factors_of("microbatches", self.microbatches, num_microbatches)
-        sizes = factors_of("microbatch_sizes", self.microbatch_sizes, num_microbatches)
+        rows = (
+            one_each(name, "microbatches", getattr(self, name), num_microbatches)
+            for name in ("microbatches", "microbatch_sizes")
+        )
+        times, sizes = rows
         return list(zip(times, sizes if self.microbatch_sizes else times, strict=True))
 
     @property

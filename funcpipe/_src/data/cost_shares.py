@@ -50,12 +50,14 @@ def slice_shares(
     return list(zip(times, sizes, strict=True))
 
 
-def factors_of(name: str, factors: Sequence[float], num_microbatches: int) -> Sequence[float]:
-    """Return one factor per microbatch, 1 if none are given. Raises ScheduleError for another
-    number of them."""
-    if factors and len(factors) != num_microbatches:
+def one_each(name: str, nouns: str, values: Sequence[float], count: int) -> Sequence[float]:
+    """Return one number for each of ``count`` things, 1 if none are given.
+
+    Raises ScheduleError for another number of them.
+    """
+    if values and len(values) != count:
         raise ScheduleError(
-            f"the cost has {name} for {len(factors)} microbatches, and the schedule has "
-            f"{num_microbatches}; give {name}= one number per microbatch, or () for equal ones"
+            f"the cost has {name} for {len(values)} {nouns}, and the schedule has {count}; give "
+            f"{name}= {count} numbers, or () for equal {nouns}"
         )
-    return factors or (1.0,) * num_microbatches
+    return values or (1.0,) * count

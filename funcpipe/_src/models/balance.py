@@ -153,7 +153,7 @@ def balance(
         in_flight: the number of microbatches whose residuals a part keeps at a time. For 1F1B it is
             ``min(M, S - s)``.
         speeds: the speed of each device. The time of a part is its work and borders divided by the
-            speed.
+            speed. By default, a `Cost` supplies its ``speeds``.
         remat: True: each part runs its forward again in the backward, so it keeps the residuals of
             one microbatch. "auto": only parts that would otherwise exceed the limit. Needs a
             `Cost`. The kept inputs are not counted.
@@ -245,6 +245,7 @@ def _problem(
                 "fp.models.profile measures one"
             )
         mean, largest = costs.mean_time, costs.largest_size
+        speeds = costs.speeds if costs.speeds and speeds == 1.0 else speeds
         work = [mean * (costs.of(Kind.F, i) + costs.of(Kind.B, i)) for i in range(layers)]
         remat_work = [mean * costs.of(Kind.R, i) for i in range(layers)]
         if memory == 0.0:

@@ -19,6 +19,7 @@ from funcpipe._src.core.errors import PlanError, ScheduleError, bullets, raise_a
 from funcpipe._src.core.progress import ProgressTo, Teller, telling
 from funcpipe._src.core.shown import guarded
 from funcpipe._src.data.cost import Cost, per_stage
+from funcpipe._src.data.cost_shares import one_each
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Kind, Schedule
 from funcpipe._src.models.balance import balance
@@ -137,7 +138,7 @@ def plan_for(
         cost: the cost of each layer for one microbatch, as `profile` measures it. Or a function
             from a number of microbatches to such a cost, because more microbatches are smaller.
             Several numbers of microbatches need the function. `Cost.microbatches` has one factor
-            per microbatch.
+            per microbatch, `Cost.speeds` one speed per device.
         num_devices: the number of devices, D.
         num_microbatches: the number of microbatches, or several numbers to choose from.
         memory_limit: the memory of each device, in the unit of `Cost.residual`: one number, or one
@@ -319,7 +320,9 @@ def _counts(
         )
     layers_of = dict(zip(microbatches, cast("list[Cost]", costs), strict=True))
     for count, layers in layers_of.items():
-        layers.factors(count)  # raises ScheduleError if it has factors for another count
+        # Both raise ScheduleError for factors or speeds of another count.
+        layers.factors(count)
+        one_each("speeds", "devices", layers.speeds, num_devices)
     return layers_of, shares
 
 
@@ -373,10 +376,8 @@ class _Case(NamedTuple):
 def _best_candidates(case: _Case, share: int, deadline: float) -> Iterator[_Candidate]:
     """Yield the best candidate of each placement, improved by moves of single layers."""
     shapes = case.shapes(share)
-    starts = (
-        sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits))}) if shapes else []
-    )
     for shape in shapes:
+        starts = sorted({tuple(sizes) for sizes in _cuts(case, share * len(case.limits), shape)})
         # Cached, because the moves of single layers reach the same partition several times.
         look = cache(partial(case.look, shape=shape))
         best = min(map(look, starts), key=_rank)
@@ -405,7 +406,7 @@ def _num_layers(layers: Cost) -> int:
     return layers.num_stages
 
 
-def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
+def _cuts(case: _Case, stages: int, shape: str) -> Iterator[Sequence[int]]:
     """Partitions to start from: equal in time, and under a memory limit also equal in memory or
     within the limit."""
     layers, count, limits, weights, *_ = case
@@ -415,7 +416,9 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
         for layer in range(len(weights))
     ]
     memory = [layers.largest_size * size for size in per_stage(layers.residual, len(weights))]
-    yield balance(times, stages)
+    rates = layers.speeds or (1.0,) * len(limits)
+    speeds = [rates[device] for device in placed(shape, stages, len(limits))]
+    yield balance(times, stages, speeds=speeds)
     if min(limits) == inf:
         return
     yield balance(
@@ -433,7 +436,13 @@ def _cuts(case: _Case, stages: int) -> Iterator[Sequence[int]]:
         in_flight = [min(count, window(stage)) for stage in range(stages)]
         try:
             yield balance(
-                times, stages, memory=memory, fixed=weights, limit=finite, in_flight=in_flight
+                times,
+                stages,
+                memory=memory,
+                fixed=weights,
+                limit=finite,
+                in_flight=in_flight,
+                speeds=speeds,
             )
         except PlanError:
             continue

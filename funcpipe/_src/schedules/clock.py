@@ -101,11 +101,6 @@ def edges_of(cost: Cost, device_of: Sequence[int]) -> list[Dependency]:
     return out
 
 
-def durations_of(cost: Cost, num_stages: int) -> list[list[float]]:
-    """Return the time of each kind on each stage, by code."""
-    return [[cost.of(kind, stage) for stage in range(num_stages)] for kind in CODED]
-
-
 def shares_column(kind: Kind) -> int | None:
     """Return the column of `Cost.piece_shares` that a kind's time takes: 0 is time, 1 is memory.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.data.cost import Cost
+from funcpipe._src.data.placed_cost import placed_cost
 from funcpipe._src.schedules.counts import counted
 from funcpipe._src.search.placement import placed, shapes_for
 from funcpipe._src.search.problem import Problem, limits_of
@@ -93,9 +94,16 @@ def problems_of(
     pieces = counts["num_microbatches"] * slices
     return [
         Problem(
-            cost, placed(shape, stages, devices), pieces, limits, objective, remat, offload, slices
+            placed_cost(cost, device_of, devices),
+            device_of,
+            pieces,
+            limits,
+            objective,
+            remat,
+            offload,
+            slices,
         )
-        for shape in shapes
+        for device_of in (placed(shape, stages, devices) for shape in shapes)
     ]
 
 

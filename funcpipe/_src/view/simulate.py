@@ -13,6 +13,7 @@ from funcpipe._src.core.errors import ScheduleError
 from funcpipe._src.data.arrows import arrows_of
 from funcpipe._src.data.cost import Cost
 from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.placed_cost import placed_cost
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Schedule
@@ -52,7 +53,8 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
 
     Raises:
         ScheduleError: the first argument is not a plan or a schedule, or not legal; or the cost is
-            not a `Cost`, has another number of stages, or has other slices than the plan.
+            not a `Cost`, has another number of stages, microbatches or devices, or has other
+            slices than the plan.
     """
     schedule = plan_or_schedule.schedule if isinstance(plan_or_schedule, Plan) else plan_or_schedule
     if not isinstance(schedule, Schedule):
@@ -66,6 +68,7 @@ def simulate(plan_or_schedule: Plan | Schedule, cost: Cost = Cost()) -> Timeline
     cost.check_stages(schedule.num_stages)
     if isinstance(plan_or_schedule, Plan):
         cost = sliced(plan_or_schedule, cost)
+    cost = placed_cost(cost, schedule.device_of, schedule.num_devices)
     program = (
         plan_or_schedule.program if isinstance(plan_or_schedule, Plan) else _blank(schedule, cost)
     )
