@@ -1,8 +1,9 @@
 """``fp.models``: what models are cut and measured with, and what their authors write into them.
 
 To cut: `split_point`, policies for `funcpipe.split`, `find_layers`, `balance`. To measure:
-`profile`, `profile_plan`, `memory`. To choose everything at once: `plan_for`. To write: `skippable`
-layers, `PipeSequential`, `batch_norm`.
+`profile`, `profile_plan`, `memory`. To choose everything at once: `plan_for`. To read and write the
+cuts of other libraries: `from_torchtitan`, `from_megatron`. To write: `skippable` layers,
+`PipeSequential`, `batch_norm`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from funcpipe._src.models.balance import Balance as Balance
 from funcpipe._src.models.balance import balance as balance
 from funcpipe._src.models.layers.find import Layers as Layers
 from funcpipe._src.models.layers.find import find_layers as find_layers
+from funcpipe._src.models.layouts import from_megatron as from_megatron
+from funcpipe._src.models.layouts import from_torchtitan as from_torchtitan
+from funcpipe._src.models.layouts import to_megatron as to_megatron
+from funcpipe._src.models.layouts import to_torchtitan as to_torchtitan
 from funcpipe._src.models.norms.batchnorm import batch_norm as batch_norm
 from funcpipe._src.models.plan_for import Choice as Choice
 from funcpipe._src.models.plan_for import Tried as Tried
