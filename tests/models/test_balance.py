@@ -212,9 +212,17 @@ def test_communication_on_long_chains():
 
 
 def test_many_layers_end():
+    """More rows than one piece of the matrix has; the first parts have the most layers."""
     rng = random.Random(2)
-    found = fp.models.balance([rng.random() for _ in range(10_000)], 64)
-    assert (64, 10_000) == (len(found), sum(found))
+    found = fp.models.balance([rng.random() for _ in range(1_000)], 64)
+    assert (64, 1_000) == (len(found), sum(found))
+    assert (*[16] * 62, 8) == fp.models.balance([1] * 1_000, 63)
+
+
+def test_equal_cuts_put_the_most_layers_first():
+    """Also where sums of floats round: three times .1 is more than .3."""
+    assert (2, 1, 1) == fp.models.balance([0.1] * 4, 3)
+    assert (3, 3, 3, 1) == fp.models.balance([0.1] * 10, 4)
 
 
 def test_least_limit_would_do():

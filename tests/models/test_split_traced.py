@@ -575,7 +575,16 @@ def test_policies_and_sizes():
     )
     assert of(balance=[1, 3]) == [["a"], ["b", "c", "d"]]
     assert of(policy=fp.models.by_memory(288 * 8)) == [["a", "b"], ["c"], ["d"]]
-    assert len(of(num_stages=3, policy=fp.models.by_time)) == 3
+    cost = fp.models.profile(fp.split(model, balance=[1] * 4, example=inputs()), inputs())
+    assert len(of(num_stages=3, policy=fp.models.by_time(cost))) == 3
+    slow_end = fp.models.by_time(fp.Cost([1.0, 1.0, 1.0, 9.0]))
+    assert of(num_stages=2, policy=slow_end) == [["a", "b", "c"], ["d"]]
+    with pytest.raises(fp.PlanError, match="each of the 4 units; the cost has 3"):
+        of(num_stages=2, policy=fp.models.by_time(fp.Cost([1.0] * 3)))
+    with pytest.raises(fp.PlanError, match="by_time takes the Cost .* got a list"):
+        fp.models.by_time([1.0] * 4)
+    with pytest.raises(fp.PlanError, match=r"call the policy with its argument: .*by_time\(cost\)"):
+        of(num_stages=2, policy=fp.models.by_time)
     assert of(policy=lambda units, count: [len(units) - 1, 1]) == [["a", "b", "c"], ["d"]]
     with pytest.raises(fp.PlanError, match="positive numbers that sum to the 4 units"):
         of(balance=[1, 1])

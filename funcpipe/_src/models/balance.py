@@ -5,14 +5,14 @@ The result is exact. `plan_for` also chooses the schedule.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import floor, inf, lcm, nextafter
+from math import fsum, inf
 from operator import index
 from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError, ScheduleError, bullets, raise_all
 from funcpipe._src.core.notebook import page, shown
@@ -21,7 +21,8 @@ from funcpipe._src.core.table import Table
 from funcpipe._src.data.cost import Cost, per_stage
 from funcpipe._src.data.schedule import Kind
 
-Numbers = Sequence[int]
+_ROUNDING = 1 + 1e-12
+"""Bottlenecks that differ by less than this factor are equal: sums of floats round."""
 
 
 class Balance(tuple[int, ...]):
@@ -84,38 +85,50 @@ class Balance(tuple[int, ...]):
 
 
 class _PartCost(NamedTuple):
-    """The cost of one way to run a part on one device, as prefix sums over the layers.
-
-    ``largest`` has the most work and the most memory of a single layer.
-    """
+    """The cost of one way to run a part on one device: work and memory of each layer."""
 
     remat: bool
-    work: Numbers
-    memory: Numbers
-    largest: tuple[int, int]
+    work: Sequence[float]
+    memory: Sequence[float]
 
 
 class _BalanceProblem(NamedTuple):
-    """The problem of `balance` in integers.
-
-    One unit of work is ``unit`` of time, one unit of memory is ``byte`` of memory.
-    """
+    """The problem of `balance`: for each part its options, speed and limit, and the time of each
+    border."""
 
     options: Sequence[Sequence[_PartCost]]
-    speeds: Sequence[Fraction]
-    limits: Sequence[int | None]
-    comm: Numbers
-    unit: Fraction
-    byte: Fraction
+    speeds: Sequence[float]
+    limits: Sequence[float]
+    comm: Sequence[float]
 
-    def time(self, part: int, option: _PartCost, ends: tuple[int, int]) -> Fraction:
-        start, end = ends
-        work = option.work[end] - option.work[start] + self.comm[start] + self.comm[end]
-        return work * self.unit / self.speeds[part]
+    def times(self, part: int, starts: Tensor) -> Tensor:
+        """The time of a part for each start and each end, [len(starts), layers + 1].
 
-    def room(self, part: int, bottleneck: Fraction | None) -> int | None:
-        """The work that a part can do within a bottleneck. None: any."""
-        return None if bottleneck is None else floor(bottleneck * self.speeds[part] / self.unit)
+        Infinite where the part would have no layer, or no option fits the limit.
+        """
+        comm = torch.tensor(self.comm, dtype=torch.float64)
+        best = comm.new_full((len(starts), len(comm)), inf)
+        for option in self.options[part]:
+            work, memory = _sums(option.work), _sums(option.memory)
+            # In place: with thousands of layers, new matrices would take most of the time.
+            time = (work + comm)[None, :] - (work - comm)[starts, None]
+            fits = memory[None, :] - memory[starts, None] <= self.limits[part]
+            best = torch.minimum(best, time.div_(self.speeds[part]).masked_fill_(~fits, inf))
+        return best.masked_fill_(torch.arange(len(comm))[None, :] <= starts[:, None], inf)
+
+    def fastest(self, part: int, start: int, end: int) -> tuple[float, _PartCost]:
+        """The time of a part with these layers, by its fastest option that fits."""
+        borders = self.comm[start] + self.comm[end]
+        timed = [
+            ((fsum(option.work[start:end]) + borders) / self.speeds[part], option)
+            for option in self.options[part]
+            if float(_sums(option.memory)[end] - _sums(option.memory)[start]) <= self.limits[part]
+        ]
+        return min(timed, key=lambda each: each[0])
+
+
+def _sums(values: Sequence[float]) -> Tensor:
+    return torch.tensor([0.0, *accumulate(values)], dtype=torch.float64)
 
 
 def balance(
@@ -132,9 +145,9 @@ def balance(
 ) -> Balance:
     """Cut layers into contiguous, non-empty parts with the smallest bottleneck.
 
-    The result is exact, because sums are rational numbers. The search ends when no double lies
-    between a possible and an impossible bottleneck. If several cuts are equal, `balance` returns
-    the cut whose first parts have the most layers.
+    The result is exact up to the rounding of sums of floats. If several cuts are equal, `balance`
+    returns the cut whose first parts have the most layers. The time grows with the number of parts
+    times the square of the number of layers.
 
     >>> print(fp.models.balance([1, 1, 1, 1, 3, 3], 5))
     [2, 1, 1, 1, 1]: bottleneck 3, lower bound 3
@@ -166,16 +179,18 @@ def balance(
             limit. The message then has the smallest limit that fits.
     """
     problem = _problem(costs, num_parts, comm, memory, fixed, limit, in_flight, speeds, remat)
-    ends = _search(problem)
+    ends = _best_ends(problem)
     if ends is None:
         raise PlanError(_limit_message(problem, remat))
-    chosen = [_fastest(problem, part, ends[part : part + 2]) for part in range(num_parts)]
-    parts = Balance(b - a for a, b in pairwise(ends))
-    parts.times = tuple(float(time) for time, _ in chosen)
-    parts.bottleneck, parts.bound = max(parts.times), float(_bound(problem))
+    spans = list(pairwise(ends))
+    chosen = [problem.fastest(part, *span) for part, span in enumerate(spans)]
+    parts = Balance(end - start for start, end in spans)
+    parts.times = tuple(time for time, _ in chosen)
+    parts.bottleneck = max(parts.times)
+    parts.bound = min(_bound(problem), parts.bottleneck)  # both are rounded
     parts.memory = tuple(
-        float((option.memory[ends[part + 1]] - option.memory[ends[part]]) * problem.byte)
-        for part, (_, option) in enumerate(chosen)
+        fsum(option.memory[start:end])
+        for (start, end), (_, option) in zip(spans, chosen, strict=True)
     )
     parts.remat = tuple(option.remat for _, option in chosen)
     return parts
@@ -267,7 +282,7 @@ def _problem(
         faults.append(f"num_parts is from 1 to the number of layers, {layers}; got {count!r}")
         raise PlanError(bullets("nothing to balance:", faults))
 
-    def numbers(name: str, value: Any, length: int) -> list[Fraction]:
+    def numbers(name: str, value: Any, length: int) -> list[float]:
         values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * length
         if len(values) != length:
             faults.append(f"{name} has {len(values)} numbers, not {length}")
@@ -281,235 +296,78 @@ def _problem(
                 f"{name}: numbers {'over' if name in ('speeds', 'limit') else 'from'} 0; got "
                 f"{(bad or [0])[0]!r}"
             )
-        return [] if bad else [Fraction(v) for v in values]
+        return [] if bad else [float(v) for v in values]
 
     time, redo = numbers("costs", work, layers), numbers("remat", remat_work, layers)
     borders = numbers("comm", comm, layers - 1)
     residuals, constants = numbers("memory", memory, layers), numbers("fixed", fixed, layers)
     flights, rates = numbers("in_flight", in_flight, count), numbers("speeds", speeds, count)
-    limits = [None] * count if limit is None else numbers("limit", limit, count)
+    limits = [inf] * count if limit is None else numbers("limit", limit, count)
     if remat not in (False, True, "auto"):
         faults.append(f"remat is False, True or 'auto'; got {remat!r}")
     raise_all("nothing to balance:", faults)
 
-    unit, (time, redo, borders) = _to_integers(time, redo, borders)
-    distinct = dict.fromkeys(flights)
-    byte, (constants, residuals, *rows) = _to_integers(
-        constants, residuals, *([size * times for size in residuals] for times in distinct)
-    )
-    rows_of = dict(zip(distinct, rows, strict=True))
-
-    def sums(values: Any) -> list[int]:
-        return list(accumulate(values, initial=0))
-
-    def option(light: bool, times: Fraction) -> _PartCost:
+    def option(light: bool, times: float) -> _PartCost:
         # With remat, a part keeps the residuals of one microbatch, however many are in flight.
-        kept = residuals if light and times > 1 else rows_of[times]
-        sizes = [a + b for a, b in zip(constants, kept, strict=True)]
+        kept = min(times, 1.0) if light else times
+        sizes = [size + kept * each for size, each in zip(constants, residuals, strict=True)]
         loads = [a + b for a, b in zip(time, redo, strict=True)] if light else time
-        return _PartCost(light, sums(loads), sums(sizes), (max(loads), max(sizes)))
+        return _PartCost(light, loads, sizes)
 
     kinds = (False, True) if remat == "auto" else (bool(remat),)
-    options = {times: [option(light, times) for light in kinds] for times in rows_of}
-    whole_limits = [None if most is None else floor(most / byte) for most in limits]
-    return _BalanceProblem(
-        [options[times] for times in flights], rates, whole_limits, [0, *borders, 0], unit, byte
-    )
+    options = [[option(light, times) for light in kinds] for times in flights]
+    return _BalanceProblem(options, rates, limits, [0.0, *borders, 0.0])
 
 
-def _to_integers(*rows: Sequence[Fraction]) -> tuple[Fraction, list[list[int]]]:
-    """Turn rational numbers into integer multiples of one common unit."""
-    # Integers keep sums exact. With floats, two equal bottlenecks could compare as different.
-    scale = lcm(*(number.denominator for row in rows for number in row))
-    return Fraction(1, scale), [[int(number * scale) for number in row] for row in rows]
-
-
-def _bound(problem: _BalanceProblem) -> Fraction:
+def _bound(problem: _BalanceProblem) -> float:
     work = problem.options[0][0].work
-    largest = max(b - a for a, b in pairwise(work))
-    return max(
-        work[-1] * problem.unit / sum(problem.speeds), largest * problem.unit / max(problem.speeds)
-    )
+    return max(fsum(work) / fsum(problem.speeds), max(work) / max(problem.speeds))
 
 
-def _fastest(problem: _BalanceProblem, part: int, ends: Any) -> tuple[Fraction, _PartCost]:
-    limit = problem.limits[part]
-    options = [
-        option
-        for option in problem.options[part]
-        if limit is None or option.memory[ends[1]] - option.memory[ends[0]] <= limit
-    ]
-    return min(
-        ((problem.time(part, option, ends), option) for option in options),
-        key=lambda timed: timed[0],
-    )
-
-
-def _search(problem: _BalanceProblem) -> list[int] | None:
-    """Find the borders with the smallest bottleneck, by bisection.
-
-    Invariant: no borders reach ``low``, and ``ends`` reach ``high``.
-    """
-    ends = _fill(problem, None)
-    if ends is None:
-        return None
-    bound = _bound(problem)
-    # Just below the lower bound, because the bound itself may be reachable.
-    low = nextafter(float(bound), -inf)
-    while True:
-        high = float(
-            max(_fastest(problem, s, ends[s : s + 2])[0] for s in range(len(problem.speeds)))
-        )
-        better = None
-        while better is None:
-            middle = low + (high - low) / 2
-            # No double lies between them, so ``high`` is the smallest bottleneck. Fill once more
-            # with it, so that the first parts get the most layers.
-            if not low < middle < high:
-                return _fill(problem, Fraction(high)) or ends
-            better = _fill(problem, Fraction(middle))
-            low = middle if better is None else low
-        ends = better
-
-
-def _fill(problem: _BalanceProblem, bottleneck: Fraction | None) -> list[int] | None:
-    """Find borders of parts that each take at most ``bottleneck``; early parts as long as
-    possible. None: impossible."""
-    count, last = len(problem.speeds), len(problem.comm) - 1
-    # Without border costs, and if each layer fits alone, a part that ends later is never worse. So
-    # the greedy choice is right. Otherwise a longer part can end at an expensive border, and the
-    # tables of `_covered` are needed.
-    free = not any(problem.comm) and _each_layer_fits(problem, bottleneck)
-    covered = None if free else _covered(problem, bottleneck)
-    if covered is not None and not covered[0][0]:
+def _best_ends(problem: _BalanceProblem) -> list[int] | None:
+    """Find the borders with the smallest bottleneck by dynamic programming. None: nothing fits."""
+    layers = torch.arange(len(problem.comm))
+    # [start]: the smallest bottleneck of all later parts, for the layers from ``start`` on.
+    table = torch.full((len(layers),), inf, dtype=torch.float64)
+    table[-1] = 0.0
+    tables = [table]
+    for part in reversed(range(len(problem.speeds))):
+        rows = layers.split(256)  # in pieces: the whole matrix of a long chain needs much memory
+        bottlenecks = [torch.maximum(problem.times(part, row), tables[0]).amin(1) for row in rows]
+        tables.insert(0, torch.cat(bottlenecks))
+    best = float(tables[0][0])
+    if best == inf:
         return None
     ends = [0]
-    for part in range(count):
-        start, furthest = ends[-1], last - (count - 1 - part)  # each later part needs a layer
-        end = max(
-            _furthest(problem, part, option, (start, furthest), bottleneck)
-            for option in problem.options[part]
-        )
-        if covered is not None:
-            while not (covered[part + 1][end] and _fits(problem, part, (start, end), bottleneck)):
-                end -= 1
-        ends.append(end)
-    return ends if ends[-1] == last else None
-
-
-def _furthest(
-    problem: _BalanceProblem,
-    part: int,
-    option: _PartCost,
-    span: tuple[int, int],
-    bottleneck: Fraction | None,
-) -> int:
-    """The last layer at which a part can end, if its last border costs nothing."""
-    start, end = span
-    for sums, room in (
-        (option.work, problem.room(part, bottleneck)),
-        (option.memory, problem.limits[part]),
-    ):
-        if room is not None:
-            end = min(end, bisect_right(sums, sums[start] + room, lo=start, hi=span[1] + 1) - 1)
-    return end
-
-
-def _fits(
-    problem: _BalanceProblem, part: int, span: tuple[int, int], bottleneck: Fraction | None
-) -> bool:
-    start, end = span
-    room, limit = problem.room(part, bottleneck), problem.limits[part]
-    return end > start and any(
-        (
-            room is None
-            or option.work[end] - option.work[start] + problem.comm[start] + problem.comm[end]
-            <= room
-        )
-        and (limit is None or option.memory[end] - option.memory[start] <= limit)
-        for option in problem.options[part]
-    )
-
-
-def _covered(problem: _BalanceProblem, bottleneck: Fraction | None) -> list[list[bool]]:
-    """``[part][start]``: whether this part and the later parts can take all layers from ``start``
-    on.
-
-    The tables are built from the last part back. For each start, the ends that memory allows are a
-    window that only moves down. The cheapest end of the window is at the front of a queue.
-    """
-    last = len(problem.comm) - 1
-    tables = [[end == last for end in range(last + 1)]]
-    for part in reversed(range(len(problem.speeds))):
-        room, limit = problem.room(part, bottleneck), problem.limits[part]
-        covers = [False] * (last + 1)
-        for option in problem.options[part]:
-            window: deque[int] = deque()
-            load = [work + border for work, border in zip(option.work, problem.comm, strict=True)]
-            for start in reversed(range(last)):
-                if tables[-1][start + 1]:
-                    # An end that is further away and not cheaper is never chosen again. So loads in
-                    # the queue increase from front to back.
-                    while window and load[window[-1]] >= load[start + 1]:
-                        window.pop()
-                    window.append(start + 1)
-                while (
-                    window
-                    and limit is not None
-                    and option.memory[window[0]] - option.memory[start] > limit
-                ):
-                    window.popleft()
-                if window and (
-                    room is None
-                    or load[window[0]] - option.work[start] + problem.comm[start] <= room
-                ):
-                    covers[start] = True
-        tables.append(covers)
-    return tables[::-1]
-
-
-def _each_layer_fits(problem: _BalanceProblem, bottleneck: Fraction | None) -> bool:
-    """Whether each layer alone fits on each device."""
-    rooms = [problem.room(part, bottleneck) for part in range(len(problem.speeds))]
-    return all(
-        any(
-            (room is None or option.largest[0] <= room)
-            and (limit is None or option.largest[1] <= limit)
-            for option in options
-        )
-        for options, room, limit in zip(problem.options, rooms, problem.limits, strict=True)
-    )
+    for part, rest in enumerate(tables[1:]):
+        reached = torch.maximum(problem.times(part, layers[ends[-1] :][:1])[0], rest)
+        ends.append(int((reached <= best * _ROUNDING).nonzero()[-1]))
+    return ends
 
 
 def _limit_message(problem: _BalanceProblem, remat: Any) -> str:
     """The message for a limit that nothing fits.
 
-    The same search finds the smallest limit: it balances memory instead of time, with limits as
-    speeds.
+    The same program finds the smallest limit: it balances memory in place of work.
     """
+    limits, count = problem.limits, len(problem.limits)
+    alike = len(set(limits)) == 1
     # With limits as speeds, the bottleneck is the factor by which the limits are too small.
-    limits = [Fraction(limit or 1) * problem.byte for limit in problem.limits]
-    options = [
-        [
-            option._replace(work=option.memory, largest=option.largest[::-1])
-            for option in options[-1:]
-        ]
-        for options in problem.options
-    ]
-    free = [0] * len(problem.comm)
-    least = problem._replace(
-        options=options, speeds=limits, limits=[None] * len(limits), comm=free, unit=problem.byte
+    least = _BalanceProblem(
+        [[options[-1]._replace(work=options[-1].memory)] for options in problem.options],
+        [1.0] * count if alike else limits,
+        [inf] * count,
+        [0.0] * len(problem.comm),
     )
-    ends = _search(least)
+    ends = _best_ends(least)
     assert ends is not None
-    factor = max(_fastest(least, s, ends[s : s + 2])[0] for s in range(len(limits)))
-    need = (
-        f"limit={float(factor * limits[0]):.17g}"
-        if len(set(limits)) == 1
-        else f"limits {float(factor):.17g} times as large"
+    largest = max(
+        float(least.times(part, torch.tensor([start]))[0, end])
+        for part, (start, end) in enumerate(pairwise(ends))
     )
+    need = f"limit={largest:.17g}" if alike else f"limits {largest:.17g} times as large"
     hint = "more parts" if remat else "more parts, or remat='auto' with a Cost"
     return (
-        f"no {len(limits)} parts of these layers fit the memory limit; the least that would do: "
-        f"{need}; or take {hint}"
+        f"no {count} parts of these layers fit the memory limit; the least that would do: {need}; "
+        f"or take {hint}"
     )

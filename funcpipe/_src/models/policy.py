@@ -9,7 +9,8 @@ from typing import TypeAlias
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.shown import guarded, line, some
 from funcpipe._src.core.words import size_of
-from funcpipe._src.models.balance import evenly
+from funcpipe._src.data.cost import Cost
+from funcpipe._src.models.balance import balance, evenly
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,11 @@ class Units:
             the first of them.
         borders: bytes of the values that are alive after each unit, for one row. Zeros without a
             trace.
-        measure: a function that measures the seconds of each unit's forward when you call it.
     """
 
     names: tuple[str, ...]
     parameters: tuple[int, ...]
     borders: tuple[int, ...]
-    measure: Callable[[], Sequence[float]]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,7 +49,7 @@ def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
 
     This is the default policy of `split`.
 
-    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0))
     >>> fp.models.by_parameters(units, 2)
     [1, 2]
 
@@ -67,32 +66,45 @@ def by_parameters(units: Units, num_stages: int | None) -> Sequence[int]:
     return evenly(units.parameters, _count(num_stages, "by_parameters"))
 
 
-def by_time(units: Units, num_stages: int | None) -> Sequence[int]:
-    """Divide the units so that the slowest stage has as short a forward as possible.
+def by_time(cost: Cost) -> Policy:
+    """Make a policy whose slowest stage has as short a forward and backward as possible.
 
-    The policy measures the units, so `split` needs ``example=``.
-
-    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 4.0))
-    >>> fp.models.by_time(units, 2)
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0))
+    >>> fp.models.by_time(fp.Cost([1.0, 1.0, 4.0]))(units, 2)
     [2, 1]
 
     Args:
-        units: the units of the model.
-        num_stages: the number of stages.
+        cost: the times of each unit, as `profile` measures them for an ``nn.Sequential`` or for a
+            split with one unit per stage.
 
     Returns:
-        The number of units of each stage.
+        A policy. It raises PlanError if ``num_stages`` is None, or if the cost does not have one
+            number per unit.
 
     Raises:
-        PlanError: ``num_stages`` is None, or there is no example to measure with.
+        PlanError: the argument is not a `Cost`.
     """
-    return evenly(units.measure(), _count(num_stages, "by_time"))
+    if not isinstance(cost, Cost):
+        raise PlanError(
+            f"by_time takes the Cost that fp.models.profile measures; got a {type(cost).__name__}"
+        )
+
+    def policy(units: Units, num_stages: int | None) -> Sequence[int]:
+        if cost.num_stages != len(units):
+            raise PlanError(
+                f"by_time(cost) needs one number for each of the {len(units)} units; the cost has "
+                f"{cost.num_stages}; measure the units: fp.models.profile(fp.split(model, balance="
+                f"[1] * {len(units)}, example=example), example)"
+            )
+        return list(balance(cost, _count(num_stages, "by_time")))
+
+    return policy
 
 
 def by_memory(limit: float) -> Policy:
     """Make a policy whose stages have at most ``limit`` bytes of parameters each.
 
-    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0), lambda: (1.0, 1.0, 1.0))
+    >>> units = fp.models.Units(("a", "b", "c"), (6, 5, 3), (0, 0, 0))
     >>> fp.models.by_memory(8)(units, None)
     [1, 2]
 

@@ -5,15 +5,12 @@ The three ways themselves are in `sequential`, `layers` and `traced`. `split_mod
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.log import log
@@ -27,8 +24,8 @@ from funcpipe._src.models.example import row_axes, unmarked
 from funcpipe._src.models.layers.cut import cut_layers
 from funcpipe._src.models.layers.find import Layers, find_layers
 from funcpipe._src.models.losses import ModelLoss, as_loss
-from funcpipe._src.models.module import clones, devices_fault, named_tensors, refuse_lazy
-from funcpipe._src.models.policy import Policy, Units, by_parameters
+from funcpipe._src.models.module import devices_fault, named_tensors, refuse_lazy
+from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters, by_time
 from funcpipe._src.models.sequential import cut_sequential, units_of
 from funcpipe._src.models.split_model import Split, assemble
 from funcpipe._src.models.traced import graph as traced_graph
@@ -36,7 +33,7 @@ from funcpipe._src.models.traced.export import Captured, callers, capture
 from funcpipe._src.models.traced.signature import as_call
 from funcpipe._src.models.traced.traced import CommitBuffer
 from funcpipe._src.models.traced.units import units_of_graph
-from funcpipe._src.models.verify import seeded, try_once, verify, verify_evaluation
+from funcpipe._src.models.verify import try_once, verify, verify_evaluation
 
 
 def split(
@@ -90,8 +87,8 @@ def split(
             of a Sequential, the blocks of a list, or the units of the trace. For nested
             Sequentials, the sum decides whether only the outer layers count or the inner layers
             too.
-        policy: a function that chooses the cuts: `by_parameters` (the default), `by_time`,
-            ``by_memory(limit)``, or your own ``(Units, num_stages) -> sizes``.
+        policy: a function that chooses the cuts: `by_parameters` (the default),
+            ``by_time(cost)``, ``by_memory(limit)``, or your own ``(Units, num_stages) -> sizes``.
         example: an input of the model, for the trace. A tensor or a tuple goes to forward by
             position, a mapping by keyword. The input of the first stage follows the same rule. With
             ``layers=`` there is no trace, and the example only serves to compare the stages with
@@ -209,6 +206,8 @@ class _CutArguments(NamedTuple):
                 "policy must be a function (units, num_stages) -> sizes, like "
                 f"fp.models.by_parameters; got a {kind}"
             )
+        if self.policy in (by_memory, by_time):
+            faults.append("call the policy with its argument: by_memory(limit), by_time(cost)")
         raise_all("split cannot determine the cuts:", faults)
 
     def sizes(self, units: Units) -> list[int]:
@@ -319,7 +318,7 @@ def _traced(
     teller.phase("trace", 1)
     captured = capture(model, args, kwargs, axes=axes, commit=commit)
     teller.phase("cut", 2)
-    parts, edges = traced_graph.cut(captured, _stage_starts(captured, model, cuts, example), model)
+    parts, edges = traced_graph.cut(captured, _stage_starts(captured, model, cuts), model)
     model_loss = as_loss(loss, model)
     if loss is None and ModelLoss().find(captured.sample_output()) is None:
         model_loss = None
@@ -333,9 +332,7 @@ def _traced(
     return result
 
 
-def _stage_starts(
-    captured: Captured, model: nn.Module, cuts: _CutArguments, example: Any
-) -> list[int]:
+def _stage_starts(captured: Captured, model: nn.Module, cuts: _CutArguments) -> list[int]:
     """Return the positions of the operations that begin a stage, except the first stage."""
     count = cuts.num_stages
     positions: list[int] = []
@@ -362,8 +359,7 @@ def _stage_starts(
                 "out"
             )
         return positions
-    measure = partial(_measure_units, captured, model, example)
-    units, starts = units_of_graph(captured, model, count, measure, movable=cuts.balance is None)
+    units, starts = units_of_graph(captured, model, count, movable=cuts.balance is None)
     sizes = cuts.sizes(units)
     return [starts[end] for end in accumulate(sizes[:-1])]
 
@@ -392,42 +388,7 @@ def _module_units(
         }
         counted |= set(params)
         sizes.append(sum(param.nbytes for param in params.values()))
-
-    def measure() -> Sequence[float]:
-        raise PlanError("by_time measures the model on an example; give example=")
-
-    return Units(tuple(name for name, _ in named), tuple(sizes), (0,) * len(sizes), measure)
-
-
-def _measure_units(
-    captured: Captured, model: nn.Module, example: Any, bounds: list[int]
-) -> list[float]:
-    """Measure the seconds of each unit's forward: medians of five sweeps over the graph, after
-    one warmup sweep."""
-    tensors = clones(model)
-    inputs = captured.signature.values(example)
-    numbers = {node: number for number, node in enumerate(captured.body)}
-    sweeps: list[list[float]] = []
-
-    class TimedInterpreter(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            start = time.perf_counter()
-            output = super().run_node(n)
-            if n in numbers:
-                sweeps[-1][numbers[n]] += time.perf_counter() - start
-            return output
-
-    values: list[Any] = []
-    for node in captured.module.graph.find_nodes(op="placeholder"):
-        kind, key = captured.sources.get(node.name, ("input", node.name))
-        values.append({"input": inputs, "const": captured.consts}.get(kind, tensors)[key])
-    with torch.no_grad(), seeded(tensors):
-        for _ in range(6):
-            # The first sweep is a warmup and is dropped below.
-            sweeps.append([0.0] * len(numbers))
-            TimedInterpreter(captured.module).run(*values)
-    columns = [median(column) for column in zip(*sweeps[1:], strict=True)]
-    return [sum(columns[a:b]) for a, b in pairwise(bounds)]
+    return Units(tuple(name for name, _ in named), tuple(sizes), (0,) * len(sizes))
 
 
 # -- arguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
@@ -18,7 +18,6 @@ def units_of_graph(
     captured: Captured,
     model: nn.Module,
     num_stages: int | None,
-    measure: Callable[[list[int]], Sequence[float]],
     *,
     movable: bool,
 ) -> tuple[Units, list[int]]:
@@ -32,7 +31,6 @@ def units_of_graph(
         captured: the traced model.
         model: the model.
         num_stages: the wanted number of stages, if known.
-        measure: measures the seconds of units with given bounds.
         movable: True: a unit at which no stage can begin starts at the nearest possible operation
             (`free`). If that leaves nothing of the unit, it is merged with its neighbour. So any
             cut between units is legal.
@@ -45,18 +43,17 @@ def units_of_graph(
     allowed = free(captured) if movable else None
     for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
         units, starts = _units(
-            captured, model, [path for path in lists if path.count(".") >= depth], measure, allowed
+            captured, model, [path for path in lists if path.count(".") >= depth], allowed
         )
         if sum(map(bool, units.parameters)) >= (num_stages or 1):
             return units, starts
-    return _units(captured, model, [], measure, allowed)
+    return _units(captured, model, [], allowed)
 
 
 def _units(
     captured: Captured,
     model: nn.Module,
     lists: Sequence[str],
-    measure: Callable[[list[int]], Sequence[float]],
     allowed: Sequence[bool] | None,
 ) -> tuple[Units, list[int]]:
     body = captured.body
@@ -91,7 +88,7 @@ def _units(
         parameters.append(sum(weights[name].nbytes for name in used - counted))
         counted |= used
         borders.append(_alive(captured, body, stop))
-    return Units(tuple(names), tuple(parameters), tuple(borders), lambda: measure(bounds)), starts
+    return Units(tuple(names), tuple(parameters), tuple(borders)), starts
 
 
 def _block(path: str, lists: Sequence[str]) -> str:
