@@ -306,9 +306,9 @@ def test_under_torch_func_and_inference_mode():
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_layers_of_one_kind_are_committed_together_as_each_alone(deferred):
-    """What one operation does for several layers is what `batch_norm.commit` does for each; other
-    kinds stay apart."""
+def test_the_commit_of_a_stage_is_that_of_each_layer(deferred):
+    """Layers that count or do not, average or not, run twice, and have other types: as
+    `batch_norm.commit` does for each, and no memory is shared."""
     twice, uncounted, seldom = (
         nn.BatchNorm1d(4),
         nn.BatchNorm1d(4),

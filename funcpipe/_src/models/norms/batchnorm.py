@@ -9,9 +9,8 @@ inputs of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +120,7 @@ class BatchNorm:
         """
         for calls in zip_longest(*stats):  # the n-th calls of all microbatches make one update
             _, mean, var = merge([call for call in calls if call is not None])
-            state = updated(state, mean, var, momentum)
+            state = _updated(state, mean, var, momentum)
         return state
 
 
@@ -186,7 +185,7 @@ def batch_norm_at(path: str, call: NormCall) -> tuple[Tensor, tuple[Moments, ...
         raise BatchError(f"layer {path!r}: {error}") from None
 
 
-def updated(
+def _updated(
     state: Mapping[str, Tensor], mean: Tensor, var: Tensor, momentum: float | None
 ) -> dict[str, Tensor]:
     """Return the state after one update by this mean and variance, each [C]."""
@@ -208,60 +207,30 @@ def updated(
 def merge(moments: Sequence[Moments]) -> tuple[int, Tensor, Tensor]:
     """Merge statistics: the number of values, their mean [C], and their unbiased variance [C].
 
+    The squared distances from the common mean are those within the parts, plus those of their means.
+
     >>> parts = [Moments(2, torch.tensor([0.5]), torch.tensor([0.5])), Moments(1, torch.tensor([2.0]), torch.zeros(1))]
     >>> merge(parts)
     (3, tensor([1.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    sizes, means, variances = zip(*moments, strict=True)
-    return merge_rows(sizes, torch.stack(means), torch.stack(variances))
-
-
-def merge_rows(
-    sizes: Sequence[int], means: Tensor, variances: Tensor
-) -> tuple[int, Tensor, Tensor]:
-    """Do `merge` for means and variances that are the rows of two matrices, [parts, C]."""
-    means, variances = means.to(wide(means)), variances.to(wide(means))
+    sizes, *columns = zip(*moments, strict=True)
+    means, variances = [torch.stack(rows).to(wide(rows[0])) for rows in columns]
+    total = sum(sizes)
     if len(sizes) == 1:
-        return sizes[0], means[0], variances[0]
-    if len({*sizes}) == 1:
-        sums = _of_one_size(sizes[0], means, variances)
-    else:
-        places = {
-            size: [place for place, other in enumerate(sizes) if other == size]
-            for size in sorted({*sizes})
-        }
-        sums = reduce(
-            _together, [_of_one_size(size, means[at], variances[at]) for size, at in places.items()]
-        )
-    count, mean, squares = sums
-    return count, mean, squares / (count - 1)
+        return total, means[0], variances[0]
+    mean = _weighted(means, sizes) / total
+    within = _weighted(variances, [size - 1 for size in sizes])
+    between = _weighted((means - mean).square(), sizes)
+    return total, mean, (within + between) / (total - 1)
 
 
-_Sums: TypeAlias = tuple[int, Tensor, Tensor]
-"""The number of values, their mean, and the sum of squared distances from the mean. The number
-is a Python int: a tensor would need a copy to the device."""
-
-
-def _of_one_size(size: int, means: Tensor, variances: Tensor) -> _Sums:
-    # With equal sizes, the mean of the means is exact. The squares are those within the parts plus
-    # those between their means.
-    mean = means.mean(0)
-    return (
-        size * len(means),
-        mean,
-        (size - 1) * variances.sum(0) + size * (means - mean).square().sum(0),
-    )
-
-
-def _together(first: _Sums, second: _Sums) -> _Sums:
-    """Merge the sums of two sets of values, by Chan, Golub, LeVeque 1979."""
-    count, other = first[0], second[0]
-    total, delta = count + other, second[1] - first[1]
-    mean = first[1] + delta * (other / total)
-    # If a mean is inf or nan, inf - inf would make nan of inf. A plain sum gives inf and nan as one
-    # mean over all values would.
-    mean = torch.where(delta.isfinite(), mean, first[1] + second[1])
-    return total, mean, first[2] + second[2] + delta * delta * (count * other / total)
+def _weighted(rows: Tensor, weights: Sequence[int]) -> Tensor:
+    """The sum of the rows of a matrix, each times its weight."""
+    if len({*weights}) == 1:
+        return rows.sum(0) * weights[0]
+    # Python numbers, because a tensor of weights would need a copy to the device.
+    weighted = [row * weight for row, weight in zip(rows, weights, strict=True)]
+    return torch.stack(weighted).sum(0)
 
 
 def wide(x: Tensor) -> torch.dtype:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from funcpipe._src.models.traced.export import Captured, is_marker
-from funcpipe._src.models.traced.nodes import regions_of, writes_of
-from funcpipe._src.models.traced.traced import Norm
+from funcpipe._src.models.traced.nodes import writes_of
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,11 @@ class Bond:
         wrote: for a write in place: the writing operation. ``nodes`` are then its target and
             itself.
         buffer: the buffer that the operations write or read, if a buffer is the reason.
-        norm: the batch norm layer that the operations call, if a layer is the reason.
     """
 
     nodes: tuple[fx.Node, ...]
     wrote: fx.Node | None = None
     buffer: str = ""
-    norm: str = ""
 
     def fault(self, stages: Mapping[fx.Node, int]) -> str:
         """The message if a cut separates the operations, for these stages of operations; "" if
@@ -37,11 +34,6 @@ class Bond:
         parts = sorted({stages[node] for node in self.nodes})
         if len(parts) < 2:
             return ""
-        if self.norm:
-            return (
-                f"the batch norm layer {self.norm!r} runs in stages {parts}, so its statistics "
-                "would be separate"
-            )
         if self.wrote is None:
             return (
                 f"the buffer {self.buffer!r}, which the forward writes, is used in stages {parts}"
@@ -54,8 +46,10 @@ class Bond:
 
 
 def bonds(captured: Captured) -> list[Bond]:
-    """List the operations that stay together: for writes in place, then for buffers, then for
-    batch norms."""
+    """List the operations that stay together: for writes in place, then for buffers.
+
+    Batch norms update their buffers, so all calls of a layer stay together.
+    """
     body = captured.body
     inside = set(body)
     writes: list[Bond] = []
@@ -68,27 +62,7 @@ def bonds(captured: Captured) -> list[Bond]:
     for root, writers in buffers.items():
         users = tuple(node for node in body if node in writers or root in node.all_input_nodes)
         writes.append(Bond(users, buffer=captured.sources.get(root.name, ("", root.name))[1]))
-    calls: dict[str, list[fx.Node]] = {}
-    for node in body:
-        for path in _norms(captured.module, node):
-            calls.setdefault(path, []).append(node)
-    return [
-        *writes,
-        *(Bond(tuple(nodes), norm=path) for path, nodes in calls.items() if len(nodes) > 1),
-    ]
-
-
-def _norms(module: fx.GraphModule, node: fx.Node) -> set[str]:
-    """The batch norm layers that an operation runs, itself or in its region."""
-    if node.op == "call_module":
-        layer = module.get_submodule(str(node.target))
-        return {layer.path} if isinstance(layer, Norm) else set()
-    return {
-        path
-        for body, _ in regions_of(module, node)
-        for inner in body.graph.nodes
-        for path in _norms(body, inner)
-    }
+    return writes
 
 
 def free(captured: Captured) -> list[bool]:

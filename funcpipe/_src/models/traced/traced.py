@@ -83,6 +83,9 @@ class Norm(nn.Module):
         eps: added to the variance.
     """
 
+    op = torch.ops.aten.batch_norm.default
+    """The operation in whose place it is."""
+
     def __init__(self, running: Running, momentum: float | None, eps: float) -> None:
         super().__init__()
         self.path = running.mean.removesuffix(".running_mean")
