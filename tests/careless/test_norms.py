@@ -88,6 +88,32 @@ class Rebinds(nn.BatchNorm1d):
         )
 
 
+class Adds(nn.BatchNorm1d):
+    """Counts as older versions of torch did, and reads its statistics."""
+
+    def forward(self, x):
+        self.num_batches_tracked += 1
+        assert not self.num_batches_tracked.dim()
+        y = F.batch_norm(
+            x, self.running_mean, self.running_var, training=self.training, momentum=0.2
+        )
+        return y + 0 * self.running_mean + (self.running_var - self.running_var).sum()
+
+
+class Lends(nn.Module):
+    """The layer is never called; its buffers are, with another momentum than its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        norm = self.norm
+        return F.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training, 0.02
+        )
+
+
 class Twice(nn.Module):
     """The same layer at two places of one forward: one update, by all that it saw."""
 
@@ -117,6 +143,8 @@ LAYERS = {
     "super, averaging": lambda: Around(3, momentum=None),
     "uncounted": lambda: Uncounted(3),
     "rebinds": lambda: Rebinds(3, affine=False),
+    "adds": lambda: Adds(3),
+    "lends": Lends,
     "sync": lambda: nn.SyncBatchNorm(3),
     "sync, averaging": lambda: nn.SyncBatchNorm(3, momentum=None),
     "twice": Twice,
@@ -231,20 +259,6 @@ class Given(nn.Module):
         return F.batch_norm(x, self.centre, self.spread, training=self.training, momentum=0.3)
 
 
-class Lends(nn.Module):
-    """The layer is never called; its buffers are, with another momentum than its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x):
-        norm = self.norm
-        return F.batch_norm(
-            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training, 0.02
-        )
-
-
 class InRegion(nn.Module):
     """Under no_grad, in a graph of its own."""
 
@@ -259,9 +273,8 @@ class InRegion(nn.Module):
 
 
 TRACED = {
-    **{name: one for name, one in LAYERS.items() if name not in ("twice", "rebinds")},
+    **{name: one for name, one in LAYERS.items() if name not in ("twice", "rebinds", "adds")},
     "given": Given,
-    "lends": Lends,
     "region": InRegion,
 }
 
@@ -364,7 +377,6 @@ class Swapped(ByHand):
 
 REFUSED = {
     "given": (Given, ["centre", "spread"]),
-    "lends": (Lends, ["norm.running_mean", "norm.running_var"]),
     "instance norm": (
         lambda: nn.InstanceNorm1d(3, track_running_stats=True),
         ["running_mean", "running_var"],

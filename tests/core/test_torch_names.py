@@ -611,16 +611,14 @@ def hooks_of_modules() -> None:
         layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
-@probe("BatchNorm", "check_dimensions")
+@probe("BatchNorm")
 def batch_norms() -> None:
-    """batch norm layers are not known, or do not look at their inputs."""
+    """batch norm layers are not known."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
     assert all(issubclass(kind, names.BatchNorm) for kind in kinds)
     assert not issubclass(nn.InstanceNorm1d, names.BatchNorm)
     for kind in kinds[:3]:
         assert kind.forward is names.BatchNorm.forward
-    with pytest.raises(ValueError, match="4D"):
-        names.check_dimensions(nn.BatchNorm2d(2), torch.ones(2, 2))
 
 
 @probe("FLAT_WEIGHTS", "list_weights")

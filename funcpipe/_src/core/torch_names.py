@@ -502,12 +502,6 @@ else:
 """The base class of all batch norm layers, including lazy ones and subclasses of users."""
 
 
-def check_dimensions(layer: BatchNorm, input: Tensor) -> None:
-    """Raise the layer's own error for a wrong number of dimensions. Without it: torch's function
-    raises later."""
-    getattr(layer, "_check_input_dim", lambda _: None)(input)
-
-
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
 """The attribute of a compiled function with the original. Without it: copies of it raise."""
 

@@ -32,7 +32,7 @@ from funcpipe._src.models.copying import copied, copied_around
 from funcpipe._src.models.kept_values import refuse_kept
 from funcpipe._src.models.module_carry import carry_apart, check_carry
 from funcpipe._src.models.norms.norm_commit import CommitLayers, Running
-from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
+from funcpipe._src.models.norms.norm_layers import DeferredNorm, is_deferrable, stage_tensor
 from funcpipe._src.models.norms.written_buffers import (
     has_numbers,
     looked_at,
@@ -222,7 +222,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 class Skeleton:
-    """A copy of a module without its numbers and with deferred norms.
+    """A copy of a module without its numbers.
 
     A skeleton never runs, so several stages can share it. `ModuleCopy` runs.
 
@@ -244,10 +244,8 @@ class Skeleton:
         self.shapes = {name: tuple(tensors[name].shape) for name in self.canonical.values()}
         self.buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self.module = copied(module, _placeholder)
-        self.norms: dict[str, Running] = {}
-        for path, layer in self.module.named_modules():
-            if DeferredBatchNorm.converts(layer):
-                self.norms[path] = DeferredBatchNorm.convert(layer, path)
+        layers = list(self.module.named_modules())
+        self.norms = {path: Running.of(each, path) for path, each in layers if is_deferrable(each)}
         self.frozen = [path for path, layer in self.module.named_modules() if not layer.training]
         self.evaluation = all(not layer.training for layer in self.module.modules())
 
@@ -397,8 +395,8 @@ class ModuleCopy:
         self.train = not owner.evaluation  # as the layers were when the stage was made
         self.attributes = ModuleAttributes(self.module, all_names=True)
         self.places = {id(layer): path for path, layer in self.module.named_modules()}
-        norms = [layer for layer in self.module.modules() if isinstance(layer, DeferredBatchNorm)]
-        self.norms = [layer for layer in norms if layer.deferral.path in owner.norms]
+        norms = [(self.module.get_submodule(path), path) for path in owner.norms]
+        self.norms = [DeferredNorm(layer, path) for layer, path in norms if is_deferrable(layer)]
         self.recurrent = [layer for layer in self.module.modules() if isinstance(layer, nn.RNNBase)]
         # (table, attribute, canonical name) of each tensor of this stage.
         self.slots: list[tuple[dict[str, Any], str, str]] = []
@@ -425,6 +423,8 @@ class ModuleCopy:
         tensors = {**params, **(state or {})}
         for table, local, key in self.slots:
             table[local] = tensors[key]
+        for norm in self.norms:
+            norm.install()
         for layer in self.recurrent:  # RNN layers also keep a list of their weights
             list_weights(layer)
         self.buffers = [
@@ -443,21 +443,19 @@ class ModuleCopy:
         # ``asked``, not ``train``: also in a stage in evaluation mode, the user's norm may
         # normalise by the batch, and its statistics then count.
         collects = asked and bool(self.norms)
-        for layer in self.norms:
-            layer.deferral.collected = [] if collects else None
+        for norm in self.norms:
+            norm.begin(collects=collects)
         before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
         if not self.buffers or (self.numbers and train in self.owner.looked):
             y, stash = self._run(x, extras)
         else:
             y, stash = self._run_checked(x, extras)
+        seen = {norm.path: norm.end() for norm in self.norms}
         self._refuse_writes(before)
         if not collects and not stash:
             return y
-        stats = (
-            {layer.deferral.path: layer.deferral.take() for layer in self.norms} if collects else {}
-        )
         out = normalise(y)
-        return out._replace(stash={**out.stash, **stash}, stats=stats or out.stats)
+        return out._replace(stash={**out.stash, **stash}, stats=seen if collects else out.stats)
 
     def _run(self, x: Tree, extras: dict[str, Any]) -> tuple[Any, dict[str, Tree]]:
         """Return the output, and the values that the layers stashed for other stages."""
@@ -501,7 +499,7 @@ class ModuleCopy:
         written = [
             key
             for ((table, local, key), buffer), old in zip(self.buffers, before, strict=True)
-            if table.get(local) is not buffer or version(buffer) != old
+            if stage_tensor(table.get(local)) is not buffer or version(buffer) != old
         ]
         refuse_writes(type(self.module).__name__, written)
 
@@ -509,6 +507,8 @@ class ModuleCopy:
         """Drop the tensors and return the copy to the idle copies."""
         for table, local, _ in self.slots:
             table[local] = None
+        for norm in self.norms:
+            norm.release()
         for layer in self.recurrent:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []

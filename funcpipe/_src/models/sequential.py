@@ -19,7 +19,7 @@ from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.balance import checked_sizes
 from funcpipe._src.models.copying import copied
 from funcpipe._src.models.module import Params, State, refuse_lazy, stage_of
-from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
+from funcpipe._src.models.norms.norm_layers import is_deferrable
 from funcpipe._src.models.skippable import Skips, skips_of
 
 
@@ -248,7 +248,7 @@ def _refuse_shared_norms(units: Sequence[Unit]) -> None:
     places: dict[int, dict[str, str]] = {}
     for unit in units:
         for path, layer in unit.module.named_modules():
-            if DeferredBatchNorm.converts(layer):
+            if is_deferrable(layer):
                 places.setdefault(id(layer), {}).setdefault(
                     unit.path, f"{unit.path}.{path}" if path else unit.path
                 )

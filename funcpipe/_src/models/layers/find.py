@@ -14,7 +14,7 @@ from funcpipe._src.core.shown import guarded, line, some
 from funcpipe._src.core.torch_names import children_of
 from funcpipe._src.core.words import similar
 from funcpipe._src.models.module import syntax_of
-from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm
+from funcpipe._src.models.norms.norm_layers import is_deferrable
 
 TRACED = "trace it instead: fp.split(model, ..., example=...)"
 """The advice in messages about a model that cannot be cut between blocks."""
@@ -277,7 +277,7 @@ def _used(node: ast.AST) -> Iterator[str]:
 def _owns_numbers(module: nn.Module) -> bool:
     """Whether a module has parameters, or statistics that training changes."""
     return any(True for _ in module.parameters()) or any(
-        DeferredBatchNorm.converts(part) for part in module.modules()
+        is_deferrable(part) for part in module.modules()
     )
 
 

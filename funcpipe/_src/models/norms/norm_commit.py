@@ -14,7 +14,7 @@ from funcpipe._src.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.models.norms.batchnorm import Moments, batch_norm
 
-_STATE: tuple[str, ...] = ("running_mean", "running_var", "num_batches_tracked")
+STATE: tuple[str, ...] = ("running_mean", "running_var", "num_batches_tracked")
 """The names of the state of a layer, by torch's convention."""
 
 
@@ -87,7 +87,7 @@ class CommitLayers:
         """Return the new buffers of one layer."""
         last = norms[-1]
         keys = dict(
-            zip(_STATE, names if last.counted else names._replace(tracked=None), strict=True)
+            zip(STATE, names if last.counted else names._replace(tracked=None), strict=True)
         )
         layer = {name: state[key] for name, key in keys.items() if key is not None and key in state}
         batches = [[norm.moments for norm in norms]]

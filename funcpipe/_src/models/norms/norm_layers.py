@@ -1,190 +1,183 @@
 """Batch norm layers of a stage's private copy, which return their statistics instead of writing
-buffers."""
+buffers.
+
+The layers and their forwards stay as they are. Their buffers become `NormBuffer` tensors, and
+torch's batch norm asks these what to do. So layers, subclasses with their own forward, and
+functions that borrow the buffers of a layer are all deferred in the same way, also in a
+recomputation.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import BatchNorm as AnyBatchNorm
-from funcpipe._src.core.torch_names import buffers_of, check_dimensions, parameters_of
+from funcpipe._src.core.torch_names import buffers_of, wrapper_tensor
+from funcpipe._src.core.tree import is_differentiable
 from funcpipe._src.models.norms.batchnorm import Moments, batch_norm_at
-from funcpipe._src.models.norms.norm_commit import NormStats, Running
+from funcpipe._src.models.norms.norm_commit import STATE, NormStats, Running
 from funcpipe._src.models.norms.written_buffers import (
     BATCH_NORMS,
     NormCall,
-    NormInterceptor,
+    norm_call,
     refuse_writes,
-    version,
 )
 
 
-@dataclass
-class Deferral:
-    """The extra data of a deferred layer.
-
-    The layer keeps it in one attribute, so that it hides no attribute of the user's class.
-
-    Attributes:
-        path: the path of the layer.
-        kind: the original class of the layer.
-        momentum: the momentum of its running averages.
-        counted: whether the layer counts batches.
-        collected: the statistics of this microbatch. None: they do not count.
-    """
-
-    path: str
-    kind: type[AnyBatchNorm]
-    momentum: float | None
-    counted: bool = True
-    collected: list[Moments] | None = None
-
-    def take(self) -> NormStats:
-        """Take the statistics of one microbatch. Statistics of later calls, in a backward, do
-        not count."""
-        moments, self.collected = tuple(self.collected or ()), None
-        return NormStats(moments, self.momentum, self.counted)
-
-
-class DeferredBatchNorm(AnyBatchNorm):
-    """A batch norm layer of a stage's private copy that collects statistics instead of writing its
-    buffers.
-
-    The layer's class becomes a subclass of this class and of its own class, so methods of a user's
-    subclass remain.
-    """
-
-    deferral: Deferral
-
-    @classmethod
-    def convert(cls, layer: AnyBatchNorm, path: str) -> Running:
-        """Turn a layer of a private copy into a deferred layer, in place. Returns the names of
-        its buffers."""
-        vars(layer)["deferral"] = Deferral(path, type(layer), layer.momentum)
-        layer.__class__ = _deferred(type(layer))
-        return Running.of(layer, path)
-
-    @staticmethod
-    def converts(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
-        """Whether the running statistics of a layer can be deferred."""
-        return (
-            isinstance(layer, AnyBatchNorm)
-            and layer.track_running_stats
-            and layer.running_mean is not None
-        )
-
-    @staticmethod
-    def has_own_forward(kind: type[nn.Module]) -> bool:
-        """Whether a class overrides torch's forward."""
-        return kind.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle cannot find a class that was made at run time, so unpickling makes it again.
-        return (_blank, (self.deferral.kind,), self.__dict__)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise as ``nn.BatchNorm`` does, without writing a buffer."""
-        check_dimensions(self, input)
-        if self.training and isinstance(self, nn.SyncBatchNorm):
-            refuse_processes(self)
-        # Direct table lookups: nn.Module.__getattr__ is slow, and this runs for each microbatch.
-        tensors = {**parameters_of(self), **buffers_of(self)}
-        mean, var, weight, bias = [
-            tensors[name] if name in tensors else getattr(self, name) for name in _TENSORS
-        ]
-        return _normalise(
-            self, NormCall(input, mean, var, weight, bias, self.training, eps=self.eps)
-        )
-
-
-_TENSORS = ("running_mean", "running_var", "weight", "bias")
-"""The tensors of a layer that a call of batch norm gets, in this order."""
-
-
-class _OwnForward(DeferredBatchNorm):
-    """A deferred layer whose class overrides forward: its calls of torch's batch norm are deferred.
-
-    The forward counts batches on a copy of the counter, which is dropped.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run the layer's own forward; its calls of torch's batch norm go to `_defer_call`."""
-        counter = buffers_of(self).get("num_batches_tracked")
-        # The forward counts on a copy. Whether it counts at all shows in the copy's version.
-        scratch = buffers_of(self)["num_batches_tracked"] = (
-            None if counter is None else counter.clone()
-        )
-        start = version(scratch)
-        try:
-            with NormInterceptor(
-                {id(self.running_mean), id(self.running_var)},
-                BATCH_NORMS,
-                partial(_defer_call, self),
-            ):
-                y = self.deferral.kind.forward(self, *args, **kwargs)
-            left = buffers_of(self)["num_batches_tracked"]
-            self.deferral.counted = (
-                left is not scratch or version(left) != start or _moved(left, counter)
-            )
-        finally:
-            buffers_of(self)["num_batches_tracked"] = counter
-        return y
-
-
-def _defer_call(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    """Defer a call of torch's batch norm in training. Raises PlanError if its buffers are not
-    the layer's."""
-    deferral = layer.deferral
-    if call.running_mean is not layer.running_mean or call.running_var is not layer.running_var:
-        refuse_writes(
-            deferral.kind.__name__,
-            [f"{deferral.path}.running_mean", f"{deferral.path}.running_var"],
-        )
-    if layer.momentum is not None:  # with None, the forward computes momentum from the counter
-        deferral.momentum = call.momentum
-    return _normalise(layer, call)
-
-
-def _normalise(layer: DeferredBatchNorm, call: NormCall) -> Tensor:
-    deferral = layer.deferral
-    y, stats = batch_norm_at(deferral.path, call)
-    if deferral.collected is not None:
-        deferral.collected += stats
-    return y
-
-
-def _moved(after: Tensor | None, before: Tensor | None) -> bool:
-    """Whether a counter was written to under inference mode, where torch counts no versions."""
+def is_deferrable(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
+    """Whether the running statistics of a layer can be deferred."""
     return (
-        after is not None
-        and before is not None
-        and after.is_inference()
-        and not torch.equal(after, before)
+        isinstance(layer, AnyBatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
     )
 
 
-def refuse_processes(layer: nn.SyncBatchNorm) -> None:
-    """Raise PlanError if the layer would share statistics with other processes."""
+class UnsyncedBatchNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm layer within one process, on any device: it computes the same as BatchNorm."""
+
+    forward = nn.BatchNorm1d.forward  # pyright: ignore[reportAssignmentType]
+
+
+def without_processes(layer: nn.SyncBatchNorm) -> None:
+    """Let a layer of a private copy compute within one process. Raises PlanError if it would share
+    statistics with other processes."""
+    if type(layer) is nn.SyncBatchNorm:
+        layer.__class__ = UnsyncedBatchNorm
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size(layer.process_group) > 1:
+    if layer.training and distributed and torch.distributed.get_world_size(layer.process_group) > 1:
         raise PlanError(
             "SyncBatchNorm exchanges the statistics of each microbatch with other processes, but "
             "their lanes may be at another action of the schedule; use nn.BatchNorm"
         )
 
 
-@lru_cache(maxsize=256)
-def _deferred(kind: type[AnyBatchNorm]) -> type[DeferredBatchNorm]:
-    base = _OwnForward if DeferredBatchNorm.has_own_forward(kind) else DeferredBatchNorm
-    subclass: Any = type(f"Deferred{kind.__name__}", (base, kind), {})
-    return subclass
+class NormBuffer(Tensor):
+    """A buffer of a batch norm layer in a stage's copy, which the layer does not write.
+
+    Operations get the stage's tensor instead. A batch norm in training goes to ``answer``. An
+    addition in place is only noted, because the commit counts batches.
+
+    Attributes:
+        tensor: the tensor of the stage. None: the copy is idle.
+        answer: gets a batch norm that would write the buffer, and returns its result.
+        added: the sum of what the forward added in this microbatch. None: it added nothing.
+    """
+
+    tensor: Tensor | None
+    answer: Callable[[NormCall], Tensor]
+    added: Any
+
+    def __new__(cls, answer: Callable[[NormCall], Tensor]) -> Self:
+        """Make a buffer without a tensor."""
+        made = wrapper_tensor(cls, (0,))
+        made.tensor, made.answer, made.added = None, answer, None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer a batch norm or an addition, or run an operation with the stage's tensors."""
+        keywords = kwargs or {}
+        if func in BATCH_NORMS:
+            call = norm_call(func, args, keywords)
+            for buffer in (call.running_mean, call.running_var):
+                if call.training and isinstance(buffer, NormBuffer):
+                    return buffer.answer(call)
+        if func in (Tensor.add_, Tensor.__iadd__) and _counts(args[0]):
+            args[0].added = (args[0].added or 0) + args[1]
+            return args[0]
+        return func(*_with_numbers(args), **_with_numbers(keywords))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation that did not ask ``__torch_function__`` with the stage's tensors."""
+        return func(*_with_numbers(args), **_with_numbers(kwargs or {}))
 
 
-def _blank(kind: type[AnyBatchNorm]) -> DeferredBatchNorm:
-    subclass = _deferred(kind)
-    return subclass.__new__(subclass)
+def _counts(buffer: Any) -> bool:
+    """Whether this is a counter: additions to running statistics are writes, which are refused."""
+    return isinstance(buffer, NormBuffer) and not is_differentiable(buffer.tensor)
+
+
+def _with_numbers(value: Any) -> Any:
+    """Replace each `NormBuffer` among the arguments of an operation by its tensor."""
+    if isinstance(value, NormBuffer):
+        return value.tensor if value.added is None else value.tensor + value.added
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_numbers, value))
+    if type(value) is dict:
+        return {name: _with_numbers(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def stage_tensor(buffer: Any) -> Any:
+    """The stage's tensor for a `NormBuffer`; any other value as it is."""
+    return buffer.tensor if isinstance(buffer, NormBuffer) else buffer
+
+
+class DeferredNorm:
+    """The buffers of one batch norm layer in a stage's copy, and its statistics of a microbatch.
+
+    Attributes:
+        path: the path of the layer.
+    """
+
+    def __init__(self, layer: AnyBatchNorm, path: str) -> None:
+        self.path, self._names, self._kind = path, Running.of(layer, path), type(layer).__name__
+        self._momentum, self._averages = layer.momentum, layer.momentum is None
+        self._table = buffers_of(layer)
+        self._norm_buffers = [NormBuffer(self._normalised) for _ in STATE]
+        self._mean, self._var, self._counter = self._norm_buffers
+        self._moments: list[Moments] | None = None
+        if isinstance(layer, nn.SyncBatchNorm):
+            without_processes(layer)
+
+    def install(self) -> None:
+        """Put the buffers in the places of the stage's tensors."""
+        for name, buffer in zip(STATE, self._norm_buffers, strict=True):
+            buffer.tensor = self._table.get(name)
+            if buffer.tensor is not None:
+                self._table[name] = buffer
+
+    def release(self) -> None:
+        """Forget the stage's tensors."""
+        for buffer in self._norm_buffers:
+            buffer.tensor = None
+
+    def begin(self, *, collects: bool) -> None:
+        """Begin a microbatch, whose statistics count or not."""
+        self._moments, self._counter.added = [] if collects else None, None
+
+    def end(self) -> NormStats:
+        """Return the statistics of the microbatch. Those of a later recomputation do not count."""
+        moments, self._moments = tuple(self._moments or ()), None
+        rebound = self._table.get("num_batches_tracked") is not self._counter
+        if rebound and self._counter.tensor is not None:
+            self._table["num_batches_tracked"] = self._counter
+        return NormStats(moments, self._momentum, rebound or self._counter.added is not None)
+
+    def _normalised(self, call: NormCall) -> Tensor:
+        """Answer a batch norm on these buffers. Raises PlanError if it has other buffers too."""
+        if call.running_mean is not self._mean or call.running_var is not self._var:
+            refuse_writes(self._kind, [self._names.mean, self._names.var])
+        if not self._averages:  # otherwise, the forward computes the momentum from the counter
+            self._momentum = call.momentum
+        y, stats = batch_norm_at(
+            self.path, call._replace(running_mean=self._mean.tensor, running_var=self._var.tensor)
+        )
+        if self._moments is not None:
+            self._moments += stats
+        return y

@@ -3,7 +3,7 @@ tensor's version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,22 +51,23 @@ NORMS: Mapping[Any, Sequence[str]] = {
 _DEFAULTS = {F.instance_norm: {"training": True}}
 
 
-class NormInterceptor(TorchFunctionMode):
-    """A mode that sends calls of ``norms`` to ``answer`` if their running statistics are among
-    ``tensors`` (ids).
+def norm_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NormCall:
+    """The arguments of a call of one of the `NORMS` by name."""
+    named: dict[str, Any] = {
+        **_DEFAULTS.get(func, {}),
+        **dict(zip(NORMS[func], args, strict=False)),
+        **kwargs,
+    }
+    named["training"] = named.pop("use_input_stats", named.get("training", False))
+    return NormCall(**{name: named[name] for name in NormCall._fields if name in named})
 
-    ``norms`` has the names of each function's arguments. The value that ``answer`` returns is the
-    result of the call.
-    """
 
-    def __init__(
-        self,
-        tensors: Set[int],
-        norms: Mapping[Any, Sequence[str]],
-        answer: Callable[[NormCall], Any],
-    ) -> None:
+class _RefuseNorms(TorchFunctionMode):
+    """A mode that raises PlanError for norms that would write ``buffers``, before they write."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], who: str) -> None:
         super().__init__()
-        self.tensors, self.norms, self.answer = tensors, norms, answer
+        self.buffers, self.who = buffers, who
 
     def __torch_function__(
         self,
@@ -75,17 +76,11 @@ class NormInterceptor(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        keywords = kwargs or {}
-        if func not in self.norms:
-            return func(*args, **keywords)
-        named: dict[str, Any] = {
-            **_DEFAULTS.get(func, {}),
-            **dict(zip(self.norms[func], args, strict=False)),
-            **keywords,
-        }
-        named["training"] = named.pop("use_input_stats", named.get("training", False))
-        call = NormCall(**{name: named[name] for name in NormCall._fields if name in named})
-        return self.answer(call) if call.tensors & self.tensors else func(*args, **keywords)
+        if func in NORMS:
+            written = norm_call(func, args, kwargs or {}).tensors
+            names = [name for name, buffer in self.buffers.items() if id(buffer) in written]
+            refuse_writes(self.who, names)
+        return func(*args, **(kwargs or {}))
 
 
 def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str) -> tuple[T, bool]:
@@ -98,11 +93,8 @@ def looked_at(forward: Callable[[], T], buffers: Mapping[str, Tensor], who: str)
         PlanError: the forward wrote a buffer. A norm raises before it writes.
     """
 
-    def refuse(call: NormCall) -> Any:
-        refuse_writes(who, [name for name, buffer in buffers.items() if id(buffer) in call.tensors])
-
     before = _kept(buffers)
-    with NormInterceptor({id(buffer) for buffer in buffers.values()}, NORMS, refuse):
+    with _RefuseNorms(buffers, who):
         result = forward()
     if before is None:
         return result, False

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MethodType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from funcpipe._src.models.configs import without_cache
 from funcpipe._src.models.copying import copied
 from funcpipe._src.models.module import all_tensors, first_names
 from funcpipe._src.models.norms.norm_commit import Running
-from funcpipe._src.models.norms.norm_layers import DeferredBatchNorm, refuse_processes
+from funcpipe._src.models.norms.norm_layers import is_deferrable, without_processes
 from funcpipe._src.models.traced import custom_functions
 from funcpipe._src.models.traced.nodes import dependents_of, layer_of, norms_of, writes_of
 from funcpipe._src.models.traced.signature import Guard, Signature
@@ -266,19 +265,13 @@ def _open_norms(model: nn.Module) -> dict[str, tuple[Running, float | None]]:
     opened: dict[str, tuple[Running, float | None]] = {}
     layers: dict[int, tuple[Running, float | None]] = {}
     for path, layer in model.named_modules(remove_duplicate=False):
-        plain = not DeferredBatchNorm.has_own_forward(type(layer))
-        if (
-            DeferredBatchNorm.converts(layer)
-            and id(layer) not in layers
-            and (plain or layer.momentum is None)
-        ):
+        plain = type(layer).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+        if is_deferrable(layer) and id(layer) not in layers and (plain or layer.momentum is None):
             layers[id(layer)] = Running.of(layer, path), layer.momentum
             layer.momentum = 0.1  # None would read the number in the counter, which a trace cannot
             layer.num_batches_tracked = None  # the commit counts
-            # Without other processes, SyncBatchNorm computes the same as BatchNorm.
             if plain and isinstance(layer, nn.SyncBatchNorm):
-                refuse_processes(layer)
-                vars(layer)["forward"] = MethodType(nn.BatchNorm1d.forward, layer)
+                without_processes(layer)
         if id(layer) in layers:
             opened[path] = layers[id(layer)]
     return opened
