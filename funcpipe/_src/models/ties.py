@@ -120,16 +120,11 @@ def _travelling(stage: Stage, gives: Mapping[str, str], takes: Mapping[str, str]
 
 def _ways(ties: Ties, how: Any) -> list[str]:
     known = ("replicate", "transmit")
-    if isinstance(how, str):
-        if how not in known:
-            raise PlanError(
-                f"ties must be 'replicate', 'transmit', or a dict from names to these; got {how!r}"
-            )
+    if isinstance(how, str) and how in known:
         return [how] * len(ties)
     if not isinstance(how, Mapping):
         raise PlanError(
-            "ties must be 'replicate', 'transmit', or a dict from names to these; got a "
-            f"{type(how).__name__}"
+            f"ties must be 'replicate', 'transmit', or a dict from names to these; got {how!r}"
         )
     ways: dict[Any, Any] = dict(how)  # pyright: ignore[reportUnknownArgumentType]
     names = {name: number for number, group in enumerate(ties) for _, name in group}

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -369,51 +368,44 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
     sizes = [_largest(expected_leaf) for _, expected_leaf, _ in pairs]
     least = 1e-3 * max(sizes, default=0.0)
     for (name, expected_leaf, leaf), size in zip(pairs, sizes, strict=True):
-        exact = not (expected_leaf.is_floating_point() or expected_leaf.is_complex())
-        allowed = (
-            0.0
-            if exact
-            else _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3) * max(size, least) + 1e-30
-        )
-        if _clearly_equal(leaf, expected_leaf, allowed / 2):
-            continue
-        try:
-            torch.testing.assert_close(
-                leaf, expected_leaf, rtol=0.0, atol=allowed, equal_nan=True, check_device=False
-            )
-        except AssertionError as error:
-            faults.append(f"{name} differs from the model's: {' '.join(str(error).split())}")
+        tolerance = _TOLERANCE.get(expected_leaf.dtype.to_real(), 1e-3)
+        fault = _difference(leaf, expected_leaf, tolerance * max(size, least) + 1e-30)
+        faults += [f"{name} {fault}"] if fault else []
     return faults
 
 
-def _clearly_equal(tensor: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Whether two tensors are clearly equal up to rounding: one pass over the numbers, where a
-    full comparison needs many."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (
-        expected.shape,
-        expected.dtype,
-        expected.device,
-    ):
-        return False
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.equal(tensor, expected)
-    return _magnitude(tensor - expected) <= allowed  # False where one is not finite
-
-
-def _magnitude(tensor: Tensor) -> float:
-    """The largest magnitude of a floating tensor; not finite if a number is not finite."""
-    return float(torch.linalg.vector_norm(tensor, float("inf"))) if tensor.numel() else 0.0
+def _difference(actual: Tensor, expected: Tensor, allowed: float) -> str:
+    """How a tensor differs from the model's, floating numbers by more than ``allowed``; "" if it
+    does not."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return (
+            f"is {actual.dtype} {tuple(actual.shape)}, the model's {expected.dtype} "
+            f"{tuple(expected.shape)}"
+        )
+    expected = expected.to(actual.device)
+    equal = actual == expected
+    if _is_floating(actual):
+        equal |= (actual - expected).abs() <= allowed
+        equal |= actual.isnan() & expected.isnan()
+    if equal.all():
+        return ""
+    first = tuple((~equal).nonzero()[0].tolist())
+    return (
+        f"differs from the model's in {int((~equal).sum())} of {actual.numel()} numbers, first at "
+        f"{first}: {actual[first].item()}, the model's {expected[first].item()}"
+    )
 
 
 def _largest(tensor: Tensor) -> float:
     """The largest finite magnitude of a floating tensor; 0 for other tensors."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (_is_floating(tensor) and tensor.numel()):
         return 0.0
-    magnitude = _magnitude(tensor)
-    if isfinite(magnitude):
-        return magnitude
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    finite = tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return float(torch.linalg.vector_norm(finite, float("inf")))
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _shown(value: Any) -> str:
