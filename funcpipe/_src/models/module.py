@@ -31,7 +31,7 @@ from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.copying import copied, copied_around
 from funcpipe._src.models.kept_values import refuse_kept
 from funcpipe._src.models.module_carry import carry_apart, check_carry
-from funcpipe._src.models.norms.norm_commit import CommitLayers, Running
+from funcpipe._src.models.norms.batchnorm import CommitLayers, Running
 from funcpipe._src.models.norms.norm_layers import DeferredNorm, is_deferrable, stage_tensor
 from funcpipe._src.models.norms.written_buffers import (
     has_numbers,

@@ -18,7 +18,7 @@ from funcpipe._src.data.plan import Plan
 from funcpipe._src.devices.devices import same_device
 from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.models.attributes import ModuleAttributes
-from funcpipe._src.models.norms.norm_commit import CommitLayers
+from funcpipe._src.models.norms.batchnorm import CommitLayers
 from funcpipe._src.models.sequential import cut_sequential
 from funcpipe._src.models.ties import groups
 from funcpipe._src.pipe.layout import Layout

@@ -21,7 +21,7 @@ from funcpipe._src.models.layers.look import asks_for_all_blocks
 from funcpipe._src.models.layers.slices import SliceCaches
 from funcpipe._src.models.layers.stage import INPUTS, LayersFn
 from funcpipe._src.models.module import Skeleton, devices_fault, named_tensors, refuse_lazy
-from funcpipe._src.models.norms.norm_commit import CommitLayers
+from funcpipe._src.models.norms.batchnorm import CommitLayers
 from funcpipe._src.models.skippable import skips_of
 
 

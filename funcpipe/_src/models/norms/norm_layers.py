@@ -19,8 +19,7 @@ from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import BatchNorm as AnyBatchNorm
 from funcpipe._src.core.torch_names import buffers_of, wrapper_tensor
 from funcpipe._src.core.tree import is_differentiable
-from funcpipe._src.models.norms.batchnorm import Moments, batch_norm_at
-from funcpipe._src.models.norms.norm_commit import STATE, NormStats, Running
+from funcpipe._src.models.norms.batchnorm import STATE, Moments, NormStats, Running, batch_norm_at
 from funcpipe._src.models.norms.written_buffers import (
     BATCH_NORMS,
     NormCall,

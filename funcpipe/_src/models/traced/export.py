@@ -27,7 +27,7 @@ from funcpipe._src.core.words import similar
 from funcpipe._src.models.configs import without_cache
 from funcpipe._src.models.copying import copied
 from funcpipe._src.models.module import all_tensors, first_names
-from funcpipe._src.models.norms.norm_commit import Running
+from funcpipe._src.models.norms.batchnorm import Running
 from funcpipe._src.models.norms.norm_layers import is_deferrable, without_processes
 from funcpipe._src.models.traced import custom_functions
 from funcpipe._src.models.traced.nodes import dependents_of, layer_of, norms_of, writes_of

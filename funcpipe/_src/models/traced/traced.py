@@ -22,8 +22,13 @@ from funcpipe._src.core.tree import Tree, flatten
 from funcpipe._src.data.stage import Out
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.module import PartFn
-from funcpipe._src.models.norms.batchnorm import batch_norm_at, wide
-from funcpipe._src.models.norms.norm_commit import CommitLayers, NormStats, Running
+from funcpipe._src.models.norms.batchnorm import (
+    CommitLayers,
+    NormStats,
+    Running,
+    batch_norm_at,
+    wide,
+)
 from funcpipe._src.models.norms.written_buffers import NormCall
 from funcpipe._src.models.traced.nodes import layer_of, regions_of
 from funcpipe._src.models.traced.signature import Signature
