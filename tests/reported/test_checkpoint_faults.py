@@ -452,3 +452,27 @@ def test_save_and_load_take_time_by_the_parameter(tmp_path):
 
     calls(10)
     assert calls(400) < 5 * calls(100)
+
+
+@pytest.mark.parametrize("missing", [(1,), (0, 1)])
+def test_a_save_of_some_stages_needs_ranks_and_leaves_the_checkpoint(tmp_path, missing):
+    """As in a script for several processes that forgets ``ranks=``."""
+    split = split_of(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    for path, model in ((tmp_path / "split", split), (tmp_path / "plan", plan)):
+        fp.save(path, model, split.params, state=split.state, step=1)
+        files = sorted(path.rglob("*"))
+        part = tuple([None if at in missing else tree for at, tree in enumerate(split.params)])
+        with pytest.raises(fp.CheckpointError, match=r"ranks=ranks") as caught:
+            fp.save(path, model, part, state=split.state, step=2)
+        assert all(f"params[{stage}] is None" in str(caught.value) for stage in missing)
+        with pytest.raises(fp.CheckpointError, match=r"state\[1\] is None"):
+            fp.save(path, model, split.params, state=((), None), step=2)
+        assert sorted(path.rglob("*")) == files
+        assert 1 == fp.load(path, model, params=split.params).step
+
+
+def test_a_stage_without_tensors_may_have_none(tmp_path):
+    split = split_of(nn.Linear(2, 3), nn.Tanh())
+    fp.save(tmp_path, split, (split.params[0], None), state=(None, None), step=2)
+    assert 2 == fp.load(tmp_path, split).step

@@ -77,7 +77,8 @@ def stage_trees(
 
     Raises:
         CheckpointError: ``model`` is neither a split nor a plan; there is not one tree per stage;
-            or the state is missing although training changes it.
+            the tree of one of these stages is missing; or the state is missing although training
+            changes it.
     """
     if not isinstance(model, (Split, Plan)):
         raise CheckpointError(
@@ -86,6 +87,7 @@ def stage_trees(
         )
     count = len(model.stages)
     trees: Trees = {}
+    faults: list[str] = []
     for kind, given in (("params", params), ("state", state)):
         row = getattr(model, kind, None) if given is None else given
         if row is None and kind == "state":
@@ -96,12 +98,33 @@ def stage_trees(
                 f"{type(row).__name__}; give {kind}="
             )
         trees[kind] = tuple([tree if stage in here else None for stage, tree in enumerate(row)])
+        faults += [
+            f"{kind}[{stage}] is None"
+            for stage, tree in enumerate(trees[kind])
+            if tree is None and stage in here and _has_tensors(model, kind, stage)
+        ]
+    if saving:  # an incomplete checkpoint would replace the complete one before it
+        raise_all(_INCOMPLETE, faults, CheckpointError, most=8)
     # `load` needs no state if the model has one, because `load` replaces its numbers.
     if state is None and (saving or model.state is None):
         origin = "split" if isinstance(model, Split) else "" if model.state is None else "plan"
         if fault := forgotten_state(model.stages, origin):
             raise CheckpointError(fault)
     return trees
+
+
+_INCOMPLETE = (
+    "this is only a part of the model, and nothing was written; in several processes call "
+    "fp.save(..., ranks=ranks) on all ranks, and in one process give the tree of each stage, () "
+    "for a stage without tensors:"
+)
+
+
+def _has_tensors(model: Split | Plan, kind: str, stage: int) -> bool:
+    """Return whether a stage has tensors of a kind. A plan does not know its parameters: True."""
+    if isinstance(model, Split):
+        return bool(getattr(model, kind)[stage])
+    return kind == "params" or model.stages[stage].state
 
 
 def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
