@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcpipe._src.view.draw as module
+from funcpipe._src.core.errors import PlanError
 from funcpipe._src.data.cost import Cost
 from funcpipe._src.data.result import Span, Timeline
 from funcpipe._src.data.schedule import Action, Kind, Schedule
@@ -448,3 +449,18 @@ def test_drawing_needs_the_standard_library_only() -> None:
                 *sys.stdlib_module_names,
                 "funcpipe",
             }
+
+
+def test_a_timeline_of_some_lanes_is_refused() -> None:
+    """Each device of a legal schedule works, so an empty row is a lane of another process."""
+    own = timeline((1, 0.0, 1.0, "1F0"), (1, 2.0, 4.0, "1B0"), devices=2)
+    assert (0.0, 3.0) == own.busy
+    assert "has the lanes of 1 device (1) of 2" in str(own)
+    assert "ranks.timeline(result)" in str(own)
+    shown = own._repr_html_()
+    assert shown is not None
+    assert "ranks.timeline(result)" in shown
+    assert "<svg" not in shown
+    for misread in (draw, lambda own: draw(one_f_one_b(2, 1), own), lambda own: own.idle):
+        with pytest.raises(PlanError, match="lanes of 1 device"):
+            misread(own)

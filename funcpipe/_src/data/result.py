@@ -12,6 +12,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.notebook import page, picture, shown
 from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import (
@@ -131,13 +132,18 @@ class Timeline:
 
         The bubble is ``1 - max(busy) / makespan``: the loss by the schedule. Other devices may wait
         longer: see `idle`.
+
+        Raises:
+            PlanError: with `ranks`, the timeline has the lanes of one process only. This is so for
+                `span_bubble`, `idle` and `imbalance`, too.
         """
-        return 1.0 - max(self.busy, default=0.0) / self.makespan if self.makespan else 0.0
+        busy = with_all_lanes(self).busy
+        return 1.0 - max(busy, default=0.0) / self.makespan if self.makespan else 0.0
 
     @property
     def span_bubble(self) -> float:
         """The bubble if batches follow each other without a barrier: ``1 - max(busy) / span``."""
-        return 1.0 - max(self.busy, default=0.0) / self.span if self.span else 0.0
+        return 1.0 - max(with_all_lanes(self).busy, default=0.0) / self.span if self.span else 0.0
 
     @property
     def idle(self) -> float:
@@ -146,7 +152,7 @@ class Timeline:
         This is ``1 - sum(busy) / (num_devices * makespan)``. It is at least the bubble, and equal
         to the bubble if all devices work equally long.
         """
-        return 1.0 - fmean(self.busy) / self.makespan if self.makespan else 0.0
+        return 1.0 - fmean(with_all_lanes(self).busy) / self.makespan if self.makespan else 0.0
 
     @property
     def imbalance(self) -> float:
@@ -164,7 +170,7 @@ class Timeline:
         >>> timeline.bubble, timeline.idle, timeline.imbalance
         (0.5, 0.625, 0.25)
         """
-        longest = max(self.busy, default=0.0)
+        longest = max(with_all_lanes(self).busy, default=0.0)
         return max(0.0, 1.0 - fmean(self.busy) / longest) if longest else 0.0
 
     @cached_property
@@ -283,6 +289,29 @@ class Timeline:
     _repr_html_ = shown(picture)
 
 
+def lanes_elsewhere(timeline: Timeline) -> str:
+    """Say that lanes of other processes are missing in a measured timeline; "" if none is missing.
+
+    Each device of a legal schedule runs actions, so a device without an action was not recorded.
+    """
+    here = sorted({span.device for span in timeline.spans})
+    if timeline.unit != "s" or timeline.lanes or len(here) in (0, timeline.num_devices):
+        return ""
+    return (
+        f"this timeline has the lanes of {named(len(here), 'device')} ({some(map(str, here))}) of "
+        f"{timeline.num_devices}, because each rank records its own lanes; call "
+        "ranks.timeline(result) on all ranks for the timeline of all lanes"
+    )
+
+
+def with_all_lanes(timeline: Timeline) -> Timeline:
+    """Return a timeline that has all lanes. Raises PlanError if lanes of other processes are
+    missing."""
+    if fault := lanes_elsewhere(timeline):
+        raise PlanError(fault)
+    return timeline
+
+
 def percent(share: float) -> str:
     """Return a share as a percentage. Rounding errors below 0 are shown as 0."""
     return f"{max(0.0, share):.1%}"
@@ -301,7 +330,9 @@ def imbalance_of(timeline: Timeline) -> str:
 
 
 def shares(timeline: Timeline) -> str:
-    """Say the bubble, the idle share and the imbalance in one line."""
+    """Say the bubble, the idle share and the imbalance in one line, or that lanes are missing."""
+    if fault := lanes_elsewhere(timeline):
+        return fault
     bubbles = f"bubble {percent(timeline.bubble)} of the makespan"
     if timeline.span != timeline.makespan:
         bubbles += f", {percent(timeline.span_bubble)} of the span"

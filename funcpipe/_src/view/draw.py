@@ -14,7 +14,7 @@ from typing import TypeAlias
 from funcpipe._src.core.errors import ScheduleError
 from funcpipe._src.core.notebook import page, picture
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.data.result import Result, Timeline
+from funcpipe._src.data.result import Result, Timeline, lanes_elsewhere, with_all_lanes
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.view import summary
 from funcpipe._src.view.align import aligned
@@ -63,6 +63,7 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
     Raises:
         TypeError: an argument is not a schedule, a plan or a timeline.
         ScheduleError: a schedule is not legal.
+        PlanError: with `ranks`, a timeline has the lanes of one process only.
         ValueError: the timelines are in different units, or ``by`` is neither "kind" nor "stage".
     """
     if by not in _BY:
@@ -74,7 +75,7 @@ def draw(what: Drawn, *others: Drawn, memory: bool = False, by: By = "kind") -> 
 
 def _timeline(source: Drawn) -> Timeline:
     if isinstance(source, Timeline):
-        return source
+        return with_all_lanes(source)
     if isinstance(source, (Schedule, Plan)):
         return simulate(source)
     hint = (
@@ -195,6 +196,8 @@ class Drawing:
 def _in_notebook(thing: Schedule | Plan | Timeline) -> str:
     """Return the HTML for a notebook: the drawing, or text and the reason why there is none."""
     if isinstance(thing, Timeline):
+        if lanes_elsewhere(thing):  # the repr says so
+            return page(repr(thing), [])
         reason = too_many([thing], "it.to_chrome_trace('trace.json')")
         return page(repr(thing), [("large", reason)]) if reason else draw(thing)._repr_html_()
     schedule = thing.schedule if isinstance(thing, Plan) else thing
