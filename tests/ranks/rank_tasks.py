@@ -947,6 +947,18 @@ def timed(rank, size):
         result = fp.run(plan, own, (x, target), record=True, **options)
         timeline = ranks.timeline(result)
         assert {span.device for span in result.timeline.spans} == {*ranks.lanes}
+        assert f"{len(ranks.lanes)} device" in str(result.timeline)
+        for misread in (
+            fp.draw,
+            lambda timeline: timeline.bubble,
+            lambda timeline: timeline.span_bubble,
+            lambda timeline: timeline.idle,
+            lambda timeline: timeline.imbalance,
+        ):
+            with pytest.raises(fp.PlanError, match=r"ranks\.timeline\(result\) on all ranks"):
+                misread(result.timeline)
+        assert 0 < timeline.bubble <= timeline.idle < 1
+        assert fp.draw(timeline).timeline == timeline
         with pytest.raises(fp.PlanError, match="record=True"):
             ranks.timeline(fp.run(plan, own, (x, target), **options))
         cost = fp.models.profile_plan(plan, own, (x, target), repeats=2, **options)
@@ -1483,6 +1495,8 @@ def run_differently(rank, size, what):
         own, at = fp.place(plan, params, ranks), fp.place(plan, state, ranks)
         seed, loss_scale = 1 + (what == "seed" and other), 1.0 + (what == "scale" and other)
         given = None if what == "no inputs" and rank == 0 else (x, target)
+        if other and what == "batch":
+            given = x + 1, target
         plan = one_f_one_b(outputs=True)[0] if what == "plan" and other else plan
         fp.run(
             plan,

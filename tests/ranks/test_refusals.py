@@ -44,6 +44,7 @@ def test_other_plans(pools, what, words):
         ("rows", ("rows of the batch: rank 1 has 7, rank 0 has 8",)),
         ("no inputs", ("rank 0 has stage 0 and was given no inputs",)),
         ("plan", ("the plan: rank 1 has",)),
+        ("batch", ("inputs of shape (8, 6) has other numbers on rank 1", "the same seed")),
     ],
 )
 def test_other_runs(pools, what, words):

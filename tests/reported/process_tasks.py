@@ -126,6 +126,34 @@ def comparisons(rank, size, renews):
     return abouts["the numbers of parameters and state"]
 
 
+def batches_differ(rank, size):
+    """Run with batches that differ over two ranks, then with equal ones; say what each run gave,
+    and how many tensors of batches were hashed after the first good run."""
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    x, y = rows(8)
+    other = bool(rank)
+    with fp.ranks(plan, timeout=30.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        run = lambda *batch: told(lambda: float(fp.run(plan, params, batch, executor=ranks).loss))
+        ready = lambda shift: fp.Microbatches((x + shift).split(2))
+        wrong = [
+            run(x + other, y),
+            run(x, y + (not other)),
+            run(ready(0.0), fp.Microbatches((y + other).split(2))),
+            run(fp.Axis((x + other).T, 1), y),
+        ]
+        right = [
+            run(None if other else x, y if other else None),
+            run(x, y),
+        ]
+        with mock.patch(
+            "funcpipe._src.engine.prepare.digests_of_batch", side_effect=AssertionError
+        ):
+            later = run(x + other, y)  # the first rank has the inputs, so this changes nothing
+    return wrong, right, later
+
+
 def unnamed_dimension(rank, size):
     """Collect the warnings of ranks of a mesh with two dimensions, and of one with three."""
     plan = fp.make_plan(

@@ -68,6 +68,19 @@ def test_replicas_that_begin_with_other_numbers_are_refused(two, tmp_path, how, 
         assert alike == "ran"
 
 
+def test_ranks_with_other_batches_are_refused_until_the_first_run_with_one_batch(two):
+    """The inputs come from the first rank and the target from the last, so the loss would be of
+    rows that do not belong together."""
+    for wrong, right, later in two.all("process_tasks.batches_differ"):
+        places = ["inputs", "target", "target[0]", "inputs"]
+        for (kind, text), place in zip(wrong, places, strict=True):
+            assert kind == "RanksError"
+            assert f"the batch: {place} of shape" in text, text
+            assert "other numbers on rank 1 than on rank 0" in text
+            assert "the same seed" in text
+        assert right[0] == right[1] == later > 0
+
+
 def test_tied_weights_of_two_processes_that_begin_apart_are_refused_without_place(two):
     for kind, text in two.all("process_tasks.tied_begin", False):
         assert kind == "RanksError"

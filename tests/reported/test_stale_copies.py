@@ -120,6 +120,58 @@ def test_changes_an_attribute_after_stages_were_made(how, words):
         stages[0](params[0], batch[0])
 
 
+def replaced_parameter(model):
+    model[2].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def assigned_state_dict(model):
+    numbers = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(numbers, assign=True)
+
+
+def tied_afterwards(model):
+    model[2].weight = model[0].linear.weight
+
+
+def deleted_bias(model):
+    model[2].bias = None
+
+
+REPLACED = {
+    replaced_parameter: ["2.weight"],
+    assigned_state_dict: ["0.linear.weight", "0.linear.bias", "2.weight", "2.bias"],
+    tied_afterwards: ["2.weight"],
+    deleted_bias: ["2.bias"],
+}
+
+
+@pytest.mark.parametrize("how", ["from_module", "split", "traced", "composed", "compiled"])
+@pytest.mark.parametrize("replace", REPLACED)
+def test_runs_the_old_tensors_of_replaced_parameters(how, replace):
+    model = new_model()
+    stages, params = stages_of(how, model)
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(len(stages), 2), loss=F.mse_loss, devices="cpu"
+    )
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    replace(model)
+    for call in (
+        lambda: fp.run(plan, params, batch, seed=0),
+        lambda: fp.apply(stages, params, batch[0], seed=0),
+        lambda: stages[-1](params[-1], batch[0]),
+    ):
+        with pytest.raises(fp.PlanError, match="would not be trained") as caught:
+            call()
+        assert f"{REPLACED[replace][-1]} is another tensor" in str(caught.value)
+    with pytest.raises(fp.PlanError) as caught:
+        fp.run(plan, params, batch, seed=0)
+    lines = str(caught.value).splitlines()[1:]
+    assert [f"  * {name} is another tensor" for name in REPLACED[replace]] == lines
+    stages, params = stages_of(how, model)
+    plan = fp.make_plan(stages, plan.schedule, loss=F.mse_loss, devices="cpu")
+    assert fp.run(plan, params, batch, seed=0).loss > 0
+
+
 def test_sets_an_attribute_back():
     model = new_model()
     stages, params = stages_of("split", model)

@@ -15,9 +15,9 @@ from pkgutil import resolve_name
 from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 from funcpipe._src.core.captured import captured_values
-from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.shown import function_words, guarded, line, some
-from funcpipe._src.core.tree import Tree
+from funcpipe._src.core.tree import Tree, flatten
 from funcpipe._src.data.declared import (
     arguments_of,
     check_declaration,
@@ -59,6 +59,10 @@ class Origin(Protocol):
 
     def refuse_changes(self) -> None:
         """Raise PlanError if the model's attributes have changed since the copy was made."""
+        ...
+
+    def replaced(self) -> Mapping[str, Any]:
+        """Return the parameters that the model had then, and now has no longer, by their names."""
         ...
 
 
@@ -253,7 +257,7 @@ class Stage:
             raise PlanError(
                 f"stage {self.name!r} declares more than it was given; add " + ", ".join(missing)
             )
-        refuse_changed_models([self])
+        refuse_changed_models([self], params)
         declared = (
             {name: skips[name] for name in self.pop},
             {name: feeds[name] for name in self.feeds},
@@ -490,10 +494,23 @@ def refuse_others(name: str, stages: Iterable[Any], usage: str) -> None:
         )
 
 
-def refuse_changed_models(stages: Iterable[Stage]) -> None:
-    """Raise PlanError if a model's attributes have changed since its stages were made."""
+def refuse_changed_models(stages: Iterable[Stage], params: Tree) -> None:
+    """Raise PlanError if a model has changed since its stages were made.
+
+    Changed are attributes, or parameters of which ``params`` still has the old tensors. Stages can
+    run with other tensors than the model's, so a replaced parameter alone is no error.
+    """
     for origin in {id(origin): origin for stage in stages for origin in stage.origins()}.values():
         origin.refuse_changes()
+        if replaced := origin.replaced():
+            given = {id(leaf) for leaf in flatten(params)[0]}
+            raise_all(
+                "the model has other parameters than at the time of its split, and would not be "
+                "trained, because params has the old tensors; make the stages and the plan again "
+                "(fp.split(model, ...), fp.from_module(model)), or copy numbers into the old "
+                "parameters (model.load_state_dict(...) without assign=True):",
+                [f"{name} is another tensor" for name, old in replaced.items() if id(old) in given],
+            )
 
 
 def names_of(stages: Iterable[Stage]) -> list[str]:

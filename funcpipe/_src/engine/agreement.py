@@ -47,6 +47,7 @@ class Word(NamedTuple):
         length: the length of the sequences that slices are cut from. None: no sequences here.
         of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
         is_new: whether the process has parameters that no run has compared with other processes.
+        batch: in the first run, a hash of each tensor of the batch, by its location and shape.
     """
 
     plan: str
@@ -65,6 +66,7 @@ class Word(NamedTuple):
     of_target: bool = False
     rows_unclear: bool = False
     is_new: bool = False
+    batch: Mapping[str, str] = {}
 
 
 class Agreed(NamedTuple):
@@ -151,6 +153,7 @@ def agree(
             lambda word: word.ready and len(word.ready),
             some=True,
         )
+        faults += _other_batches(group, of)
     for rank in range(size):
         faults += _differences(
             said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained
@@ -227,6 +230,22 @@ def _differences(
         for process, value in values
         if value != values[0][1]
     ]
+
+
+def _other_batches(said: Sequence[tuple[str, Word]], of: str) -> list[str]:
+    """List the tensors of the batch that have other numbers than in an earlier process."""
+    known: dict[str, tuple[str, str]] = {}
+    faults: list[str] = []
+    for process, word in said:
+        for place, digest in word.batch.items():
+            first, other = known.setdefault(place, (process, digest))
+            if digest != other:
+                faults.append(
+                    f"the batch{of}: {place} has other numbers on {process} than on {first}; give "
+                    "all ranks the same batch (let them shuffle with the same seed), or None for "
+                    "the inputs or the target that a rank does not read"
+                )
+    return faults
 
 
 def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]:

@@ -61,7 +61,7 @@ def apply(
     listed: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
     refuse_others("apply", listed, "apply([first, second], params, inputs)")
     routes(listed)
-    refuse_changed_models(listed)
+    refuse_changed_models(listed, params)
     faults = [
         f"{name} has {len(trees)} trees for {len(listed)} stages"
         for name, trees in (("params", params), ("state", state))

@@ -56,6 +56,7 @@ from funcpipe._src.replicas.compare_numbers import compare_numbers, compare_tied
 from funcpipe._src.replicas.gathered import GatheredParams
 from funcpipe._src.replicas.host_params import HostParams, at_home, refuse_odd
 from funcpipe._src.replicas.replicas import Reduction, Sharding
+from funcpipe._src.replicas.same_numbers import digests_of_batch
 from funcpipe._src.replicas.sharded import ShardedParams
 from funcpipe._src.stages.bound import Bound, Program, Shares
 from funcpipe._src.stages.check_finite import FiniteBound
@@ -189,7 +190,7 @@ def prepare(
         name, plan, options, alone=part.replicas == 1 and len(part.stages) == plan.num_stages
     )
     here = part.stages
-    refuse_changed_models([plan.stages[stage] for stage in here])
+    refuse_changed_models([plan.stages[stage] for stage in here], params)
     seed, feeds, trainable = checked_seed(options.seed), options.feeds, options.trainable
     trees = _per_stage("params", params, plan, here)
     states = _states(options.state, plan, here)
@@ -206,13 +207,9 @@ def prepare(
     )
     absent = batch is None and len(here) < plan.num_stages
     inputs, target = (None, None) if absent else split_batch(plan, batch)
-    batch_trees = NamedTrees(
-        {
-            "inputs": inputs,
-            "target": target,
-            **{f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()},
-        }
-    )
+    given = {"inputs": inputs, "target": target}
+    given |= {f"feeds[{name!r}]": tree for name, tree in (feeds or {}).items()}
+    batch_trees = NamedTrees(given)
     if all(device.type != "meta" for device in devices):
         refuse_meta(batch_trees)
     if backward and not halves:
@@ -248,12 +245,15 @@ def prepare(
         weights,
     )
     ready = uncut.of_target, uncut.rows_unclear
-    word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new)
+    is_first = len(here) < plan.num_stages and not part.compared.had_batch
+    digests = digests_of_batch(given) if is_first else {}
+    word = Word(*facts, marked, tied, pattern, copies, uncut.length, *ready, is_new, digests)
 
     # After this exchange all processes have the same words. So every process raises an error that
     # follows from them, and none waits for a process that has raised alone.
     words = part.exchange(START, word)
     agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
+    part.compared.had_batch = True
     if agreed.is_new:
         compare_numbers(part, plan, trees, states, spread)
     own = agreed.parts[part.replica]

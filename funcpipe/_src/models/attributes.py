@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import raise_all
-from funcpipe._src.core.torch_names import FLAT_WEIGHTS, TABLES, children_of, version
+from funcpipe._src.core.torch_names import FLAT_WEIGHTS, TABLES, children_of, parameters_of, version
 from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
 
 _PLAIN = (
@@ -128,7 +128,8 @@ class ModuleAttributes:
 
     `changes` compares plain values by equality, objects by identity and by their attributes, and
     tensors by their count of writes. Numbers in parameters and buffers, and training flags, are not
-    compared. References to modules are weak.
+    compared. `replaced` compares parameters by identity. References to modules and parameters are
+    weak.
 
     Args:
         model: a module, with all modules inside.
@@ -142,6 +143,15 @@ class ModuleAttributes:
         self.tensors: list[tuple[str, str, AttributeUses, Tensor, int]] = []
         self.children: list[
             tuple[str, weakref.ref[nn.Module], tuple[str, ...], tuple[_Child, ...]]
+        ] = []
+        # The parameters of each layer, by local name; None for a parameter that is None.
+        self.parameters: list[
+            tuple[
+                str,
+                weakref.ref[nn.Module],
+                tuple[str, ...],
+                tuple[Callable[[], Tensor | None], ...],
+            ]
         ] = []
         self.seen: set[int] = set()
         # Keeps values alive: otherwise a new object could get an id that is in `seen`.
@@ -171,6 +181,11 @@ class ModuleAttributes:
             for child in children.values()
         )
         self.children.append((path, reference, tuple(children), references))
+        if parameters := parameters_of(module):
+            weakly = [
+                _no_tensor if each is None else weakref.ref(each) for each in parameters.values()
+            ]
+            self.parameters.append((path, reference, tuple(parameters), tuple(weakly)))
         self._table(path, "", uses, partial(_attributes_of, reference))
         for name, value in vars(module).items():
             # A forward changes the attributes that it writes in each call, so they are not
@@ -238,6 +253,23 @@ class ModuleAttributes:
             [str(change) for change in self._changes()],
         )
 
+    def replaced(self) -> dict[str, Tensor]:
+        """Return the recorded parameters that the model has no longer, by the model's names."""
+        out: dict[str, Tensor] = {}
+        for path, reference, names, parameters in self.parameters:
+            module = reference()
+            if module is None:
+                continue
+            now = parameters_of(module)
+            before = [parameter() for parameter in parameters]
+            # Fast path, because each run compares all parameters.
+            if len(now) == len(before) and all(map(is_, before, now.values())):
+                continue
+            for name, old in zip(names, before, strict=True):
+                if old is not None and now.get(name) is not old:
+                    out[f"{path}.{name}" if path else name] = old
+        return out
+
     def _changes(self) -> Iterator[Change]:
         for path, reference, names, children in self.children:
             module = reference()
@@ -284,6 +316,10 @@ class ModuleAttributes:
             return False
         # A new attribute that no forward mentions comes from hooks or callers.
         return self.all_names or old is not _MISSING or key in table.uses.mentioned
+
+
+def _no_tensor() -> None:
+    """Stand in for the weak reference to a parameter that is None."""
 
 
 def _contents(value: Any) -> Mapping[Any, Any]:

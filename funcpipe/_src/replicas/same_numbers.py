@@ -1,14 +1,15 @@
-"""Hash the numbers of parameters and state, and record which parameters were compared."""
+"""Hash the numbers of parameters, state and batches, and record which parameters were compared."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.core.plain_tensors import is_plain
 from funcpipe._src.core.torch_names import version
 from funcpipe._src.core.tree import Tree, flatten, locations
@@ -24,9 +25,15 @@ computes them from the compared leaves, so further runs compare nothing."""
 
 
 class ComparedLeaves:
-    """Records the compared parameter leaves, so that each leaf is compared only once."""
+    """Records the compared parameter leaves, so that each leaf is compared only once.
+
+    Attributes:
+        had_batch: whether a batch was compared. Only the first batch is compared, because hashes of
+            each batch would take time in each run.
+    """
 
     def __init__(self) -> None:
+        self.had_batch = False
         self._known: dict[int, ReferenceType[Tensor]] = {}
         self._new: list[Tensor] = []
         self._in_a_row = 0
@@ -128,3 +135,31 @@ def digests_of(
         if digest:
             digests[place] = digest
     return digests
+
+
+def digests_of_batch(trees: Mapping[str, Tree]) -> Digests:
+    """Return hashes of the tensors of a batch, by location and shape.
+
+    Processes compare tensors of one shape only, because a process may cut its microbatches itself,
+    and another not.
+    """
+    return {
+        f"{place} of shape {tuple(tensor.shape)}": digest
+        for root, tree in trees.items()
+        for leaf, where in zip(flatten(tree)[0], locations(tree, root), strict=True)
+        for place, tensor in _tensors_of(leaf, where)
+        if (digest := digest_of(tensor))
+    }
+
+
+def _tensors_of(leaf: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a leaf of a batch, with their locations."""
+    if isinstance(leaf, Microbatches):
+        for number, tree in enumerate(leaf):
+            for inner, where in zip(
+                flatten(tree)[0], locations(tree, f"{place}[{number}]"), strict=True
+            ):
+                yield from _tensors_of(inner, where)
+    bare = leaf.value if isinstance(leaf, (Replicate, Axis)) else leaf
+    if isinstance(bare, Tensor):
+        yield place, bare
