@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_transformers_reads_a_folder_with_a_configuration(tmp_path):
     llama.config.save_pretrained(folder)
     again = transformers.LlamaForCausalLM.from_pretrained(folder)
     assert same(again.state_dict(), llama.state_dict())
+
+
+def test_without_safetensors_the_error_names_a_command_that_works_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    split = fp.split(model(), 2)
+    with pytest.raises(fp.CheckpointError, match="call pip install safetensors$"):
+        fp.save(tmp_path / "new", split, split.params, state=split.state)
+    assert not (tmp_path / "new" / "funcpipe.json").exists()
 
 
 def test_tied_parameters_are_saved_once_and_loaded_everywhere(tmp_path):

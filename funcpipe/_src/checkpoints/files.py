@@ -50,7 +50,8 @@ def safetensors() -> Any:
         return pkgutil.resolve_name("safetensors.torch")
     except ImportError as error:
         raise CheckpointError(
-            "checkpoints are written with safetensors: pip install 'torch-funcpipe[io]'"
+            "fp.save and fp.load need safetensors, which is not installed; call pip install "
+            "safetensors"
         ) from error
 
 

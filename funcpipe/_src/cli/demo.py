@@ -139,7 +139,7 @@ def digits(seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise SystemExit(
-            "the demo reads scikit-learn's digits: pip install 'torch-funcpipe[demo]'"
+            "the demo needs scikit-learn, which is not installed; call pip install scikit-learn"
         ) from error
     dataset: Any = load_digits()
     images = torch.tensor(dataset.images, dtype=torch.uint8).unsqueeze(1)

@@ -87,7 +87,7 @@ def solve(
         cp_model: Any = import_module("ortools.sat.python.cp_model")
     except ImportError:
         raise ScheduleError(
-            "exact=True solves with OR-Tools: pip install 'torch-funcpipe[solve]'"
+            "exact=True needs OR-Tools, which is not installed; call pip install ortools"
         ) from None
     began = perf_counter()
     unit, exact = unit_of(problem)
