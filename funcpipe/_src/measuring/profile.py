@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcpipe._src.core.border import Border, given
 from funcpipe._src.core.errors import PlanError
@@ -28,6 +28,8 @@ from funcpipe._src.engine.switches import SwitchWatch
 from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.row import Layer, blame, known_device, layers_of, refuse_counts
 from funcpipe._src.models.example import unmarked
+from funcpipe._src.models.policy import Units
+from funcpipe._src.models.split import split
 from funcpipe._src.stages.bound import Bound, Program, StageArgs
 from funcpipe._src.stages.context import (
     CallerContext,
@@ -81,8 +83,9 @@ def profile(
 
     Args:
         layers: an ``nn.Sequential`` (its children are the layers, as for `balance` and
-            ``split(balance=)``), a list of modules, a split, or stages.
-        example: the input of one microbatch. Marks (`Replicate`, `Axis`) in ``example`` and
+            ``split(balance=)``), a list of modules, a split, or stages. Another module is traced,
+            and its units are measured, as ``split(model, balance=, example=)`` counts them.
+        example: the input of one microbatch; for a traced module as in `split`. Marks (`Replicate`, `Axis`) in ``example`` and
             ``feeds`` are removed.
         params, state: for stages: one tree per stage.
         feeds: values by name, for stages that declare feeds.
@@ -115,6 +118,8 @@ def profile(
         StageError: a layer failed. The message names the layer and its input.
     """
     refuse_transforms("profile")
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
+        layers = split(layers, policy=_each_unit, example=example, check=False)
     example, feeds = (
         unmarked(example),
         {name: unmarked(tree) for name, tree in (feeds or {}).items()},
@@ -177,6 +182,11 @@ def profile(
             }
     forward, whole, inputs, weights, *_ = (tuple(column) for column in zip(*times, strict=True))
     return Cost(forward, inputs, weights, backward=whole, comm=comm, **residuals)
+
+
+def _each_unit(units: Units, num_stages: int | None) -> Sequence[int]:
+    """Make a stage of each unit, to measure it."""
+    return [1] * len(units)
 
 
 class _Times(NamedTuple):

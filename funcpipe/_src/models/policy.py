@@ -74,8 +74,9 @@ def by_time(cost: Cost) -> Policy:
     [2, 1]
 
     Args:
-        cost: the times of each unit, as `profile` measures them for an ``nn.Sequential`` or for a
-            split with one unit per stage.
+        cost: the times of each unit. ``fp.models.profile(model, example)`` measures the layers of an
+            ``nn.Sequential`` or the units of a trace. For blocks, measure a split with one block
+            per stage.
 
     Returns:
         A policy. It raises PlanError if ``num_stages`` is None, or if the cost does not have one
@@ -93,8 +94,7 @@ def by_time(cost: Cost) -> Policy:
         if cost.num_stages != len(units):
             raise PlanError(
                 f"by_time(cost) needs one number for each of the {len(units)} units; the cost has "
-                f"{cost.num_stages}; measure the units: fp.models.profile(fp.split(model, balance="
-                f"[1] * {len(units)}, example=example), example)"
+                f"{cost.num_stages}; measure the units: fp.models.profile(model, example)"
             )
         return list(balance(cost, _count(num_stages, "by_time")))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.log import log
 from funcpipe._src.core.progress import ProgressTo, Teller, telling
+from funcpipe._src.core.shown import some
 from funcpipe._src.core.torch_names import has_gradient_hooks, hooks_of
 from funcpipe._src.core.tracing import tracing
 from funcpipe._src.core.tree import flatten
@@ -84,9 +85,10 @@ def split(
             "before"}``. ``"layers.2@1"`` is the second call of the module. A list of paths cuts
             before each module.
         balance: the number of units of each stage, for example ``[3, 3, 2]``. Units are the layers
-            of a Sequential, the blocks of a list, or the units of the trace. For nested
-            Sequentials, the sum decides whether only the outer layers count or the inner layers
-            too.
+            of a Sequential, the blocks of a list, or the units of the trace, which a policy gets,
+            too. For nested lists, the sum decides whether only the outer entries count or the inner
+            entries too. ``balance(profile(model, example), num_stages)`` of `fp.models` measures
+            the units.
         policy: a function that chooses the cuts: `by_parameters` (the default),
             ``by_time(cost)``, ``by_memory(limit)``, or your own ``(Units, num_stages) -> sizes``.
         example: an input of the model, for the trace. A tensor or a tuple goes to forward by
@@ -219,9 +221,9 @@ class _CutArguments(NamedTuple):
         sizes: Any = self.balance
         if sizes is None:
             if count is not None and count > len(units):
-                names = ", ".join(units.names[:8]) + (", ..." if len(units) > 8 else "")
                 raise PlanError(
-                    f"num_stages is {count}, but the model has only {len(units)} units ({names})"
+                    f"num_stages is {count}, but the model has only {len(units)} units "
+                    f"({_names_of(units)})"
                 )
             if count is None and self.policy is None:
                 raise PlanError(
@@ -229,7 +231,13 @@ class _CutArguments(NamedTuple):
                     "balance=, or a policy that determines the number (by_memory)"
                 )
             sizes = (self.policy or by_parameters)(units, count)
-        return checked_sizes(sizes, len(units), "units of the model", count)
+        noun = f"units of the model ({_names_of(units)})"
+        return checked_sizes(sizes, len(units), noun, count)
+
+
+def _names_of(units: Units) -> str:
+    """List the names of the first units, for messages."""
+    return some(units.names, most=20)
 
 
 def _sizes_by_names(units: Units, cuts: dict[str, str], num_stages: int | None) -> list[int]:
@@ -359,7 +367,11 @@ def _stage_starts(captured: Captured, model: nn.Module, cuts: _CutArguments) -> 
                 "out"
             )
         return positions
-    units, starts = units_of_graph(captured, model, count, movable=cuts.balance is None)
+    given = cuts.balance if isinstance(cuts.balance, Sequence) else None
+    if count is None and given is not None:
+        count = len(given)
+    total = None if given is None else sum(size for size in given if isinstance(size, int))
+    units, starts = units_of_graph(captured, model, count, total=total)
     sizes = cuts.sizes(units)
     return [starts[end] for end in accumulate(sizes[:-1])]
 

@@ -166,7 +166,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     if not candidates:
         raise PlanError(
             f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of "
-            f"one class to cut between; name one (layers=path), or {TRACED}"
+            f"one class to cut between; {TRACED}, or name a list (layers=path)"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     # Two lists of similar size (an encoder and a decoder) are ambiguous, so the user decides.
@@ -180,7 +180,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
         ]
         raise PlanError(
             bullets(
-                f"{kind} has several lists of blocks; name one (layers=path), or {TRACED}", listed
+                f"{kind} has several lists of blocks; {TRACED}, or name one (layers=path)", listed
             )
         )
     return ranked[0]

@@ -233,7 +233,7 @@ class LayersCopy(ModuleCopy):
         except Leave as leave:
             return leave.out, tuple(self.travelling) if self.first == 0 else ()
         except UnknownValueError as error:
-            raise self._refusal(str(error), error.source) from error
+            raise self._refusal(error.need, error.source) from error
         except Exception as error:
             if self.unhooked and not isinstance(error, PlanError):
                 error.add_note(
@@ -410,21 +410,19 @@ class LayersCopy(ModuleCopy):
         entries = [root for root in cut.entry if within(source, root)]
         exits = [root for root in cut.exit if within(source, root)]
         if exits and not entries:
-            remedy = (
-                f"if {exits[0]!r} runs before the blocks, give {call}entry={exits}); otherwise "
-            )
+            remedy = f"; or, if {exits[0]!r} runs before the blocks, give {call}entry={exits})"
         elif entries:
             remedy = (
-                f"if {entries[0]!r} runs after the blocks, give {call}exit={entries}); if both "
-                f"ends use it, give {call}entry={entries}, exit={entries}); if later blocks use "
-                f"its output, let the output travel: {call}carry={entries}); otherwise "
+                f"; or, if {entries[0]!r} runs after the blocks, give {call}exit={entries}); if "
+                f"both ends use it, give {call}entry={entries}, exit={entries}); if later blocks "
+                f"use its output, let the output travel: {call}carry={entries})"
             )
         else:
             remedy = ""
         return PlanError(
             f"blocks {cut.path}[{self.first}:{self.last}], or the modules around them, use more "
             f"than the output of the previous block: {need} {source!r}, which another stage "
-            f"has; {remedy}{TRACED}"
+            f"has; {TRACED}{remedy}"
         )
 
     def _refuse_incomplete(self, y: Tree, side_outputs: SideOutputs) -> None:

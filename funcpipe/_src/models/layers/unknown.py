@@ -42,11 +42,16 @@ results are known."""
 
 
 class UnknownValueError(PlanError):
-    """Raised if a forward needs the numbers of a tensor that another stage has."""
+    """Raised if a forward needs the numbers of a tensor that another stage has.
+
+    Attributes:
+        source: the origin of the numbers.
+        need: the words before the origin in messages.
+    """
 
     def __init__(self, source: str, need: str) -> None:
-        super().__init__(f"it {need}, which another stage has")
-        self.source = source
+        super().__init__(f"{need} {source!r}, which another stage has")
+        self.source, self.need = source, need
 
 
 class Outline(NamedTuple):
@@ -123,7 +128,7 @@ class Unknown(Tensor):
         # A write of unknown numbers into a known tensor would make its numbers wrong.
         if any(not isinstance(tensor, Unknown) for tensor in tensors_in(written)):
             raise UnknownValueError(
-                first.source, f"writes numbers ({func.name()}) into a tensor of this stage,"
+                first.source, f"{func.name()} writes into a tensor of this stage the numbers of"
             )
         device = first.device
         if kwargs.get("device") is not None:
@@ -140,15 +145,13 @@ class Unknown(Tensor):
             out = outcome(func, *known, kinds=_map(type, known))
         except Exception as error:
             name = func.name() if hasattr(func, "name") else str(func)
-            raise UnknownValueError(
-                first.source, f"needs the numbers of a tensor ({name})"
-            ) from error
+            raise UnknownValueError(first.source, f"{name} needs the numbers of") from error
         if written:
             if [_outline(tensor) for tensor in written] != (
                 [out] if isinstance(out, Outline) else list(out or ())
             ):
                 raise UnknownValueError(
-                    first.source, f"changes the shape of a tensor in place ({func.name()})"
+                    first.source, f"{func.name()} changes in place the shape of"
                 )
             return written[0] if isinstance(out, Outline) else written
         fill = _FILLS.get(func.overloadpacket)

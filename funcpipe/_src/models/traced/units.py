@@ -19,42 +19,52 @@ def units_of_graph(
     model: nn.Module,
     num_stages: int | None,
     *,
-    movable: bool,
+    total: int | None = None,
 ) -> tuple[Units, list[int]]:
     """Return the units, and the index of the node at which each begins.
 
     A unit is a run of operations of one entry of a ModuleList or Sequential, or of one layer
     outside of any list. Of nested lists the outermost counts, unless that gives fewer units with
-    parameters than stages.
+    parameters than stages. A unit at which no stage can begin starts at the nearest possible
+    operation (`free`). If that leaves nothing of the unit, it is merged with its neighbour. So any
+    cut between units is legal.
 
     Args:
         captured: the traced model.
         model: the model.
         num_stages: the wanted number of stages, if known.
-        movable: True: a unit at which no stage can begin starts at the nearest possible operation
-            (`free`). If that leaves nothing of the unit, it is merged with its neighbour. So any
-            cut between units is legal.
+        total: the wanted number of units, the sum of given sizes. None: not known. If some depth of
+            nested lists gives this number of units, that depth counts.
     """
     lists = [
         path
         for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
     ]
-    allowed = free(captured) if movable else None
-    for depth in range(1 + max((path.count(".") + 1 for path in lists), default=0)):
-        units, starts = _units(
-            captured, model, [path for path in lists if path.count(".") >= depth], allowed
-        )
-        if sum(map(bool, units.parameters)) >= (num_stages or 1):
-            return units, starts
-    return _units(captured, model, [], allowed)
+    allowed = free(captured)
+    depths = range(2 + max((path.count(".") for path in lists), default=-1))
+    # A generator, because most models need only the first of these.
+    divisions = (
+        _units(captured, model, [path for path in lists if path.count(".") >= depth], allowed)
+        for depth in depths
+    )
+    passed: list[tuple[Units, list[int]]] = []
+    fitting: list[tuple[Units, list[int]]] = []
+    for division in divisions:
+        passed.append(division)
+        if sum(map(bool, division[0].parameters)) >= (num_stages or 1):
+            fitting.append(division)
+            if total is None:
+                break
+    candidates = [*fitting, *reversed(passed)]
+    return next((division for division in candidates if len(division[0]) == total), candidates[0])
 
 
 def _units(
     captured: Captured,
     model: nn.Module,
     lists: Sequence[str],
-    allowed: Sequence[bool] | None,
+    allowed: Sequence[bool],
 ) -> tuple[Units, list[int]]:
     body = captured.body
     blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
@@ -70,12 +80,11 @@ def _units(
             starts.append(number if starts else 0)
     if not names:
         names, starts = ["model"], [0]
-    if allowed is not None:
-        first = {
-            place: name
-            for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
-        }
-        names, starts = list(first.values())[::-1], list(first)[::-1]
+    first = {
+        place: name
+        for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
+    }
+    names, starts = list(first.values())[::-1], list(first)[::-1]
     bounds = [*starts, len(body)]
     counted: set[str] = set()
     weights = dict(model.named_parameters())
