@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import schedules
+from random_plans import schedules, unequal
 
 import funcpipe as fp
 from funcpipe._src.schedules.clock import coded
@@ -41,7 +41,7 @@ def costs(draw: st.DrawFn, stages: int) -> fp.Cost:
 def test_pairs_are_timed_as_simulated_and_never_beat_the_bound(data: st.DataObject) -> None:
     """Of any schedule with backwards, at the memory that it needs."""
     schedule = data.draw(schedules().filter(lambda one: one.has_backward))
-    cost = data.draw(costs(schedule.num_stages))
+    cost = data.draw(unequal(data.draw(costs(schedule.num_stages)), schedule.num_microbatches))
     timeline = fp.simulate(schedule, cost)
     device_of, slices = schedule.device_of, schedule.num_slices
     remat = any(action.kind is fp.Kind.R for order in schedule.orders for action in order)
@@ -64,7 +64,7 @@ def test_moving_joining_and_parting_makes_shorter_within_the_memory(
 ) -> None:
     """Every step is legal, and timed as it is simulated."""
     schedule = data.draw(schedules().filter(lambda one: one.has_backward))
-    cost = data.draw(costs(schedule.num_stages))
+    cost = data.draw(unequal(data.draw(costs(schedule.num_stages)), schedule.num_microbatches))
     before = fp.simulate(schedule, cost)
     problem = Problem(
         cost, schedule.device_of, schedule.num_pieces, before.peak, num_slices=schedule.num_slices

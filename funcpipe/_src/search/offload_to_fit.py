@@ -81,7 +81,7 @@ def _longest(problem: Problem, timeline: Timeline, device: int, away: set[Action
 def _move(problem: Problem, action: Action) -> float:
     """Return the time of an O or L."""
     piece = action.microbatch * problem.num_slices + (action.slice or 0)
-    return problem.times(action.kind)[action.stage] * problem.growth[piece][1]
+    return problem.piece(problem.cost.of(action.kind, action.stage), 1) * problem.growth[piece][1]
 
 
 def _insert(problem: Problem, bare: Schedule, timeline: Timeline, away: set[Action]) -> Schedule:
