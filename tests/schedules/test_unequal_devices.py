@@ -126,7 +126,7 @@ def test_a_memory_limit_per_device_with_speeds():
 
 def test_other_numbers_of_devices_are_refused():
     cost = fp.Cost([1.0] * 4, speeds=[1, 2, 3])
-    message = "the cost has speeds for 3 devices, and the schedule has 4; give speeds="
+    message = "Cost.speeds has 3 numbers, and the schedule has 4 devices; give speeds="
     uses = (
         lambda: fp.simulate(S.one_f_one_b(4, 4), cost),
         lambda: fp.search(cost, num_devices=4, num_microbatches=4),

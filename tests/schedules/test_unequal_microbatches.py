@@ -195,7 +195,7 @@ def test_other_numbers_of_microbatches_are_refused(name):
     ):
         with pytest.raises(
             fp.ScheduleError,
-            match=f"the cost has {name} for 3 microbatches, and the schedule has 4; give {name}=",
+            match=f"Cost.{name} has 3 numbers, and the schedule has 4 microbatches; give {name}=",
         ):
             use()
 

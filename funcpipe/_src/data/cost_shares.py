@@ -57,7 +57,7 @@ def one_each(name: str, nouns: str, values: Sequence[float], count: int) -> Sequ
     """
     if values and len(values) != count:
         raise ScheduleError(
-            f"the cost has {name} for {len(values)} {nouns}, and the schedule has {count}; give "
+            f"Cost.{name} has {len(values)} numbers, and the schedule has {count} {nouns}; give "
             f"{name}= {count} numbers, or () for equal {nouns}"
         )
     return values or (1.0,) * count
