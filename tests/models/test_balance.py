@@ -211,6 +211,7 @@ def test_communication_on_long_chains():
     assert best[-1] == fp.models.balance(costs, 9, comm=comm).bottleneck
 
 
+@pytest.mark.slow
 def test_many_layers_end():
     """More rows than one piece of the matrix has; the first parts have the most layers."""
     rng = random.Random(2)

@@ -85,8 +85,8 @@ def profile(
         layers: an ``nn.Sequential`` (its children are the layers, as for `balance` and
             ``split(balance=)``), a list of modules, a split, or stages. Another module is traced,
             and its units are measured, as ``split(model, balance=, example=)`` counts them.
-        example: the input of one microbatch; for a traced module as in `split`. Marks (`Replicate`, `Axis`) in ``example`` and
-            ``feeds`` are removed.
+        example: the input of one microbatch; for a traced module as in `split`. Marks
+            (`Replicate`, `Axis`) in ``example`` and ``feeds`` are removed.
         params, state: for stages: one tree per stage.
         feeds: values by name, for stages that declare feeds.
         trainable: as in `run`. None: leaves with requires_grad, or all floating leaves if no leaf
