@@ -297,6 +297,26 @@ def test_a_traced_batch_norm_is_deferred_whoever_calls_it(layer):
     close(trained(plan, made.params, made.state, runner=fp.run_sequential), wanted)
 
 
+class Returns(nn.BatchNorm1d):
+    """Hands out its buffers."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"y": y, "mean": self.running_mean, "batches": [self.num_batches_tracked]}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_returned_buffer_is_a_plain_tensor(train):
+    """With the numbers before the batch, and the batches as the forward counted them."""
+    part, params, state = fp.from_module(Returns(3).double())
+    y = part.fn(params, features(), state=state, train=train)
+    out = y.y if train else y
+    assert type(out["mean"]) is type(out["batches"][0]) is torch.Tensor
+    assert torch.equal(out["mean"], state["running_mean"])
+    assert int(train) == int(out["batches"][0])
+    assert 0 == int(state["num_batches_tracked"])
+
+
 def test_a_training_layer_in_evaluation_defers_nothing():
     """layer.eval() inside a training model: running statistics are used and kept, whatever forward
     it has."""

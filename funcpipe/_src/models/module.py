@@ -24,7 +24,7 @@ from funcpipe._src.core.torch_names import (
     parameters_of,
     without_modes,
 )
-from funcpipe._src.core.tree import Tree
+from funcpipe._src.core.tree import Tree, map_tensors
 from funcpipe._src.core.words import similar
 from funcpipe._src.data.stage import Bindable, Stage, checked_names, normalise
 from funcpipe._src.models.attributes import ModuleAttributes
@@ -32,7 +32,12 @@ from funcpipe._src.models.copying import copied, copied_around
 from funcpipe._src.models.kept_values import refuse_kept
 from funcpipe._src.models.module_carry import carry_apart, check_carry
 from funcpipe._src.models.norms.batchnorm import CommitLayers, Running
-from funcpipe._src.models.norms.norm_layers import DeferredNorm, is_deferrable, stage_tensor
+from funcpipe._src.models.norms.norm_layers import (
+    DeferredNorm,
+    is_deferrable,
+    stage_tensor,
+    with_numbers,
+)
 from funcpipe._src.models.norms.written_buffers import (
     has_numbers,
     looked_at,
@@ -450,6 +455,8 @@ class ModuleCopy:
             y, stash = self._run(x, extras)
         else:
             y, stash = self._run_checked(x, extras)
+        if self.norms:  # a forward may return a buffer
+            y, stash = map_tensors(with_numbers, (y, stash))
         seen = {norm.path: norm.end() for norm in self.norms}
         self._refuse_writes(before)
         if not collects and not stash:
@@ -507,15 +514,15 @@ class ModuleCopy:
         """Drop the tensors and return the copy to the idle copies."""
         for table, local, _ in self.slots:
             table[local] = None
-        for norm in self.norms:
-            norm.release()
         for layer in self.recurrent:
             vars(layer)[FLAT_WEIGHTS] = []
         self.buffers = []
         changes = self.attributes.changes()
         if changes:  # a copy with values that a forward left (an attention map) is dropped
             refuse_kept(self.owner.left, changes, type(self.module).__name__)
-        elif all([*table] == names for table, names in self.tables):
+        for norm in self.norms:
+            norm.release()
+        if not changes and all([*table] == names for table, names in self.tables):
             self.owner.give_back(self)
 
 

@@ -96,14 +96,14 @@ class NormBuffer(Tensor):
         if func in (Tensor.add_, Tensor.__iadd__) and _counts(args[0]):
             args[0].added = (args[0].added or 0) + args[1]
             return args[0]
-        return func(*_with_numbers(args), **_with_numbers(keywords))
+        return func(*with_numbers(args), **with_numbers(keywords))
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation that did not ask ``__torch_function__`` with the stage's tensors."""
-        return func(*_with_numbers(args), **_with_numbers(kwargs or {}))
+        return func(*with_numbers(args), **with_numbers(kwargs or {}))
 
 
 def _counts(buffer: Any) -> bool:
@@ -111,14 +111,14 @@ def _counts(buffer: Any) -> bool:
     return isinstance(buffer, NormBuffer) and not is_differentiable(buffer.tensor)
 
 
-def _with_numbers(value: Any) -> Any:
-    """Replace each `NormBuffer` among the arguments of an operation by its tensor."""
+def with_numbers(value: Any) -> Any:
+    """Replace each `NormBuffer` in a value or among the arguments of an operation by its numbers."""
     if isinstance(value, NormBuffer):
         return value.tensor if value.added is None else value.tensor + value.added
     if type(value) in (tuple, list):
-        return type(value)(map(_with_numbers, value))
+        return type(value)(map(with_numbers, value))
     if type(value) is dict:
-        return {name: _with_numbers(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {name: with_numbers(item) for name, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     return value
 
 
