@@ -28,12 +28,12 @@ class ValueRecord:
     Attributes:
         values: ``(action, name)`` -> the tree that an ``observe`` function of `funcpipe.run` saw.
         order: the actions of the plan in plan order.
-        result: the result of the run.
+        result: the result of the run; None for the record of a model.
     """
 
     values: dict[tuple[Action, str], Tree]
     order: tuple[Action, ...]
-    result: Result
+    result: Result | None
 
     def __repr__(self) -> str:
         return line("ValueRecord", [("", f"{len(self.values)} values")])
@@ -131,8 +131,8 @@ def first_difference(first: ValueRecord, second: ValueRecord) -> Difference | No
     1F0 (stage 1, microbatch 0): output differs in 2 elements, by at most 4 ulp
 
     Args:
-        first, second: what `record_values` returned. The plan order of the first decides which
-            difference is the first one.
+        first, second: what `record_values` or `record_model` returned. The plan order of the first
+            decides which difference is the first one.
 
     Raises:
         PlanError: the numbers of stages or microbatches differ, or the records share no value.
