@@ -434,7 +434,7 @@ def test_schedules_and_costs_say_what_is_wrong(call, told):
             "cost must be a Cost of the layers",
         ),
         (
-            lambda: fp.models.profile(nn.Linear(4, 4), torch.ones(2, 4)),
+            lambda: fp.models.profile(nn.Linear, torch.ones(2, 4)),
             "layers are an nn.Sequential, a list of modules",
         ),
         (lambda: fp.models.profile(parts()[1], torch.ones(2, 4)), "params= is missing"),

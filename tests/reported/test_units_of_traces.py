@@ -150,3 +150,16 @@ def test_by_time_with_the_cost_of_other_units_names_the_calls_that_measure():
     assert "fp.models.profile(model, example)" in str(caught.value)
     cost = fp.models.profile(model, torch.ones(2, 2), repeats=1)
     assert 2 == len(fp.split(model, 2, policy=fp.models.by_time(cost)))
+
+
+def test_sizes_may_count_layers_as_the_model_lists_them():
+    """Then the cut must be legal: each ReLU writes in place into the layer before."""
+    layers = [layer for _ in range(2) for layer in (nn.Linear(2, 2), nn.ReLU(inplace=True))]
+    model, x = nn.Sequential(*layers), torch.ones(4, 2)
+    split = fp.split(model, balance=[2, 2], example=x)
+    assert [["0.weight", "0.bias"], ["2.weight", "2.bias"]] == [[*tree] for tree in split.params]
+    assert 2 == len(fp.split(model, balance=[1, 1], example=x))  # the units of a policy
+    with pytest.raises(fp.PlanError, match="writes in place"):
+        fp.split(model, balance=[1, 3], example=x)
+    with pytest.raises(fp.PlanError, match="sum to the 2 units"):
+        fp.split(model, balance=[1, 4], example=x)

@@ -170,25 +170,32 @@ class BatchTree:
         return sequence % leaf.dim()
 
     def listed(self, rows: int | None) -> list[str]:
-        """Return faults for lists with one value per row, which would not be cut."""
+        """Return faults for lists with one value, or one list, per row, which would not be cut."""
         if rows is None or rows < 2 or all(isinstance(leaf, Tensor) for leaf in self.leaves):
             return []
         groups: dict[Path, list[int]] = {}
         for number, path in enumerate(paths(self.tree)):
-            groups.setdefault(path[:-1], []).append(number)
+            for depth in range(len(path)):
+                groups.setdefault(path[:depth], []).append(number)
         faults: list[str] = []
-        for path, numbers in groups.items():
-            values = [self.leaves[number] for number in numbers]
-            if len(values) != rows or any(isinstance(value, Tensor) for value in values):
-                continue
-            kind = type(at(self.tree, path))
-            strings = kind is tuple and all(isinstance(value, (str, bytes)) for value in values)
-            if (kind in (list, deque) or strings) and not any(
-                self.marked[number] for number in numbers
+        found: set[Path] = set()
+        for path in sorted(groups, key=len):  # an outer list before the lists inside
+            container, values = at(self.tree, path), [self.leaves[each] for each in groups[path]]
+            if (
+                not isinstance(container, (list, deque, tuple))
+                or len(container) != rows  # pyright: ignore[reportUnknownArgumentType]
+                or any(isinstance(value, Tensor) for value in values)
+                or any(self.marked[number] or number in self.rows for number in groups[path])
+                or any(path[:depth] in found for depth in range(len(path)))
             ):
+                continue
+            kind = type(container)  # pyright: ignore[reportUnknownVariableType]
+            strings = kind is tuple and all(isinstance(each, (str, bytes)) for each in container)  # pyright: ignore[reportUnknownVariableType]
+            if kind in (list, deque) or strings:
+                found.add(path)
                 place = self.name + "".join(f"[{key!r}]" for key in path)
                 faults.append(
-                    f"{place} is a {kind.__name__} with one {type(values[0]).__name__} "
+                    f"{place} is a {kind.__name__} with one {type(container[0]).__name__} "
                     f"{_each(rows, place)}"
                 )
         for number, leaf in enumerate(self.leaves):

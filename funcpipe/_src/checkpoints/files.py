@@ -161,7 +161,11 @@ def read_tensors(path: Path, manifest: Manifest, wanted: Mapping[str, str]) -> d
     files = [*dict.fromkeys(wanted.values())]
     folder = path / manifest.folder
     faults = [fault for file in files if (fault := _fault(folder / file, manifest.files.get(file)))]
-    raise_all(f"the checkpoint at {path} is damaged; load an older one:", faults, CheckpointError)
+    title = (
+        f"the checkpoint at {path} is damaged, and fp.save keeps only the newest one; load a copy "
+        "from another path:"
+    )
+    raise_all(title, faults, CheckpointError)
     tensors: dict[str, Tensor] = {}
     for file in files:
         with safetensors().safe_open(folder / file, framework="pt") as opened:

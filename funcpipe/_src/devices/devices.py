@@ -59,7 +59,8 @@ def plan_devices(plan: Plan, here: Collection[int] | None = None) -> tuple[torch
                     )
             out.append(device)
         except (RuntimeError, TypeError) as error:
-            faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}")
+            index = "; an int is the index of a device" if isinstance(name, int) else ""
+            faults.append(f"device {lane} is {name!r}: {str(error).splitlines()[0]}{index}")
     raise_all(
         "the plan names devices that this process does not have; choose devices with "
         "make_plan(..., devices=fp.devices(n)):",

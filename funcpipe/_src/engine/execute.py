@@ -33,6 +33,7 @@ from funcpipe._src.engine.failures import (
     is_out_of_memory,
     position_of,
     too_much,
+    whole_pair,
 )
 from funcpipe._src.engine.finish import commit, commits, finish, release, statistics_of
 from funcpipe._src.engine.lane import Lane
@@ -323,7 +324,11 @@ class Execution:
 
     def failure(self, lane: Lane, error: BaseException) -> BaseException:
         """Return the error to raise for a lane's error, with coordinates and notes."""
-        failure = located(error, self.where(lane))
+        where = self.where(lane)
+        failure = located(error, where)
+        inputs = self.ready.batch.inputs
+        if inputs and (note := whole_pair(self.ready.plan, where, inputs[0].tree())):
+            add_note(failure, note)
         if self.number is not None:
             add_note(failure, in_batch(self.number))
         if is_out_of_memory(error):

@@ -6,7 +6,10 @@ from typing import NoReturn
 
 import torch
 
+from funcpipe._src.core.errors import Where
+from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.lowered import Lowered
+from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.program import Role
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.engine.lane import Lane
@@ -58,6 +61,18 @@ def too_much(lane: Lane, schedule: Schedule) -> str:
         "memory: more microbatches of fewer rows, fp.schedules.remat(schedule), "
         "fp.schedules.offload(schedule), or a schedule that holds fewer residuals "
         "(fp.schedules.one_f_one_b)"
+    )
+
+
+def whole_pair(plan: Plan, where: Where, x: Tree) -> str:
+    """Return a note for an error of the first stage that got a pair, in a plan without a loss; ""
+    otherwise. The pair may be right, so it is no error by itself."""
+    if plan.loss is not None or where.stage != 0 or type(x) is not tuple or len(x) != 2:
+        return ""
+    return (
+        "the plan has no loss, so the first stage got the whole batch, a pair; give the inputs "
+        "alone, or a plan with a loss: fp.make_plan(..., loss=loss), with loss=split.loss for the "
+        "model's own"
     )
 
 

@@ -41,6 +41,7 @@ from funcpipe._src.engine.place import misplaced, place
 from funcpipe._src.engine.refusals import (
     NamedTrees,
     checked_words,
+    refuse_absent,
     refuse_attached,
     refuse_frozen,
     refuse_halves,
@@ -452,6 +453,7 @@ def _per_stage(name: str, trees: Any, plan: Plan, here: Collection[int]) -> tupl
     entries = tuple(cast("Sequence[Tree]", trees)) if isinstance(trees, (tuple, list)) else None
     if entries is not None and len(entries) == count:
         if len(here) == count:
+            refuse_absent(name, entries, plan.stages)
             return entries
         others = [
             stage
@@ -480,10 +482,9 @@ def _per_stage(name: str, trees: Any, plan: Plan, here: Collection[int]) -> tupl
 def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     labels = names_of(plan.stages)
     if state is None:
+        committing = [part for part in plan.stages if part.commit is not None and plan.train]
         changing = [
-            labels[i]
-            for i, part in enumerate(plan.stages)
-            if part.commit is not None and plan.train
+            label for label, part in zip(labels, plan.stages, strict=True) if part in committing
         ]
         needing = [labels[i] for i, part in enumerate(plan.stages) if part.state]
         forgotten = (
@@ -497,8 +498,9 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
                 for stage, tree in enumerate(place(plan, plan.state))
             )
         if plan.state is not None:
+            changes = "needs" if all(part.evaluation for part in committing) else "changes"
             raise PlanError(
-                f"state= is missing: a batch changes the state of {', '.join(changing)}; pass "
+                f"state= is missing: a batch {changes} the state of {', '.join(changing)}; pass "
                 "state=fp.place(plan, split.state) to the first run, and state=result.state of the "
                 "previous run to later runs"
             )
@@ -513,7 +515,10 @@ def _states(state: Any, plan: Plan, here: Collection[int]) -> tuple[Tree, ...]:
     faults: list[str] = []
     for number, (label, part, tree) in enumerate(zip(labels, plan.stages, states, strict=True)):
         if part.state and tree is None and number in here:
-            faults.append(f"{label} declares state, but state[{number}] is None")
+            faults.append(
+                f"{label} declares state, but state[{number}] is None; give its tree, or, in "
+                "several processes, executor=ranks"
+            )
         if not part.state and tree is not None and flatten(tree)[0]:
             faults.append(f"{label} declares no state, but state[{number}] is not ()")
     raise_all("state does not fit the stages:", faults)

@@ -17,6 +17,7 @@ from funcpipe._src.core.errors import BatchError, PlanError, raise_all
 from funcpipe._src.core.torch_names import has_gradient_hooks
 from funcpipe._src.core.tree import Leaves, Tree, flatten, locations
 from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.stage import Bindable, Stage
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.optimizing.optim import check_options
 from funcpipe._src.stages.trainable import Trainable
@@ -82,6 +83,24 @@ def _asks(leaf: Any) -> bool:
     return isinstance(bare, Tensor) and bare.requires_grad
 
 
+def refuse_absent(name: str, trees: Sequence[Tree], stages: Sequence[Stage]) -> None:
+    """Raise PlanError if stages of modules have no parameters, as with the trees of one rank.
+
+    A function may have None as its parameters.
+    """
+    missing = [
+        number
+        for number, (tree, stage) in enumerate(zip(trees, stages, strict=True))
+        if tree is None and isinstance(stage.fn, Bindable)
+    ]
+    if name == "params" and missing:
+        raise PlanError(
+            f"params has None for stages {missing}, but this process runs all stages; in several "
+            "processes, where each rank has the trees of its own stages, give executor=ranks; "
+            "otherwise give the tree of each stage"
+        )
+
+
 def refuse_untrained(
     trees: Sequence[Tree],
     leaves: Sequence[Leaves],
@@ -95,12 +114,15 @@ def refuse_untrained(
         f"{place} requires a gradient, but state gets none: put it into params, or detach it"
         for place, _ in states_by_name.found(_asks)
     ]
+    swapped = ""
+    if faults and not any(_asks(leaf) for row in leaves for leaf in row):
+        swapped = "; if params and state are swapped, call run(plan, params, batch, state=state)"
     for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
         whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
         if any(whys):
             pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
             faults += [f"{place} {why}" for place, why in pairs if why]
-    raise_all("these tensors would not be trained as they are marked:", faults)
+    raise_all(f"these tensors would not be trained as they are marked{swapped}:", faults, most=8)
 
 
 def _untrained(leaf: Any, trained: bool, stage: int) -> str:
@@ -203,8 +225,7 @@ def refuse_modes(name: str, plan: Plan, backward: bool) -> None:
         raise PlanError(
             f"the plan's schedule has backwards but the plan has no loss, so {name} does not know "
             "where gradients begin: make_plan(..., loss=fn); for gradients of outputs use "
-            "fp.vjp; for outputs alone use a schedule without backwards, "
-            "fp.schedules.fill_drain(..., backward=False)"
+            "fp.vjp; for outputs alone use a schedule without backwards, schedule.forwards()"
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"

@@ -62,6 +62,8 @@ def lower(
     if len(stages) != schedule.num_stages:
         count = f"{len(stages)} {'is' if len(stages) == 1 else 'are'} given"
         mend = "make the schedule for as many, or join stages with fp.compose"
+        if len(stages) == schedule.num_microbatches:
+            mend += "; a schedule takes (num_stages, num_microbatches), which look swapped here"
         raise PlanError(f"the schedule has {schedule.num_stages} stages, but {count}; {mend}")
     if halves:
         _refuse_mixed(schedule)

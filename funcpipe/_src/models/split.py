@@ -88,7 +88,8 @@ def split(
             of a Sequential, the blocks of a list, or the units of the trace, which a policy gets,
             too. For nested lists, the sum decides whether only the outer entries count or the inner
             entries too. ``balance(profile(model, example), num_stages)`` of `fp.models` measures
-            the units.
+            the units. Sizes may also count the layers of a trace as the model lists them; then some
+            cuts are illegal.
         policy: a function that chooses the cuts: `by_parameters` (the default),
             ``by_time(cost)``, ``by_memory(limit)``, or your own ``(Units, num_stages) -> sizes``.
         example: an input of the model, for the trace. A tensor or a tuple goes to forward by

@@ -113,6 +113,7 @@ class Split:
         trees = {"params": params, "state": states}
         out: dict[str, Tensor] = {}
         faults: list[str] = []
+        absent: dict[str, None] = {}
         for name, home in self.homes.items():
             if not home.saved:
                 continue
@@ -124,10 +125,18 @@ class Split:
             if kind == "state" and state is None and not are_parameters:
                 continue
             tree = trees[kind][stage]
-            if not isinstance(tree, Mapping) or key not in tree:
+            if tree is None:
+                absent[f"{kind}[{stage}] is None"] = None
+            elif not isinstance(tree, Mapping) or key not in tree:
                 faults.append(f"{kind}[{stage}] lacks {key!r}")
             elif tree[key] is not None:  # gradients have none where nothing is trained
                 out[name] = tree[key].detach()
+        title = (
+            "merge needs the trees of all stages, but other ranks have some of them; call "
+            "fp.save(path, split, params, ranks=ranks) on all ranks, and fp.load(path, split) in "
+            "one process, whose split.state_dict() is complete:"
+        )
+        raise_all(title, absent)
         raise_all("these are not the trees of this split:", faults)
         return out
 

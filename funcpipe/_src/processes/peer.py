@@ -246,7 +246,10 @@ class Peer:
         except OSError as error:
             raise self._lost(error) from None
         if not count:
-            raise self._lost("its end is closed")
+            raise self._lost(
+                "the process was killed or has exited; start all ranks again, and load the last "
+                "checkpoint"
+            )
         try:
             if is_large:
                 self._filled(count)

@@ -166,7 +166,7 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
     if not candidates:
         raise PlanError(
             f"{kind} has no list (ModuleList, Sequential, ModuleDict) of two or more blocks of "
-            f"one class to cut between; {TRACED}, or name a list (layers=path)"
+            f"one class to cut between; {_unwrapping(model)}{TRACED}, or name a list (layers=path)"
         )
     ranked = sorted(candidates, key=lambda path: -candidates[path])
     # Two lists of similar size (an encoder and a decoder) are ambiguous, so the user decides.
@@ -184,6 +184,15 @@ def _search(model: nn.Module, plan: Mapping[str, Any]) -> str:
             )
         )
     return ranked[0]
+
+
+def _unwrapping(model: nn.Module) -> str:
+    """Return the advice for a wrapper, which hides the class of its model; "" for other models."""
+    if isinstance(model, nn.DataParallel):
+        return "give the model without nn.DataParallel (model.module), or "
+    if hasattr(model, "_orig_mod"):
+        return "give the model before torch.compile, and compile stages with fp.compile_stage, or "
+    return ""
 
 
 def _repeats(blocks: list[nn.Module]) -> bool:

@@ -34,7 +34,8 @@ def units_of_graph(
         model: the model.
         num_stages: the wanted number of stages, if known.
         total: the wanted number of units, the sum of given sizes. None: not known. If some depth of
-            nested lists gives this number of units, that depth counts.
+            nested lists gives this number of units, that depth counts. If none does, but the model
+            lists so many units, these count, and some cuts between them are illegal.
     """
     lists = [
         path
@@ -57,14 +58,18 @@ def units_of_graph(
             if total is None:
                 break
     candidates = [*fitting, *reversed(passed)]
-    return next((division for division in candidates if len(division[0]) == total), candidates[0])
+    for division in candidates:
+        if len(division[0]) == total:
+            return division
+    as_listed = candidates[0] if total is None else _units(captured, model, lists, None)
+    return as_listed if len(as_listed[0]) == total else candidates[0]
 
 
 def _units(
     captured: Captured,
     model: nn.Module,
     lists: Sequence[str],
-    allowed: Sequence[bool],
+    allowed: Sequence[bool] | None,
 ) -> tuple[Units, list[int]]:
     body = captured.body
     blocks = [_block(layer_of(node).partition("@")[0], lists) for node in body]
@@ -80,11 +85,12 @@ def _units(
             starts.append(number if starts else 0)
     if not names:
         names, starts = ["model"], [0]
-    first = {
-        place: name
-        for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
-    }
-    names, starts = list(first.values())[::-1], list(first)[::-1]
+    if allowed is not None:
+        first = {
+            place: name
+            for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
+        }
+        names, starts = list(first.values())[::-1], list(first)[::-1]
     bounds = [*starts, len(body)]
     counted: set[str] = set()
     weights = dict(model.named_parameters())
