@@ -289,7 +289,9 @@ def test_a_damaged_file_is_refused_and_nothing_changes(tmp_path, what, damage):
         file.unlink()
     other = Training(2)
     before = [leaf.detach().clone() for leaf in fp.leaves(other.params)]
-    with pytest.raises(fp.CheckpointError, match=f"damaged(.|\n)*{what}-00000.safetensors"):
+    with pytest.raises(
+        fp.CheckpointError, match=f"damaged, .* load a copy(.|\n)*{what}-00000.safetensors"
+    ):
         other.load(tmp_path)
     assert same(before, [leaf.detach() for leaf in fp.leaves(other.params)])
     assert not other.optimizer.state

@@ -64,6 +64,8 @@ def test_a_process_that_ends_is_named(pools, act):
         assert results[rank].is_a(fp.PeerError), results[rank].trace
         assert results[rank].seconds < within(2)
         assert 2 == results[rank].rank, results[rank].trace
+        if act == "kill":
+            assert "start all ranks again, and load the last checkpoint" in results[rank].text
 
 
 @pytest.mark.slow

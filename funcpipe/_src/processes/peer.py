@@ -246,10 +246,7 @@ class Peer:
         except OSError as error:
             raise self._lost(error) from None
         if not count:
-            raise self._lost(
-                "the process was killed or has exited; start all ranks again, and load the last "
-                "checkpoint"
-            )
+            raise self._lost("its end is closed")
         try:
             if is_large:
                 self._filled(count)
@@ -322,7 +319,11 @@ class Peer:
         self._socket.close()
 
     def _lost(self, why: object) -> LostError:
-        return LostError(self.rank, f"the connection to its process has ended: {why}")
+        return LostError(
+            self.rank,
+            f"the connection to its process has ended: {why}; if the process was killed or has "
+            "exited, start all ranks again, and load the last checkpoint",
+        )
 
 
 def _room(length: int) -> Tensor:
