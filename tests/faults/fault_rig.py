@@ -341,7 +341,9 @@ def assert_invariant(
         gc.collect()
     assert 0 == rig.watch.alive
     if whole:
-        assert counted == num_tensors()
+        # Fewer is right: a failed run drops an idle copy of a stage, whose buffers of batch norm are
+        # tensor objects without memory.
+        assert num_tensors() <= counted
     assert around == surroundings()
     assert same(before, rig.everything())
     assert marks == rig.marks()

@@ -39,8 +39,8 @@ class Kind(Enum):
     G = "G"
     """Reduce: begin to sum the gradients of a stage over its replicas; once per batch."""
     U = "U"
-    """Unshard: begin to gather the sharded parameters of a stage from its replicas; once or several
-    times per batch."""
+    """Unshard: begin to gather the parameters of a stage from its replicas or from host memory; once
+    or several times per batch."""
     S = "S"
     """Step: step the optimizer of a stage after its last gradient; once per batch."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Self, TypeGuard
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -64,18 +65,19 @@ class NormBuffer(Tensor):
 
     Attributes:
         tensor: the tensor of the stage. None: the copy is idle.
-        answer: gets a batch norm that would write the buffer, and returns its result.
+        answer: returns the function that gets a batch norm that would write the buffer, and returns
+            its result. Weak: a cycle would keep the stage's tensors until a garbage collection.
         added: the sum of what the forward added in this microbatch. None: it added nothing.
     """
 
     tensor: Tensor | None
-    answer: Callable[[NormCall], Tensor]
+    answer: WeakMethod[Callable[[NormCall], Tensor]]
     added: Any
 
     def __new__(cls, answer: Callable[[NormCall], Tensor]) -> Self:
         """Make a buffer without a tensor."""
         made = wrapper_tensor(cls, (0,))
-        made.tensor, made.answer, made.added = None, answer, None
+        made.tensor, made.answer, made.added = None, WeakMethod(answer), None
         return made
 
     @classmethod
@@ -92,7 +94,9 @@ class NormBuffer(Tensor):
             call = norm_call(func, args, keywords)
             for buffer in (call.running_mean, call.running_var):
                 if call.training and isinstance(buffer, NormBuffer):
-                    return buffer.answer(call)
+                    answer = buffer.answer()
+                    assert answer is not None  # the stage's copy, which runs this, has its owner
+                    return answer(call)
         if func in (Tensor.add_, Tensor.__iadd__) and _counts(args[0]):
             args[0].added = (args[0].added or 0) + args[1]
             return args[0]
