@@ -57,7 +57,7 @@ def names(split):
     return [stage.name for stage in split.stages]
 
 
-@pytest.mark.parametrize("count", [2, 5, 10])
+@pytest.mark.parametrize("count", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 10))])
 def test_the_sizes_of_a_policy_are_a_balance(model, x, count):
     """Also for so many stages that the inner lists count."""
     seen = []
@@ -73,6 +73,7 @@ def test_the_sizes_of_a_policy_are_a_balance(model, x, count):
     assert names(by_policy) == names(fp.split(model, count, example=x))
 
 
+@pytest.mark.slow
 def test_each_cut_between_two_units_is_legal(model, x):
     count = sum(1 for _ in fp.models.profile(model, x, repeats=1, measure_memory=False).forward)
     assert count > 4
