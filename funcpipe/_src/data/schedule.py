@@ -286,6 +286,13 @@ class Schedule:
         return any(action[0] is Kind.S for order in self.orders for action in order)
 
     @cached_property
+    def gathered_stages(self) -> frozenset[int]:
+        """The stages whose parameters are gathered before use (U)."""
+        return frozenset(
+            action[1] for order in self.orders for action in order if action[0] in COUNTED
+        )
+
+    @cached_property
     def is_ascending(self) -> bool:
         """Whether the gradients of every stage accumulate in ascending microbatch order.
 

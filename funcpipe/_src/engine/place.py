@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlacementError, PlanError, raise_all
 from funcpipe._src.core.tree import Tree, flatten, locations, map_leaves, refuse_hidden
-from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.devices.devices import plan_devices, same_device
 from funcpipe._src.devices.stream import Place
@@ -142,9 +141,7 @@ def _refuse_home(plan: Plan, ranks: HasStages | None, home: Any, *, shard: bool)
             'home="cpu" is for plans with one replica; with replicas, shard the parameters: '
             "fp.place(plan, params, ranks, shard=True)"
         )
-    lacking = {*range(plan.num_stages)} - {
-        action.stage for order in plan.schedule.orders for action in order if action.kind in COUNTED
-    }
+    lacking = {*range(plan.num_stages)} - plan.schedule.gathered_stages
     if lacking:
         raise PlacementError(
             f"stages {sorted(lacking)} have no U, which copies their parameters from host memory "

@@ -28,7 +28,6 @@ from funcpipe._src.core.errors import (
 )
 from funcpipe._src.core.sparse_gradients import dense
 from funcpipe._src.core.tree import Tree, flatten
-from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan, forgotten_state
 from funcpipe._src.data.stage import Stage, names_of, refuse_changed_models
@@ -349,16 +348,14 @@ def _spread(
     PlacementError.
     """
     out: dict[int, GatheredParams] = {}
-    gathers = {
-        action.stage for order in plan.schedule.orders for action in order if action.kind in COUNTED
-    }
+    gathered = plan.schedule.gathered_stages
     faults: list[str] = []
     for stage in part.stages:
         device = devices[plan.schedule.device_of[stage]]
         cuts = part.spread(stage, trees[stage])
         if cuts:
             out[stage] = ShardedParams(stage, trees[stage], cuts, part)
-        elif stage in gathers and any(at_home(leaf, device) for leaf in flatten(trees[stage])[0]):
+        elif stage in gathered and any(at_home(leaf, device) for leaf in flatten(trees[stage])[0]):
             faults += refuse_odd(trees[stage], f"params[{stage}]", device)
             if part.replicas > 1:
                 faults.append(f"params[{stage}] are in host memory, and the plan has replicas")

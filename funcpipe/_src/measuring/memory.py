@@ -19,7 +19,6 @@ from funcpipe._src.core.shown import guarded, line
 from funcpipe._src.core.table import Table
 from funcpipe._src.core.tree import Tree, flatten, leaves
 from funcpipe._src.core.words import size_of
-from funcpipe._src.data.kinds import COUNTED
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.measuring.join import join, peaks
@@ -175,11 +174,10 @@ class Memory:
                 f"the schedule has {order.num_stages} stages, but this memory has {len(self)} "
                 "layers; join layers into stages: memory.group(sizes)"
             )
-        gathers = {a.stage for actions in order.orders for a in actions if a.kind in COUNTED}
-        if home and len(gathers) < len(self):
+        if home and len(order.gathered_stages) < len(self):
             raise PlanError(
                 f"home=True needs U for each stage, but the schedule {order.name!r} has U for "
-                f"stages {sorted(gathers)} only; use fp.schedules.gather_params(schedule, whole=1)"
+                f"stages {sorted(order.gathered_stages)} only; use fp.schedules.gather_params(schedule, whole=1)"
             )
         moving = peaks(
             [layer.measured for layer in self.layers],

@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from funcpipe._src.core.errors import ScheduleError, raise_all
-from funcpipe._src.data.kinds import ADDS, COMPUTES, COUNTED, ONCE
+from funcpipe._src.data.kinds import ADDS, COMPUTES, ONCE
 from funcpipe._src.data.schedule import Action, Kind, Schedule
 from funcpipe._src.schedules.legal import MOST_FAULTS
 
@@ -260,7 +260,7 @@ def gather_params(
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"gather_params takes a schedule; got a {type(schedule).__name__}")
-    if any(action.kind in COUNTED for order in schedule.orders for action in order):
+    if schedule.gathered_stages:
         raise ScheduleError(f"schedule {schedule.name!r} has U already; apply gather_params once")
     if whole is not None and (type(whole) is not int or whole < 1):
         raise ScheduleError(
