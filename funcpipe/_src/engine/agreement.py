@@ -17,7 +17,6 @@ from funcpipe._src.batch.microbatch import parts_of
 from funcpipe._src.batch.shares import Weighed, settled
 from funcpipe._src.core.errors import BatchError, RanksError, raise_all
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.processes.alarms import names_of
 
 START = "the start of a run"
 """The topic of the first exchange of a run."""
@@ -96,12 +95,20 @@ class Agreed(NamedTuple):
     is_new: bool = False
 
 
+def agreed_alone(word: Word) -> Agreed:
+    """Return the facts of a run in one process."""
+    layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
+    weights = None if word.weighed.weights is None else (word.weighed.weights,)
+    merged, marked, length = word.merged is not False, word.marked, word.length
+    return Agreed((word.parts,), merged, weights, True, marked, layouts, length, word.rows_unclear)
+
+
 def agree(
     words: Sequence[Word],
     limit: int,
-    replicas: int = 1,
-    replica: int = 0,
-    names: Sequence[str] = (),
+    replicas: int,
+    replica: int,
+    names: Sequence[str],
 ) -> Agreed:
     """Derive the facts of a run from the words of all processes, for one of the replicas.
 
@@ -115,22 +122,6 @@ def agree(
         RanksError: the words do not fit together. Every process raises it, because all processes
             have the same words.
     """
-    if len(words) == 1:  # one process: there is nothing to compare
-        (word,) = words
-        layouts = tuple(tuple(layout for _, layout, *_ in tie) for tie in word.ties)
-        weights = None if word.weighed.weights is None else (word.weighed.weights,)
-        merged = word.merged is not False
-        return Agreed(
-            (word.parts,),
-            merged,
-            weights,
-            True,
-            word.marked,
-            layouts,
-            word.length,
-            word.rows_unclear,
-        )
-    names = names or names_of(range(len(words)))
     said = [*zip(names, words, strict=True)]
     faults = _differences(said, "the plan", lambda word: word.plan)
     for name in words[0].options:
@@ -183,6 +174,37 @@ def agree(
     return Agreed(
         parts, merged, weights, weighed, marked, layouts[replica], length, unclear, is_new
     )
+
+
+class LastWords:
+    """The words of the last run, and its facts. A process whose word has not changed sends None.
+
+    A team has one. All its processes have the same words, because an exchange succeeds in all of
+    them or ends the team.
+    """
+
+    def __init__(self) -> None:
+        self._words: Sequence[Word] = ()
+        self._agreed: Agreed | None = None
+
+    def agree(
+        self,
+        exchange: Callable[[str, Any], list[Word | None]],
+        number: int,
+        word: Word,
+        derive: Callable[[Sequence[Word]], Agreed],
+    ) -> Agreed:
+        """Exchange the words of all processes, and return the facts that ``derive`` computes.
+
+        ``number`` is the number of this process among all.
+        """
+        known, agreed = self._words, self._agreed
+        given = exchange(START, None if known and word == known[number] else word)
+        if agreed is None or any(each is not None for each in given):
+            words = [known[at] if each is None else each for at, each in enumerate(given)]
+            agreed = derive(words)
+            self._words, self._agreed = words, agreed
+        return agreed
 
 
 def weights_of_all(weighed: Sequence[Sequence[Weighed]]) -> tuple[tuple[float, ...], ...] | None:

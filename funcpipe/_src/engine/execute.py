@@ -78,7 +78,8 @@ class LaneExecutor(ABC):
         """Raise PlanError if this executor cannot run the plan now."""
 
     def part(self, plan: Plan) -> PlanPart:
-        """Return the part of a plan that this process runs."""
+        """Check a plan, and return the part of it that this process runs."""
+        self.check(plan)
         return whole(plan)
 
     def beats(self) -> int:
@@ -162,7 +163,6 @@ class Execution:
         number: int | None = None,
         before: Execution | None = None,
     ) -> None:
-        executor.check(ready.plan)
         self.stepping, self.number, self.before = stepping, number, before
         self.committed: dict[int, Tree] = {}
         decided(

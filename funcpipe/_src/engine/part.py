@@ -18,6 +18,7 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.program import LaneProgram
 from funcpipe._src.devices.devices import plan_devices
+from funcpipe._src.engine.agreement import Agreed, Word, agreed_alone
 from funcpipe._src.replicas.replicas import GiveSums, Sharding, Told
 from funcpipe._src.replicas.same_numbers import ComparedLeaves
 
@@ -82,6 +83,13 @@ class PlanPart(Protocol):
         """Return the values of all processes, by replica and rank.
 
         All processes call this with the same ``about``, and wait for each other.
+        """
+        ...
+
+    def agree(self, word: Word, limit: int) -> Agreed:
+        """Exchange the facts of this process, and return the facts that follow from those of all.
+
+        ``limit`` is the plan's number of microbatches. Raises RanksError in every process.
         """
         ...
 
@@ -162,6 +170,10 @@ class WholePlan:
         self.stages = range(plan.num_stages)
         self.beside = plan.num_devices
         self.compared = ComparedLeaves()
+
+    def agree(self, word: Word, limit: int) -> Agreed:
+        """Return the facts of this process: there is nobody to differ."""
+        return agreed_alone(word)
 
     def devices(self, plan: Plan) -> Sequence[torch.device]:
         """Return the devices of all lanes."""

@@ -32,7 +32,7 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan, forgotten_state
 from funcpipe._src.data.stage import Stage, names_of, refuse_changed_models
 from funcpipe._src.devices.stream import Place
-from funcpipe._src.engine.agreement import START, Word, agree, weights_of_all
+from funcpipe._src.engine.agreement import Word, weights_of_all
 from funcpipe._src.engine.mail import Mailbox
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.part import PlanPart, whole
@@ -251,8 +251,7 @@ def prepare(
 
     # After this exchange all processes have the same words. So every process raises an error that
     # follows from them, and none waits for a process that has raised alone.
-    words = part.exchange(START, word)
-    agreed = agree(words, plan.num_microbatches, part.replicas, part.replica, part.names)
+    agreed = part.agree(word, plan.num_microbatches)
     part.compared.had_batch = True
     if agreed.is_new:
         compare_numbers(part, plan, trees, states, spread)
@@ -280,7 +279,7 @@ def prepare(
         else unmarked
     )
     ties = resolve_ties(plan, trees, trained, here)
-    if len(words) == 1 and ties:
+    if part.replicas == 1 and len(here) == plan.num_stages and ties:
         compare_tied(part.compared, trees, leaves, ties)
     if backward:
         refuse_undeclared_ties(trees, leaves, trained, ties)

@@ -92,7 +92,7 @@ def vjp(
     )
     checked_plan("vjp", plan)
     chosen = _by_halves(executor, plan)
-    ready = prepare("vjp", plan, params, inputs, options, halves=True)
+    ready = prepare("vjp", plan, params, inputs, options, part=chosen.part(plan), halves=True)
     for borders in (ready.batch.inputs, *ready.batch.feeds.values()):
         # Shared copies: the caller may write into the batch before R reads it again.
         borders[:] = [Border(share(border.leaves), border.spec, border.flags) for border in borders]

@@ -25,7 +25,7 @@ from funcpipe._src.data.program import LaneProgram
 from funcpipe._src.data.result import Result, Timeline
 from funcpipe._src.devices.devices import plan_devices
 from funcpipe._src.devices.stream import Place
-from funcpipe._src.engine.agreement import END, alike, other_places, refuse_others
+from funcpipe._src.engine import agreement
 from funcpipe._src.engine.execute import Execution
 from funcpipe._src.engine.lane import Lane
 from funcpipe._src.engine.lanes import Lanes, refuse_uncarried
@@ -57,7 +57,7 @@ from funcpipe._src.processes.surroundings import (
     refuse_other_devices,
 )
 from funcpipe._src.processes.team import Team
-from funcpipe._src.processes.wire_format import pack, unpack
+from funcpipe._src.processes.wire_format import pack_message, unpack_message
 from funcpipe._src.replicas.replicas import GiveSums, Replicas, Sharding, Told
 from funcpipe._src.replicas.same_numbers import ComparedLeaves
 from funcpipe._src.replicas.spread import cuts_of, whole_of
@@ -108,13 +108,8 @@ class Ranks(Lanes):
         self.compared = ComparedLeaves()
         lanes = tuple(lane for lane, owner in enumerate(rank_of) if owner == rank)
         super().__init__(len(lanes))
-        self.plan, self.rank, self.size, self.rank_of, self.lanes = (
-            plan,
-            rank,
-            size,
-            tuple(rank_of),
-            lanes,
-        )
+        self.plan, self.rank, self.size = plan, rank, size
+        self.rank_of, self.lanes = tuple(rank_of), lanes
         self.stages, self._own_devices = stages_of(plan, lanes), plan_devices(plan, lanes)
         self.device = self._own_devices[lanes[0]]
         self.beside, self._seats = len(lanes), {lane: seat for seat, lane in enumerate(lanes)}
@@ -313,13 +308,21 @@ class Ranks(Lanes):
         """
         with Telling(self._failed):
             self._at = f"at {about} ({self.runs})"
-            known = [unpack(data) for data in self._open().exchange(pack((self.runs, about, mine)))]
-            self._over = about == END
+            sent = pack_message(self.runs, about, mine)
+            known = [unpack_message(data) for data in self._open().exchange(sent)]
+            self._over = about == agreement.END
             self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
         if len({(run, what) for run, what, _ in known}) > 1:
             self.runs = max(run for run, *_ in known)
-            raise other_places(known, self.names)
+            raise agreement.other_places(known, self.names)
         return [given for *_, given in known]
+
+    def agree(self, word: agreement.Word, limit: int) -> agreement.Agreed:
+        """Exchange the facts of all ranks, and return the facts that follow from them."""
+        team, among = self._open(), (self.replicas, self.replica, self.names)
+        return team.last_words.agree(
+            self.exchange, team.rank, word, lambda words: agreement.agree(words, limit, *among)
+        )
 
     @property
     def others(self) -> Exchange:
@@ -453,13 +456,11 @@ class Ranks(Lanes):
             )
         if self._team is None:
             self._teams += 1
-            limit, number = (
-                self._limit + (STALL if self._teams == 1 else 0.0),
-                self.replica * self.size + self.rank,
-            )
+            limit = self._limit + (STALL if self._teams == 1 else 0.0)
             streams = any(
                 Place.backend.asynchronous(self._own_devices[lane]) for lane in self.lanes
             )
+            number = self.replica * self.size + self.rank
             team = Team(
                 number, self.processes, self._limit, self._doing, self._marks, has_devices=streams
             )
@@ -477,7 +478,7 @@ class Ranks(Lanes):
         meeting = Rendezvous(store, team.rank, team.names, seconds, lambda: team.failure is None)
         try:
             said = answered(partial(meeting.hear, self._hello()), seconds + 1.0)
-            refuse_others(said, self.names)
+            agreement.refuse_others(said, self.names)
             names = [each["machine"] for each in said]
             self._identities = {(q, lane): each for one in said for q, lane, each in one["devices"]}
             everyone = [
@@ -505,7 +506,7 @@ class Ranks(Lanes):
 
     def _hello(self) -> dict[str, Any]:
         """Return the facts of this process that the others need."""
-        same, devices = alike(self.plan, self.rank_of), identities_of(self, self.plan)
+        same, devices = agreement.alike(self.plan, self.rank_of), identities_of(self, self.plan)
         return {"same": same, "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:

@@ -159,6 +159,9 @@ class NumberLayout(NamedTuple):
     code: str
 
 
+_MESSAGE = struct.Struct("<QI")
+"""The head of a message: the number of the run, and the length of the topic."""
+
 _heads: dict[Any, bytes] = {}
 """Packed forms of whole trees, by `form_key`."""
 
@@ -215,6 +218,22 @@ def unpack(data: bytes) -> Tree:
             leaf = _read(leaf, data[start:end])
         leaves.append(leaf)
     return unflatten(form.spec, leaves)
+
+
+def pack_message(run: int, about: str, tree: Tree) -> bytes:
+    """Return the message of one process in an exchange. None as the tree takes no bytes."""
+    topic = about.encode()
+    return _MESSAGE.pack(run, len(topic)) + topic + (b"" if tree is None else pack(tree))
+
+
+def unpack_message(data: bytes) -> tuple[int, str, Tree]:
+    """Return the number of the run, the topic, and the tree. Raises PlanError for other bytes."""
+    try:
+        run, length = _MESSAGE.unpack_from(data)
+        topic, rest = data[_MESSAGE.size :][:length].decode(), data[_MESSAGE.size + length :]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise PlanError(f"a message from another process is damaged: {error}") from None
+    return run, topic, unpack(rest) if rest else None
 
 
 def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:
