@@ -376,3 +376,85 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
                 params,
                 (torch.ones(4, 2), None),
             )
+
+
+# -- losses of one's own that are not means over rows
+
+ROOT = torch.tensor([[2.0, -1.0], [0.5, 3.0]], dtype=torch.float64)
+NO_MEANS = {
+    "sum": lambda y, t: (y - t).square().sum(),
+    "half a sum": lambda y, t: (y - t).square().sum() / 2,
+    "root": lambda y, t: (y - t).square().mean().sqrt(),
+    "largest": lambda y, t: (y - t).abs().max(),
+    "contrastive": lambda y, t: F.cross_entropy(y @ t.T, torch.arange(len(y))),
+    "centred": lambda y, t: (y - y.mean(0)).square().mean(),
+}
+MEANS = {
+    "mean": lambda y, t: (y - t).square().mean(),
+    "mean and a constant": lambda y, t: (y - t).square().mean() + 3,
+    "mean of sums": lambda y, t: (y - t).square().sum(1).mean(),
+    "sum over rows": lambda y, t: (y - t).square().sum() / len(y),
+    "Mahalanobis": lambda y, t: ((y - t) @ ROOT).square().mean(),
+    "in place": lambda y, t: y.sub_(t).square_().mean(),
+    "single precision only": lambda y, t: F.mse_loss(y.float(), t.float()).double(),
+    "zero": lambda y, t: (y * 0).mean(),
+    "nan": lambda y, t: (y * float("nan")).mean(),
+    "cross entropy": lambda y, t: F.cross_entropy(y, t.argmax(1)),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 6, 16], ids=["1 row", "1 or 2 rows", "4 rows"])
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_over_rows_is_refused(name, rows):
+    """The loss of the batch would be another number than that of plain PyTorch. Each run raises,
+    not only the first, until the weights are stated."""
+    loss = NO_MEANS[name]
+    x, t = f64(rows, 2), f64(rows, 2)
+    if name in ("contrastive", "centred", "root", "largest") and rows == 4:
+        result = run(loss, x, t)  # one row has nothing to compare: means of microbatches
+        assert same(result.loss, torch.stack(result.losses).mean())
+        return
+    for _ in range(2):
+        with pytest.raises(fp.BatchError, match="the loss is not a mean over rows: for"):
+            run(loss, x, t)
+    result = run(loss, x, t, weight=len)
+    sizes = torch.tensor([len(part) for part in torch.tensor_split(x, 4)], dtype=torch.float64)
+    torch.testing.assert_close(result.loss, (torch.stack(result.losses) * sizes).sum() / rows)
+    assert run(loss, x, t, count=1).loss == loss(x, t)  # one microbatch is the whole batch
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_loss_that_is_a_mean_over_rows_runs(name):
+    loss, x, t = MEANS[name], f64(10, 2), f64(10, 2)
+    torch.testing.assert_close(
+        run(loss, x, t).loss.double(), loss(x.clone(), t).double(), equal_nan=True
+    )
+
+
+def test_the_check_does_not_change_draws_of_the_loss():
+    """A random loss is not a mean over rows in any call, so it is not checked, and draws the same
+    numbers in a second plan, which does not check."""
+    x, t = f64(8, 3), f64(8, 3)
+
+    def noisy(y, t):
+        return F.mse_loss(F.dropout(y), t)
+
+    assert same(run(noisy, x, t, seed=1).losses, run(noisy, x, t, seed=1).losses)
+
+
+def test_other_rows_are_not_checked():
+    """Along axis 1 a loss may look at neighbours; a loss that cannot take fewer rows runs."""
+    x, t = f64(6, 8), f64(6, 8)
+
+    def steps(y, t):
+        return (y[1:] - t[:-1]).square().mean()
+
+    batch = (fp.Axis(x, 1), fp.Axis(t, 1))
+    result = fp.run(plan_of(steps), (torch.ones((), dtype=torch.float64),), batch)
+    torch.testing.assert_close(result.loss, steps(x, t))
+
+    def pairs(y, t):
+        return F.mse_loss(y.reshape(4, 2, -1), t.reshape(4, 2, -1))
+
+    x, t = f64(32, 3), f64(32, 3)
+    torch.testing.assert_close(run(pairs, x, t).loss, F.mse_loss(x, t))

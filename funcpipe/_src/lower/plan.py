@@ -64,7 +64,8 @@ def make_plan(
         loss: ``(y, target) -> loss`` of a microbatch. For torch's own losses (modules, functions,
             or a ``functools.partial`` of these with keywords), the batch's loss equals the loss of
             the whole batch, for each ``reduction``, ``weight`` and ``ignore_index``. Your own loss
-            returns a mean, and microbatches count by their rows. If something else divides the mean
+            returns a mean, and microbatches count by their rows. `run` raises BatchError for a loss
+            that is not a mean over rows, such as a sum. If something else divides the mean
             (tokens, class weights), return ``(sum, weight)`` or a `Loss`, or define a method
             ``weigh(inputs, target) -> number``, or give ``weight``. If your loss is an
             ``nn.Module`` with ``reduction="sum"``, its results are added. None: no loss.

@@ -1,4 +1,4 @@
-"""Find losses that are means over something else than rows, and that state no weight."""
+"""Find losses that are not means over rows, and that state no weight."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from torch import Tensor
 
 from funcpipe._src.core.errors import BatchError
 from funcpipe._src.core.torch_names import WatchingMode
-from funcpipe._src.core.tree import tensors_in
+from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
+from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
 from funcpipe._src.stages.drawing import MeanOverTargets
 
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
+_ROWS = 4
+"""The most rows that `other_mean` computes with."""
+_MOST = 2**22
+"""The most numbers that `other_mean` converts to double precision: 32 MiB."""
 _REMEDY = (
     "so rows are not the weights of its microbatches, and funcpipe does not know the divisor. "
     "Give it: make_plan(weight=target -> number), a loss that returns (sum, weight), or a loss "
@@ -45,8 +50,8 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
             )
 
 
-_watched: dict[int, weakref.ref[Any]] = {}
-"""Losses that passed a watched call, by id."""
+_passed: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""Losses that passed a first call, by id, with the rows of that call: one row shows less."""
 
 
 class WatchDivisors(WatchingMode):
@@ -82,20 +87,83 @@ class WatchDivisors(WatchingMode):
         return out
 
     @classmethod
-    def of(cls, loss: Callable[..., Any]) -> WatchDivisors | None:
-        """Return a watch for the next call of a loss, or None if an earlier call has passed."""
-        return None if _watched.get(id(loss), lambda: None)() is loss else cls()
+    def of(cls, loss: Callable[..., Any], rows: float) -> WatchDivisors | None:
+        """Return a watch for the next call of a loss, with some rows.
 
-    def check(self, fn: Callable[..., Any], loss: Loss) -> None:
-        """Raise BatchError if the loss returned a mean with such a division or selection.
-
-        Otherwise record that the loss has passed.
+        None: an earlier call has passed, with as many rows or with two.
         """
+        passed, before = _passed.get(id(loss), (lambda: None, 0))
+        return None if passed() is loss and before >= min(rows, 2) else cls()
+
+    def check(self, loss: Loss) -> None:
+        """Raise BatchError if the loss returned a mean with such a division or selection."""
         if self.found and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
-        with suppress(TypeError):  # objects without weak references are watched in every call
-            key = id(fn)
-            _watched[key] = weakref.ref(fn, lambda _: _watched.pop(key, None))
+
+
+def note_passed(fn: Callable[..., Any], rows: float) -> None:
+    """Record that a loss has passed all checks of its first call, with some rows."""
+    with suppress(TypeError):  # objects without weak references are checked in every run
+        key = id(fn)
+        _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), int(rows)
+
+
+def other_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float) -> str:
+    """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
+
+    The loss of some rows must be the mean of the losses of the first row and of the others, in
+    proportion to the rows. Sums, root means, and losses that compare rows fail. No check takes
+    place if some tensor is not cut along its first axis, or if the loss cannot take these rows.
+
+    Args:
+        fn: the loss.
+        y, target: its arguments for one microbatch, tensors ``[rows, ...]``.
+        weight: the weight of the microbatch: its rows, times the length of its slice.
+    """
+    leaves, spec = flatten((y, target))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = {len(leaf) if type(leaf) is Tensor and leaf.dim() else 0 for leaf in tensors}
+    rows = sizes.pop() if len(sizes) == 1 else 0
+    if not rows or weight % rows:
+        return ""
+    size = sum(leaf.numel() for leaf in tensors) // rows
+    count = max(2, min(rows, _ROWS, _MOST // max(1, size)))
+    exact = count * size <= _MOST
+
+    def value(start: int, stop: int) -> Any:
+        # Copies, because a loss may work in place.
+        parts = [leaf[start:stop].clone() if isinstance(leaf, Tensor) else leaf for leaf in few]
+        loss = read_loss(fn(*unflatten(spec, parts)))[1]
+        return loss.sum.item() if loss.weight is None else float("nan")
+
+    try:
+        with torch.no_grad():
+            few = [
+                _rows(leaf, count, exact=exact) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
+            whole, first, others = value(0, count), value(0, 1), value(1, count)
+    except Exception:  # for example double numbers and a layer in single precision
+        return ""
+    mean = (first + (count - 1) * others) / count
+    tolerance = 1e-6 if exact else 0.05
+    if not abs(whole - mean) > tolerance * (abs(first) + abs(others)):  # also for NaN
+        return ""
+    which = f"{count} rows" if rows > 1 else "a row that is there twice"
+    return (
+        f"the loss is not a mean over rows: for {which} it is {whole:.6g}, but the mean of its "
+        f"values for the first row and for the rest is {mean:.6g}. Microbatches count by rows, so "
+        "the loss of the batch would be wrong. Return the mean over rows, or (sum, weight). To "
+        "average this loss over microbatches as it is, state their weights: "
+        "make_plan(weight=lambda target: len(target))"
+    )
+
+
+def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:
+    """Return the first rows, in double precision if ``exact``; a single row comes twice."""
+    few = leaf.detach()[:count]
+    few = few.double() if exact and few.is_floating_point() else few
+    return few if len(few) == count else torch.cat([few] * count)
 
 
 def _has_mask(indices: Any) -> bool:
