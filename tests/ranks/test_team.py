@@ -30,6 +30,7 @@ from funcpipe._src.processes.alarms import Alarm
 from funcpipe._src.processes.peer import FrameKind, Head, LostError, memory_view
 from funcpipe._src.processes.remote import Arrivals, RemoteLane
 from funcpipe._src.processes.rendezvous import Rendezvous, listening
+from funcpipe._src.processes.wire_dtensors import Meshes
 from funcpipe._src.replicas.replicas import Replicas, Sharding
 
 
@@ -229,8 +230,8 @@ class Ends:
         self.sender, self.receiver = Inbox(one.lead), Inbox(other.lead)
         place = Place(torch.device("cpu"), alone=True, lane=1)
         news, self.arrivals = (
-            Arrivals(self.sender, place, {}, {}),
-            Arrivals(self.receiver, place, self.levels, {}),
+            Arrivals(self.sender, place, {}, {}, Meshes(())),
+            Arrivals(self.receiver, place, self.levels, {}, Meshes(())),
         )
         self.out = RemoteLane(one, 1, (0, 1), 0, news, None)
         self.back = RemoteLane(other, 0, (1, 0), 0, self.arrivals, None)

@@ -36,6 +36,18 @@ def test_the_loop_trains_as_over_torchs_schedule(pools, size, family, shape):
             torch.testing.assert_close(log, torch_log, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["1f1b", "interleaved", "zbv"])
+def test_dtensors_cross_the_borders_of_sequence_parallel_stages(pools, family):
+    for logs in pools(4).all("titan_tasks.sequence_parallel", family, seconds=120.0):
+        uncut, *others = logs
+        assert uncut[0][0] > 0.0
+        assert uncut[0] != uncut[-1]
+        assert others
+        for log in others:
+            torch.testing.assert_close(log, uncut, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_outputs_evaluation_and_attributes(pools, size):
     for wrong in pools(size).all("titan_tasks.evaluated"):

@@ -138,16 +138,58 @@ def test_what_cannot_travel_is_named():
     ],
 )
 def test_nothing_is_called_that_is_no_container(code):
-    data = json.dumps([code, [1], [], []]).encode()
+    data = json.dumps([code, [1], [], [], []]).encode()
     with pytest.raises(fp.PlanError, match="damaged"):
         unpack_form(data)
 
 
 @pytest.mark.parametrize("shared", [[1], [-1], ["0"], [True], 0])
 def test_shared_leaves_are_leaves(shared):
-    data = json.dumps([None, [1], [], shared]).encode()
+    data = json.dumps([None, [1], [], shared, []]).encode()
     with pytest.raises(fp.PlanError, match="damaged"):
         unpack_form(data)
+
+
+SPREAD = [[4, 5], [5, 1], [["Shard", 1]], ["tp"], [2], [0]]
+
+
+def test_the_form_of_a_dtensor_comes_back():
+    layout = {"tensor": [[4, 3], [3, 1], "torch.float32"]}
+    placements = [["Shard", 0], ["Replicate", None], ["Partial", "sum"]]
+    three = [[4, 5], [5, 1], placements, ["a", "b", "c"], [2, 1, 3], [1, 0, 2]]
+    for spread in (SPREAD, three):
+        form = unpack_form(json.dumps([None, [1, layout], [], [], [[1, spread]]]).encode())
+        assert form == unpack_form(pack_form(form))
+        ((number, found),) = form.spreads
+        assert (1, spread[3]) == (number, [*found.names])
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        (0, [4]),
+        (1, [5, -1]),
+        (2, []),
+        (2, [["Shard", "1"]]),
+        (2, [["Shard", True]]),
+        (2, [["Partial", None]]),
+        (2, [["DTensor", 1]]),
+        (2, [["Replicate", 0]]),
+        (3, ["tp", "pp"]),
+        (3, [1]),
+        (4, ["2"]),
+        (5, [-1]),
+        (None, [0, SPREAD]),
+        (None, [1, SPREAD[1:]]),
+        (None, [True, SPREAD]),
+        (None, [2, SPREAD]),
+    ],
+)
+def test_damaged_forms_of_dtensors_are_refused(field, wrong):
+    code = wrong if field is None else [1, [*SPREAD[:field], wrong, *SPREAD[field + 1 :]]]
+    leaves = [1, {"tensor": [[4, 3], [3, 1], "torch.float32"]}]
+    with pytest.raises(fp.PlanError, match="damaged"):
+        unpack_form(json.dumps([None, leaves, [], [], [code]]).encode())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +205,7 @@ def test_shared_leaves_are_leaves(shared):
 )
 def test_damaged_leaves_are_refused(leaf):
     with pytest.raises(fp.PlanError, match="damaged"):
-        unpack_form(json.dumps([0, [leaf], []]).encode())
+        unpack_form(json.dumps([0, [leaf], [], [], []]).encode())
 
 
 @given(st.data())

@@ -19,9 +19,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -43,17 +47,23 @@ OWN = {
 }
 
 
+class Means(nn.Module):
+    """The mean over the tokens so far, which needs the whole sequence."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
+
+
 class Block(nn.Module):
     """A residual block whose two products tensor parallelism can cut."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.mix = nn.LayerNorm(WIDTH), Means()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        mixed = self.norm(h).cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
-        return h + self.down(F.gelu(self.up(mixed)))
+        return h + self.down(F.gelu(self.up(self.mix(self.norm(h)))))
 
 
 class Decoder(nn.Module):
@@ -99,8 +109,11 @@ def stages_of(family: str, rank: int, size: int) -> list[int]:
     return [rank + size * k for k in range(2 if family == "interleaved" else 1)]
 
 
-def part_of(stage: int, count: int, tp: DeviceMesh | None) -> Decoder:
-    """Cut a stage out of the model as torchtitan's pipeline_module_split does."""
+def part_of(stage: int, count: int, tp: DeviceMesh | None, sequence: bool = False) -> Decoder:
+    """Cut a stage out of the model as torchtitan's pipeline_module_split does.
+
+    With ``sequence``, tensor parallelism also cuts the sequence, and borders are DTensors.
+    """
     torch.manual_seed(0)
     part, share = copy.deepcopy(Decoder()), LAYERS // count
     for name in [*part.layers]:
@@ -112,21 +125,40 @@ def part_of(stage: int, count: int, tp: DeviceMesh | None) -> Decoder:
         part.norm = part.output = None
     if tp is not None:
         styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            along = {"output_layouts": Shard(1), "use_local_output": False}
+            styles |= {
+                "norm": SequenceParallel(),
+                "mix": PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+                ),
+                "down": RowwiseParallel(**along),
+            }
+            ends = {
+                "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), **along),
+                "norm": SequenceParallel(),
+                "output": ColwiseParallel(
+                    input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+                ),
+            }
+            here = {name: style for name, style in ends.items() if getattr(part, name) is not None}
+            parallelize_module(part, tp, here)
         for layer in part.layers.values():
             parallelize_module(layer, tp, styles)
     return part
 
 
-def torch_parts(family: str, mesh: DeviceMesh) -> Trained:
+def torch_parts(family: str, mesh: DeviceMesh, sequence: bool = False) -> Trained:
     """The loop's objects with a schedule of torch."""
     pp = mesh["pp"]
     rank, size = pp.get_local_rank(), pp.size()
     mine = stages_of(family, rank, size)
     count = size * len(mine)
     tp = mesh["tp"] if "tp" in mesh.mesh_dim_names else None
-    parts = [part_of(stage, count, tp) for stage in mine]
+    parts = [part_of(stage, count, tp, sequence) for stage in mine]
+    how = {"group": pp.get_group()} | ({"get_mesh": lambda *_: tp} if sequence else {})
     stages = [
-        PipelineStage(part, stage, count, torch.device("cpu"), group=pp.get_group())
+        PipelineStage(part, stage, count, torch.device("cpu"), **how)
         for part, stage in zip(parts, mine, strict=True)
     ]
     schedule = TORCH[family](
@@ -139,7 +171,9 @@ def torch_parts(family: str, mesh: DeviceMesh) -> Trained:
     return Trained(schedule, params, 0 in mine, count - 1 in mine, False)
 
 
-def funcpipe_parts(family: str, mesh: DeviceMesh, stack: ExitStack) -> Trained:
+def funcpipe_parts(
+    family: str, mesh: DeviceMesh, stack: ExitStack, sequence: bool = False
+) -> Trained:
     """The loop's objects with a schedule of funcpipe."""
     pp = mesh["pp"]
     rank, size = pp.get_local_rank(), pp.size()
@@ -148,7 +182,9 @@ def funcpipe_parts(family: str, mesh: DeviceMesh, stack: ExitStack) -> Trained:
     names = mesh.mesh_dim_names
     tp = mesh["tp"] if "tp" in names else None
     made = [
-        fp.from_module(part_of(stage, count, tp if stage in mine else None), name=f"part{stage}")
+        fp.from_module(
+            part_of(stage, count, tp if stage in mine else None, sequence), name=f"part{stage}"
+        )
         for stage in range(count)
     ]
     stages, params, _ = zip(*made, strict=True)
@@ -194,6 +230,7 @@ def train(
         norm = clip_grad_norm(params, mesh["pp"])
         optimizer.step()
         loss = torch.stack(losses).sum() if has_last else torch.zeros(())
+        loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
         dist.all_reduce(loss, group=mesh["pp"].get_group())
         if dp is not None:
             dist.all_reduce(loss, group=dp.get_group())
@@ -233,6 +270,33 @@ def trained(rank: int, size: int, family: str, shape: dict[str, int]) -> list[An
     for presplit in (False, True):
         with ExitStack() as stack:
             logs.append(train(funcpipe_parts(family, mesh, stack), mesh, presplit=presplit))
+    return logs
+
+
+def alone() -> list[tuple[float, ...]]:
+    """Train the uncut model in this process alone, and return (loss, norm) of each step."""
+    model = part_of(0, 1, None)
+    optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        inputs, labels, valid = batch_of(step, None)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels, valid=valid)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        log.append((float(loss), float(norm)))
+    return log
+
+
+def sequence_parallel(rank: int, size: int, family: str) -> list[Any]:
+    """Train with DTensors at the borders: alone, with funcpipe's schedule, then with torch's."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("pp", "tp"))
+    logs = [alone()]
+    with loss_parallel():
+        with ExitStack() as stack:
+            logs.append(train(funcpipe_parts(family, mesh, stack, True), mesh, presplit=True))
+        if "get_mesh" in inspect.signature(PipelineStage).parameters:
+            logs.append(train(torch_parts(family, mesh, True), mesh, presplit=False))
     return logs
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError, raise_all
+from funcpipe._src.core.plain_tensors import here
 from funcpipe._src.core.torch_names import storage_number, version
 from funcpipe._src.core.tree import (
     LEAF,
@@ -82,7 +83,7 @@ def mark_memory_handed_on_twice(border: Border) -> None:
     places: dict[int, list[int]] = {}
     for index, leaf in enumerate(border.leaves):
         if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
-            places.setdefault(storage_number(leaf.untyped_storage()), []).append(index)
+            places.setdefault(storage_number(here(leaf).untyped_storage()), []).append(index)
     border.shared = [index for found in places.values() if len(found) > 1 for index in found]
 
 

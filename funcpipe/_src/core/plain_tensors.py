@@ -1,4 +1,4 @@
-"""Recognize plain tensors, and find the addresses of their memory."""
+"""Recognize plain tensors, and find their memory and the local parts of DTensors."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def is_plain(tensor: Tensor) -> bool:
     if odd or not (kind is Tensor or kind is torch.nn.Parameter):
         return False
     return not (tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor))
+
+
+def here(tensor: Any) -> Tensor:
+    """Return the local part of a DTensor; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def materialized(tensor: Tensor) -> Tensor:

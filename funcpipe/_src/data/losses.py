@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, StageError
 from funcpipe._src.core.tree import Tree, flatten, unflatten
+from funcpipe._src.data.exchange import entire
 from funcpipe._src.data.result import Loss
 
 Weigh = Callable[[Tree, Tree], Any]
@@ -247,6 +248,7 @@ def read_loss(value: Any) -> tuple[Tensor, Loss]:
         total, weight, aux = value
     elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
         total, weight = value  # pyright: ignore[reportUnknownVariableType]
+    total = entire(total)
     if weight is not None:
         check_weight(weight)
     if (
@@ -269,9 +271,9 @@ def read_loss(value: Any) -> tuple[Tensor, Loss]:
 
 
 def detached(tree: Tree) -> Tree:
-    """Return the tree with its tensors detached from their graphs."""
+    """Return the tree with its tensors detached from their graphs, and DTensors as full tensors."""
     leaves, spec = flatten(tree)
-    return unflatten(spec, [cut_off(leaf) for leaf in leaves])
+    return unflatten(spec, [entire(cut_off(leaf)) for leaf in leaves])
 
 
 def cut_off(leaf: Any) -> Any:

@@ -25,6 +25,7 @@ from funcpipe._src.data.declared import (
     checked_names,
     keywords_of,
 )
+from funcpipe._src.data.exchange import entire
 from funcpipe._src.data.out import Out
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -370,7 +371,8 @@ def carried(stage: Stage, result: Any) -> Out:
 def side_loss(out: Out) -> tuple[Any, Any] | None:
     """Return the auxiliary loss of a stage as (sum, weight); None if there is none."""
     loss: Any = out.loss
-    return None if isinstance(loss, tuple) and not loss else loss
+    # Full tensors: the float() of a DTensor with the placement Partial is that of its local part.
+    return (tuple(map(entire, loss)) or None) if isinstance(loss, tuple) else loss  # pyright: ignore
 
 
 @overload

@@ -17,7 +17,7 @@ from funcpipe._src.batch.microbatch import given_by_caller, numbered
 from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import FuncpipeError, Where, located
 from funcpipe._src.core.log import decided
-from funcpipe._src.core.plain_tensors import addresses
+from funcpipe._src.core.plain_tensors import addresses, here
 from funcpipe._src.core.tree import Tree, map_leaves
 from funcpipe._src.data.arrows import arrows_of
 from funcpipe._src.data.lowered import slots_of
@@ -45,7 +45,7 @@ from funcpipe._src.engine.ranges import ranged
 from funcpipe._src.engine.steps import make_step
 from funcpipe._src.optimizing.stepping import Stepping
 from funcpipe._src.replicas.gathered import holding
-from funcpipe._src.replicas.replicas import Reduction, here
+from funcpipe._src.replicas.replicas import Reduction
 from funcpipe._src.schedules.memory import residual_peak
 from funcpipe._src.stages.context import RUNNING, CallerContext, intra_op_threads
 from funcpipe._src.stages.drawing import CatchDraws

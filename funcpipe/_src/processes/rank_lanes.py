@@ -250,10 +250,7 @@ class Ranks(Lanes):
             for other, owner in enumerate(self.rank_of)
             if other not in self.lanes
         }
-        box, levels = execution.boxes[program.lane], execution.level_of
-        return remote_lanes(
-            team, ranks, program, box, place, levels, self._ways.get, execution.number or 0
-        )
+        return remote_lanes(team, ranks, program, place, self._ways.get, execution)
 
     def walk(self, executions: Sequence[Execution]) -> None:
         """Run the lanes of this process, and wait; raise the first failure, here or elsewhere."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,9 +21,11 @@ from funcpipe._src.data.program import LaneProgram
 from funcpipe._src.devices.stream import Place
 from funcpipe._src.engine.mail import Mailbox, PoolLevel
 from funcpipe._src.processes.peer import FrameKind, Head, KnownForm
+from funcpipe._src.processes.wire_dtensors import Meshes, ReceivedDTensors, Spread
 from funcpipe._src.processes.wire_format import form_key, form_of, pack_form, sendable
 
 if TYPE_CHECKING:
+    from funcpipe._src.engine.execute import Execution
     from funcpipe._src.processes.device_stream import DeviceStream
     from funcpipe._src.processes.team import Team
 
@@ -35,6 +38,7 @@ class Arrivals:
         place: the place of the lane.
         levels: the fill level of the pool of each slot.
         streams: the transfer stream of each slot on a device with streams.
+        meshes: the meshes of this process, for DTensors.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class Arrivals:
         place: Place,
         levels: Mapping[int, PoolLevel],
         streams: Mapping[int, DeviceStream],
+        meshes: Meshes,
     ) -> None:
         self.box, self._place, self._levels, self._streams = box, place, levels, streams
+        self.meshes = meshes
         self.remotes: dict[int, RemoteLane] = {}
         """The mailboxes of the lanes to which this lane sends, by lane."""
         self._freed: dict[int, Any] = {}
@@ -75,7 +81,12 @@ class Arrivals:
 
     def _put(self, slot: int, leaves: list[Any], event: Any, known: KnownForm) -> None:
         form = known.form
-        value = Border(leaves, form.spec, form.flags)
+        described = leaves, form.spec, form.flags
+        if form.spreads:
+            value = ReceivedDTensors(*described, dict(form.spreads), self.meshes)
+            known.is_keyed = True  # DTensors have no key, and the lane makes them later
+        else:
+            value = Border(*described)
         value.shared = form.shared
         if not known.is_keyed:
             known.key, known.is_keyed = border_key_or_none(value), True
@@ -166,10 +177,14 @@ class RemoteLane(Mailbox):
         """Return a function that sends a value. Raises PlanError for values that cannot travel."""
         stream, team, rank = self._stream, self._team, self._rank
         home = _at_host if stream is None else stream.at_home
+        spreads: dict[int, Spread] = {}
         leaves = [
-            home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in map(sendable, value.leaves)
+            home(leaf) if isinstance(leaf, Tensor) else leaf
+            for leaf in map(sendable, value.leaves, count(), repeat(spreads))
         ]
-        described = leaves, value.spec, value.flags, value.shared
+        for number in spreads:
+            self.arrivals.meshes.add(value.leaves[number].device_mesh)
+        described = leaves, value.spec, value.flags, value.shared, spreads
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         head, key, form = (
             self._value._replace(slot=slot),
@@ -199,11 +214,9 @@ def remote_lanes(
     team: Team,
     ranks: Mapping[int, int],
     program: LaneProgram,
-    box: Mailbox,
     place: Place,
-    levels: Mapping[tuple[int, int], PoolLevel],
     stream: Callable[[tuple[int, int]], DeviceStream | None],
-    batch: int,
+    execution: Execution,
 ) -> Mapping[int, Mailbox]:
     """Make the mailboxes of all lanes of other processes with which a lane here exchanges values.
 
@@ -211,11 +224,12 @@ def remote_lanes(
         team: the other processes.
         ranks: the process of each lane of another process.
         program: the program of the lane here.
-        box, place: the mailbox and the place of the lane here.
-        levels: the fill level of the pool of each slot, by (lane, slot).
+        place: the place of the lane here.
         stream: a function from an edge (from lane, to lane) to its stream on the device here.
-        batch: the number of the batch within the run.
+        execution: the execution, with the mailboxes and the fill levels of the lanes here.
     """
+    ready, batch = execution.ready, execution.number or 0
+    meshes = Meshes((ready.params, ready.state))
     lane = program.lane
     sources = {
         slot: source
@@ -227,7 +241,8 @@ def remote_lanes(
         for slot, source in sources.items()
         if (found := stream((source, lane))) is not None
     }
-    arrivals = Arrivals(box, place, {slot: levels[lane, slot] for slot in sources}, streams)
+    levels = {slot: execution.level_of[lane, slot] for slot in sources}
+    arrivals = Arrivals(execution.boxes[lane], place, levels, streams, meshes)
     others = {*sources.values()} | {to for to, _ in program.outgoing if to in ranks}
     return {
         other: RemoteLane(team, ranks[other], (lane, other), batch, arrivals, stream((lane, other)))

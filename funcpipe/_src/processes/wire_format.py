@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcpipe._src.core.border import LEAF, fills
+from funcpipe._src.core.border import LEAF, dense, fills
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.plain_tensors import is_plain
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.tree import Spec, Tree, flatten, put_together_by, take_apart, unflatten
 from funcpipe._src.processes.wire_classes import class_named, looked_up, name_of, permit
+from funcpipe._src.processes.wire_dtensors import Spread
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,17 @@ class TreeForm:
         leaves: the leaves, with a `TensorLayout` for each tensor.
         flags: one flag per leaf, or none.
         shared: the numbers of the leaves that shared memory in the sending process; see `Border`.
+        spreads: the numbers and forms of the leaves that are DTensors. Their local tensors travel.
     """
 
     spec: Spec
     leaves: tuple[Any, ...]
     flags: tuple[bool, ...]
     shared: tuple[int, ...] = ()
+    spreads: tuple[tuple[int, Spread], ...] = ()
+
+
+_NO_SPREADS: Mapping[int, Spread] = {}
 
 
 def memory(tensor: Tensor) -> Tensor:
@@ -52,14 +58,23 @@ def memory(tensor: Tensor) -> Tensor:
     return flat.view(-1).view(torch.uint8)
 
 
-def sendable(leaf: Any) -> Any:
+def sendable(leaf: Any, number: int = 0, spreads: dict[int, Spread] | None = None) -> Any:
     """Return a leaf in the form that can be sent: a plain, detached, dense tensor.
+
+    Args:
+        leaf: the leaf.
+        number: the number of the leaf in its value.
+        spreads: by number, gets the form of a DTensor, whose local tensor is returned. None:
+            DTensors cannot be sent.
 
     Raises PlanError for leaves that cannot be sent.
     """
     if isinstance(leaf, Tensor):
         leaf = leaf.detach().resolve_conj().resolve_neg()
         if not is_plain(leaf):
+            if spreads is not None and hasattr(leaf, "device_mesh"):
+                spreads[number] = Spread.of(leaf)
+                return sendable(dense(leaf.to_local()))  # pyright: ignore[reportAttributeAccessIssue]
             raise PlanError(
                 f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process; pass plain, "
                 "dense tensors"
@@ -72,21 +87,29 @@ def sendable(leaf: Any) -> Any:
 
 
 def form_of(
-    leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
+    leaves: Sequence[Any],
+    spec: Spec,
+    flags: Sequence[bool],
+    shared: Sequence[int] = (),
+    spreads: Mapping[int, Spread] = _NO_SPREADS,
 ) -> TreeForm:
     """Return the form of `sendable` leaves."""
-    return TreeForm(
-        spec, tuple(map(_without_numbers, leaves)), tuple(map(bool, flags)), tuple(shared)
-    )
+    own = tuple(map(_without_numbers, leaves))
+    return TreeForm(spec, own, tuple(map(bool, flags)), tuple(shared), tuple(spreads.items()))
 
 
 def form_key(
-    leaves: Sequence[Any], spec: Spec, flags: Sequence[bool], shared: Sequence[int] = ()
+    leaves: Sequence[Any],
+    spec: Spec,
+    flags: Sequence[bool],
+    shared: Sequence[int] = (),
+    spreads: Mapping[int, Spread] = _NO_SPREADS,
 ) -> Any:
     """Return a lookup key, equal for equal forms only."""
     return (
         spec,
         tuple(shared),
+        tuple(spreads.items()),
         *flags,
         *[
             (type(leaf), repr(leaf))
@@ -112,7 +135,7 @@ def pack_form(form: TreeForm) -> bytes:
         None if row else _structure(unflatten(form.spec, map(_Number, range(len(form.leaves)))))
     )
     return json.dumps(
-        [skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared]
+        [skeleton, [_coded(leaf) for leaf in form.leaves], form.flags, form.shared, form.spreads]
     ).encode()
 
 
@@ -125,7 +148,7 @@ def _unpacked_form(
     data: bytes, find: Callable[[str], Any], decoders: Mapping[str, Callable[[Any], Any]]
 ) -> TreeForm:
     try:
-        structure, leaves, flags, shared = json.loads(data)
+        structure, leaves, flags, shared, codes = json.loads(data)
         values = [_decoded(leaf, decoders) for leaf in leaves]
         numbers, spec = (
             ([*range(len(values))], LEAF) if structure is None else flatten(_built(structure, find))
@@ -134,15 +157,18 @@ def _unpacked_form(
             isinstance(flag, bool) for flag in flags
         ):
             raise ValueError("its leaves are out of order")
-        if any(type(number) is not int or not 0 <= number < len(values) for number in shared):
+        spreads = {number: Spread.read(code) for number, code in codes}
+        if any(type(n) is not int or not 0 <= n < len(values) for n in (*shared, *spreads)):
             raise ValueError("it has no such leaves")
+        if not all(isinstance(values[number], TensorLayout) for number in spreads):
+            raise ValueError("a DTensor has no local tensor")
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(
             f"a message from another process is damaged, {type(error).__name__}: {error}"
         ) from error
-    return TreeForm(spec, tuple(values), tuple(flags), tuple(shared))
+    return TreeForm(spec, tuple(values), tuple(flags), tuple(shared), tuple(spreads.items()))
 
 
 _KNOWN = 64

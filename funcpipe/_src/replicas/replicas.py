@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcpipe._src.core.plain_tensors import here
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.engine.mail import Mailbox
 from funcpipe._src.engine.worker import Worker
@@ -321,8 +322,3 @@ def _windows(gradients: Sequence[Tensor | None]) -> list[list[int]]:
             windows[-1].append(number)
             size += nbytes
     return windows
-
-
-def here(tensor: Any) -> Tensor:
-    """Return the local part of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

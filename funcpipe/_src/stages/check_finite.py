@@ -11,7 +11,7 @@ from torch import Tensor
 from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import NotFiniteError, bullets
 from funcpipe._src.core.tree import Tree, flatten, is_differentiable, locations
-from funcpipe._src.data.exchange import numbers
+from funcpipe._src.data.exchange import entire, numbers
 from funcpipe._src.stages.bound import Bound, Cotangents, Gradients, Shares, StageArgs, StageOut
 
 
@@ -121,10 +121,10 @@ def _count(leaf: Any) -> str:
     if not is_differentiable(leaf) or leaf.is_meta:
         return ""
     leaf = numbers(_wide(leaf))
-    if bool(torch.isfinite(leaf).all()):
+    if bool(entire(torch.isfinite(leaf).all())):
         return ""
-    nans = int(leaf.isnan().sum())
-    infinite = leaf.numel() - int(torch.isfinite(leaf).sum()) - nans
+    nans = int(entire(leaf.isnan().sum()))
+    infinite = leaf.numel() - int(entire(torch.isfinite(leaf).sum())) - nans
     return f"{nans} NaN and {infinite} Inf among {leaf.numel()} numbers"
 
 
