@@ -252,6 +252,26 @@ def detailed(rank: int, size: int) -> list[str]:
     return wrong
 
 
+def made_of_plain(rank: int, size: int) -> list[str]:
+    """A stage that makes a DTensor without parameters of its mesh; its gradient comes back."""
+    tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))["tp"]
+    params = [{"scale": torch.full((WIDTH,), 0.5).double().requires_grad_()}, cut_weights(tp, 1)]
+
+    def start(params: Any, x: Tensor) -> Any:
+        whole = DTensor.from_local(x * params["scale"], tp, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)])
+
+    end = fp.stage(partial(block, over=[Replicate()], first=False))
+    x = torch.ones(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    got, want = two(rank, [fp.stage(start), end], params, squares, (x, x))
+    return [
+        f"{stage} {name}"
+        for stage in [rank // 2]
+        for name, gradient in got.grads[stage].items()
+        if not same(entire(gradient), entire(want.grads[stage][name]))
+    ]
+
+
 def written(rank: int, size: int, what: str) -> None:
     """A stage that writes into a DTensor which it got twice, or which it has handed on."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))

@@ -53,6 +53,11 @@ def test_skips_feeds_and_losses_may_be_dtensors(pools):
         assert [] == wrong
 
 
+def test_a_gradient_finds_the_mesh_of_the_value_that_was_sent(pools):
+    for wrong in pools(4).all("dtensor_tasks.made_of_plain"):
+        assert [] == wrong
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [("twice", "whose memory the stage before handed on twice"), ("later", "after it had handed")],
