@@ -18,6 +18,7 @@ from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.tree import flatten
 from funcpipe._src.processes.columns import Columns, apart, joined
 from funcpipe._src.processes.wire_format import (
+    form_key,
     form_of,
     memory,
     pack,
@@ -162,6 +163,8 @@ def test_the_form_of_a_dtensor_comes_back():
         assert form == unpack_form(pack_form(form))
         ((number, found),) = form.spreads
         assert (1, spread[3]) == (number, [*found.names])
+        keys = [form_key([torch.ones(2)], (), (), (), {0: each}) for each in (found, form)]
+        assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(
