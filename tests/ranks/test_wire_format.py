@@ -5,6 +5,7 @@ import struct
 import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ import funcpipe as fp
 from funcpipe._src.core.tensor_layout import TensorLayout
 from funcpipe._src.core.tree import flatten
 from funcpipe._src.processes.columns import Columns, apart, joined
+from funcpipe._src.processes.wire_dtensors import Spread
 from funcpipe._src.processes.wire_format import (
     form_key,
     form_of,
@@ -165,6 +167,15 @@ def test_the_form_of_a_dtensor_comes_back():
         assert (1, spread[3]) == (number, [*found.names])
         keys = [form_key([torch.ones(2)], (), (), (), {0: each}) for each in (found, form)]
         assert keys[0] != keys[1]
+
+
+def test_other_placements_cannot_travel():
+    class Odd:
+        pass
+
+    mesh = SimpleNamespace(mesh_dim_names=("tp",))
+    with pytest.raises(fp.PlanError, match=r"Odd.* redistribute it to Shard, Replicate or Partial"):
+        Spread.of(SimpleNamespace(device_mesh=mesh, placements=(Odd(),)))
 
 
 @pytest.mark.parametrize(
