@@ -6,8 +6,8 @@ small interpreters of that one program.
 The names here are what every program needs: stages, plans, runs, what to look at them with, errors.
 What some need is in `funcpipe.schedules` (families of schedules, their transformations and texts),
 `funcpipe.batches` (batches on their way to the step), `funcpipe.models` (models cut and measured),
-`funcpipe.typing` (names for annotations) and `funcpipe.testing`. `funcpipe._src` is not part of the
-interface.
+`funcpipe.optim` (optimizers of pure functions), `funcpipe.typing` (names for annotations) and
+`funcpipe.testing`. `funcpipe._src` is not part of the interface.
 
 Examples in the help of these names need ``import torch``, ``from torch import nn`` and ``import
 funcpipe as fp``.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from funcpipe import batches as batches
 from funcpipe import models as models
+from funcpipe import optim as optim
 from funcpipe import schedules as schedules
 from funcpipe import typing as typing
 from funcpipe._src.batch.marks import Axis as Axis

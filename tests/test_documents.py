@@ -27,7 +27,7 @@ import torch
 import funcpipe as fp
 import funcpipe.testing
 
-FACES = [fp, fp.schedules, fp.batches, fp.models, fp.typing, funcpipe.testing]
+FACES = [fp, fp.schedules, fp.batches, fp.models, fp.optim, fp.typing, funcpipe.testing]
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 MODULES = [

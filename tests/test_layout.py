@@ -64,6 +64,7 @@ FACES_OF_FILES = {
     "batches.py",
     "cli.py",
     "models.py",
+    "optim.py",
     "schedules.py",
     "testing.py",
     "typing.py",
@@ -315,7 +316,7 @@ def test_a_class_has_a_name_of_its_own():
     assert {} == {name: files for name, files in where.items() if len(files) > 1}
 
 
-FACES = [fp, fp.schedules, fp.batches, fp.models, fp.typing]
+FACES = [fp, fp.schedules, fp.batches, fp.models, fp.optim, fp.typing]
 
 
 def public(face: ModuleType) -> dict[str, object]:

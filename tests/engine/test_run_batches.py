@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import ids, same, schedules, snapshot
+from functional_rules import MAKERS as FUNCTIONAL
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -29,6 +30,7 @@ MAKERS = {
     "adamw": ADAMW,
     "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, foreach=True),
+    "functional": FUNCTIONAL["adamw"],
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import ids, same, schedules, snapshot
+from functional_rules import MAKERS as FUNCTIONAL
 from torch import nn
 
 import funcpipe as fp
@@ -25,6 +26,7 @@ MAKERS = {
     "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, foreach=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "functional": FUNCTIONAL["adamw"],
 }
 NORMS = [None, 1e6, 0.05]
 

@@ -2,6 +2,7 @@
 small, or raises."""
 
 import contextlib
+import copy
 import ctypes
 import gc
 import os
@@ -22,6 +23,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import same, schedules, snapshot
+from functional_rules import MAKERS as FUNCTIONAL
+from functional_rules import PlainRule
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -696,6 +699,53 @@ def stepping_whole_matrices(rank, size):
             got = fp.run(stepping, ours, (x, target), optimizer=mine, executor=ranks)
             same_leaves = same(everything_of(alone, theirs), everything_of(ours, mine))
             wrong += [] if same(norm, got.norm) and same_leaves else [number]
+    return wrong
+
+
+def functional(rank, size, path):
+    """Two replicas of two lanes with the functional AdamW: as the functions by themselves with the
+    gradients of a run, also with parts of parameters, and saved for other numbers of stages."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    summed = fp.schedules.reduce_grads(fp.schedules.looped_bfs(4, 4, num_devices=2))
+    schedule = fp.schedules.gather_params(summed, whole=1)
+    wrong = []
+    for shard in (False, True):
+        torch.manual_seed(4)
+        split = fp.split(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), 4)
+        plain, stepping = (
+            fp.make_plan(split, one, loss=F.mse_loss, devices="cpu")
+            for one in (schedule, fp.schedules.step_params(schedule))
+        )
+        with fp.ranks(plain, mesh, dp="dp", timeout=20.0) as ranks:
+            alone = fp.place(plain, copy.deepcopy(split.params), ranks)
+            ours = fp.place(plain, split.params, ranks, shard=shard)
+            mine = FUNCTIONAL["adamw"](fp.leaves(ours))
+            rule = PlainRule("adamw", [leaf.detach() for leaf in fp.leaves(alone)])
+            for number in range(4):
+                x, target = torch.randn(
+                    2, 8, 6, generator=torch.Generator().manual_seed(9 * number + ranks.replica)
+                )
+                want = fp.run(plain, alone, (x, target), executor=ranks)
+                rule.step(fp.leaves(want.grads))
+                for leaf, tensor in zip(fp.leaves(alone), rule.tensors, strict=True):
+                    leaf.data.copy_(tensor)
+                if number == 1:
+                    result = fp.run(plain, ours, (x, target), executor=ranks)
+                    norm = fp.step(mine, ours, result)
+                elif number == 2:
+                    options = {"optimizer": mine, "executor": ranks}
+                    norm = fp.run_batches(stepping, ours, [(x, target)], **options)[0].norm
+                else:
+                    options = {"optimizer": mine, "executor": ranks, "max_norm": 1e6}
+                    norm = fp.run(stepping, ours, (x, target), **options).norm
+                leaves = [ranks.whole(leaf).detach() for leaf in fp.leaves(ours)]
+                close = torch.allclose(norm, fp.global_norm(want))  # of parts, it rounds otherwise
+                wrong += [] if close and same(rule.tensors, leaves) else [(shard, number)]
+            fp.save(path / str(shard), split, ours, optimizer=mine, ranks=ranks)
+            before = everything_of(ours, mine)
+            fp.run(stepping, ours, (x, target), optimizer=mine, executor=ranks)
+            fp.load(path / str(shard), split, params=ours, optimizer=mine, ranks=ranks)
+            wrong += [] if same(before, everything_of(ours, mine)) else ["load"]
     return wrong
 
 

@@ -2,6 +2,9 @@
 accumulation, evaluation."""
 
 import pytest
+from common import same
+from functional_rules import MAKERS
+from torch import nn
 
 import funcpipe as fp
 
@@ -149,6 +152,21 @@ def test_optimizers_that_ask_other_replicas_step_at_the_end(pools):
     """On lanes of one process each would ask in an order of its own."""
     for wrong in pools(2).all("stepping_whole_matrices"):
         assert [] == wrong
+
+
+def test_a_functional_optimizer_on_replicas(pools, tmp_path):
+    """Whole and sharded; one process continues in two stages from both checkpoints."""
+    for wrong in pools(4).all("functional", tmp_path):
+        assert [] == wrong
+    states = []
+    for shard in (False, True):
+        split = fp.split(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), 2)
+        optimizer = MAKERS["adamw"](fp.leaves(split.params))
+        fp.load(tmp_path / str(shard), split, optimizer=optimizer)
+        states.append([split.params, [*optimizer.state.values()]])
+    assert same(*states)
+    assert len(optimizer.state) == 8
+    assert all(int(state[".count"]) == 4 for state in optimizer.state.values())
 
 
 def test_a_step_takes_no_longer_than_it_takes(pools):

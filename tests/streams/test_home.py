@@ -4,6 +4,7 @@ bytes on a device than the model of memory says."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import re
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_result, ids, same
+from functional_rules import MAKERS as FUNCTIONAL
 
 import funcpipe as fp
 from funcpipe._src.devices.stream import Place
@@ -64,7 +66,7 @@ def batch():
     return tuple(torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
 
 
-def go(schedule, devices, executor="serial", optimizer=False, **options):
+def go(schedule, devices, executor="serial", make=None, **options):
     """A run, and the parameters and the state after it."""
     stages, params, state = net()
     plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices=devices)
@@ -74,8 +76,8 @@ def go(schedule, devices, executor="serial", optimizer=False, **options):
         for stage, tree in enumerate(state):
             recorder.put(tree, torch.device(devices[schedule.device_of[stage]]))
         params = fp.place(plan, params, home="cpu")
-    if optimizer:
-        options["optimizer"] = torch.optim.AdamW(fp.leaves(params), lr=0.1, foreach=False)
+    if make is not None:
+        options["optimizer"] = make(fp.leaves(params))
     result = fp.run(
         plan, params, batch(), state=state, seed=1, executor=executor, threads_per_lane=1, **options
     )
@@ -123,13 +125,17 @@ def test_in_order_and_bit_identical(schedule, executor, monkeypatch):
     assert not any(recorder.held.values())
 
 
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.1, foreach=False)
+
+
+@pytest.mark.parametrize("make", [ADAMW, FUNCTIONAL["adamw"]], ids=["torch", "functional"])
 @pytest.mark.parametrize("schedule", SCHEDULES[:4], ids=ids)
-def test_steps_at_home(schedule, monkeypatch):
+def test_steps_at_home(schedule, make, monkeypatch):
     schedule = fp.schedules.step_params(schedule)
-    want, left = go(schedule, "cpu", optimizer=True)
+    want, left = go(schedule, "cpu", make=make)
     recorder = Bytes()
     monkeypatch.setattr(Place, "backend", recorder)
-    got, there = go(schedule, devices_of(schedule), optimizer=True)
+    got, there = go(schedule, devices_of(schedule), make=make)
     assert same(left, there)
     assert same(want.norm, got.norm)
     assert recorder.finish() == []

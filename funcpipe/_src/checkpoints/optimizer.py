@@ -133,7 +133,9 @@ def read_optimizer(
         f"the optimizer holds {len(pairs)} parameters, and the checkpoint's held more: "
         f"{some(map(repr, left))}; the state of {count_text(len(left), 'parameter')} is not loaded"
     )
-    return {"state": state, "param_groups": groups}, warning if left else ""
+    restored = {"state": state, "param_groups": groups}
+    getattr(optimizer, "fitted", dict)(restored)  # a FunctionalOptimizer of other functions raises
+    return restored, warning if left else ""
 
 
 def _options(written: Written) -> list[Any]:

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpipe._src.core.torch_names import data_address, is_shared_lazily, is_zero_tensor
+from funcpipe._src.core.torch_names import (
+    data_address,
+    is_shared_lazily,
+    is_zero_tensor,
+    storage_number,
+)
 
 
 def address(tensor: Tensor) -> int:
@@ -47,6 +52,11 @@ def is_plain(tensor: Tensor) -> bool:
 def here(tensor: Any) -> Tensor:
     """Return the local part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def memory_number(leaf: Any) -> int:
+    """Return a number that all leaves in the same memory share."""
+    return storage_number(leaf.untyped_storage()) if is_plain(leaf) else id(leaf)
 
 
 def materialized(tensor: Tensor) -> Tensor:

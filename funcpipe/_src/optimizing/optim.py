@@ -27,6 +27,7 @@ from funcpipe._src.core.tree import (
 )
 from funcpipe._src.data.exchange import Exchange, alone, numbers
 from funcpipe._src.data.result import Result
+from funcpipe._src.optimizing.functional import FunctionalOptimizer
 from funcpipe._src.optimizing.leaf_gradients import (
     LeafGradient,
     Ties,
@@ -319,6 +320,11 @@ def accumulate(results: Iterable[Result]) -> Result:
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this is one of torch's own optimizers."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def steps_by_leaf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer updates each leaf separately, with all state in its ``state``."""
+    return is_torchs(optimizer) or type(optimizer) is FunctionalOptimizer
 
 
 def _may_write(optimizer: torch.optim.Optimizer) -> bool:

@@ -23,7 +23,7 @@ from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.failures import add_note, in_batch
 from funcpipe._src.engine.options import Executor, ExecutorLike, RunOptions
 from funcpipe._src.engine.prepare import checked_seed
-from funcpipe._src.optimizing.optim import check_options, is_torchs
+from funcpipe._src.optimizing.optim import check_options, steps_by_leaf
 from funcpipe._src.optimizing.rates import Rates, refuse_scheduler
 from funcpipe._src.optimizing.stepping import held_by
 from funcpipe._src.optimizing.together import Batches, run_together
@@ -90,8 +90,8 @@ def run_batches(
         batches: a list of batches as in `run`. All batches stay in memory until the end, so each
             must have its own tensors. With `ranks`, each rank gives the same number of batches,
             None for a batch that the rank does not read.
-        optimizer: one of torch's own optimizers. With `ranks`, each rank has its own optimizer of
-            its own leaves.
+        optimizer: one of torch's own optimizers, or an `optim.FunctionalOptimizer`. With `ranks`,
+            each rank has its own optimizer of its own leaves.
         max_norm: as in `step`. Clipping makes all batches run again one by one, so choose a
             ``max_norm`` that rarely clips.
         scheduler: a learning rate scheduler of the optimizer. It steps after each batch. None, the
@@ -296,9 +296,9 @@ def _refuse_unstepped(plan: Plan, options: RunOptions) -> None:
         )
     optimizer = options.optimizer
     check_options(optimizer, options.max_norm, None, optional=True)
-    if optimizer is not None and not is_torchs(optimizer):
+    if optimizer is not None and not steps_by_leaf(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} is not one of torch's own optimizers, so run_batches "
             "cannot undo its steps if a batch fails; call fp.run(..., optimizer=optimizer) for "
-            "each batch"
+            "each batch, or write its rule as an fp.optim.FunctionalOptimizer"
         )

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from funcpipe._src.core.plain_tensors import is_plain
-from funcpipe._src.core.torch_names import STEPPED, storage_number
+from funcpipe._src.core.plain_tensors import is_plain, memory_number
+from funcpipe._src.core.torch_names import STEPPED
 from funcpipe._src.core.tree import flatten, leaves, unflatten
 from funcpipe._src.data.exchange import alone
 from funcpipe._src.data.result import Result
@@ -29,7 +29,7 @@ from funcpipe._src.engine.prepare import Prepared
 from funcpipe._src.engine.unused import UnusedLeaf, unused_leaves
 from funcpipe._src.optimizing.leaf_gradients import LeafGradient, by_leaf
 from funcpipe._src.optimizing.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
-from funcpipe._src.optimizing.optim import apply_gradients, held_of, is_torchs, refuse_unheld
+from funcpipe._src.optimizing.optim import apply_gradients, held_of, refuse_unheld, steps_by_leaf
 from funcpipe._src.optimizing.undo import Undo
 from funcpipe._src.replicas.replicas import Reduction
 
@@ -272,7 +272,7 @@ _GLOBAL_HOOKS = (
 def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
     """Return whether parts of an optimizer can be stepped separately, each on its lane.
 
-    - Torch's own optimizers update each leaf separately. Others may count in their groups, read all
+    - Torch's own optimizers and FunctionalOptimizer update each leaf separately. Others may count in their groups, read all
       leaves, or wrap another optimizer.
     - Hooks expect one step of the whole optimizer.
     - A step updates all leaves with a gradient, so the optimizer must have no leaves besides the
@@ -291,7 +291,9 @@ def in_parts(optimizer: torch.optim.Optimizer, tensors: Iterable[Any]) -> bool:
         value for name, value in vars(optimizer).items() if name.endswith("_hooks")
     )
     return (
-        is_torchs(optimizer) and not (patched or hooked) and {*map(id, held)} <= {*map(id, tensors)}
+        steps_by_leaf(optimizer)
+        and not (patched or hooked)
+        and {*map(id, held)} <= {*map(id, tensors)}
     )
 
 
@@ -359,13 +361,8 @@ def _joined(ready: Prepared) -> set[int]:
     A step of one stage would change the other stage.
     """
     tied = {stage for group in ready.ties for stage, _ in group}
-    memories = {stage: {*map(_memory, leaves(ready.params[stage]))} for stage in ready.bounds}
+    memories = {stage: {*map(memory_number, leaves(ready.params[stage]))} for stage in ready.bounds}
     seen = Counter(number for numbers in memories.values() for number in numbers)
     return tied | {
         stage for stage, numbers in memories.items() if any(seen[number] > 1 for number in numbers)
     }
-
-
-def _memory(leaf: Any) -> int:
-    """Return a number that all leaves in the same memory share."""
-    return storage_number(leaf.untyped_storage()) if is_plain(leaf) else id(leaf)
