@@ -10,6 +10,7 @@ from funcpipe._src.core.errors import Where as Where
 from funcpipe._src.core.progress import CallProgress as CallProgress
 from funcpipe._src.data.program import Role as Role
 from funcpipe._src.data.program import Value as Value
+from funcpipe._src.data.result import Carry as Carry
 from funcpipe._src.data.result import Span as Span
 from funcpipe._src.engine.graphs import Graphs as Graphs
 from funcpipe._src.engine.lanes import Lanes as Lanes

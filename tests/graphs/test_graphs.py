@@ -251,6 +251,19 @@ REASONS = {
 }
 
 
+def test_a_carry_from_run_to_run_is_no_graph(tapes):
+    """A recording would read the first carry again."""
+    add = fp.stage(lambda p, x, *, carry: fp.Out(x + (carry or 0) + 1, carry=x.sum()))
+    schedule = fp.schedules.fill_drain(1, 2, backward=False)
+    plan, carry = fp.make_plan([add], schedule, carry=True, devices="cpu"), None
+    with fp.graphs(plan) as graphs:
+        for total in (1.0, 3.0, 3.0):
+            result = fp.run(plan, ((),), torch.ones(4), executor=graphs, carry=carry)
+            carry = result.carry
+            assert result.stats.reason == "not a graph: its carry has other shapes in each run"
+            assert torch.equal(result.outputs, torch.full((4,), 1 + total))
+
+
 @pytest.mark.parametrize("reason", REASONS)
 def test_why_it_is_no_graph(tapes, reason):
     """It runs all the same, with the oracle's bits; what cannot be recorded is tried once."""

@@ -7,7 +7,7 @@ from funcpipe._src.data.compose import compose
 from funcpipe._src.data.program import Role, Wire
 from funcpipe._src.data.schedule import Kind, Schedule
 from funcpipe._src.data.stage import Stage, stage
-from funcpipe._src.lower.effects import EffectContext, effects
+from funcpipe._src.lower.effects import Among, EffectContext, effects
 from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.lower.program import lower
 from funcpipe._src.lower.skips import routes
@@ -124,6 +124,27 @@ def test_one_stage_reads_the_input_and_writes_only_its_report() -> None:
     """First and last at once."""
     rows = table([stage(lambda p, x: x)], loss=True, outputs=False)
     assert ["input0 target0 -> report0 residual0", "residual0 -> "] == [rows["0F"], rows["0B"]]
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_first_and_last_slices_read_and_write_the_callers_carry(carry: bool) -> None:
+    """Only if the plan keeps the carry between runs; a slice in between never does."""
+    given = EffectContext([stage(_carrying)], {}, loss=False, outputs=False, carry=carry)
+    came, went = (" carry_in0", " carry_out0") if carry else ("", "")
+    places = [(True, False), (False, False), (False, True), (True, True)]
+    assert [
+        ("input0" + came, "carry0 report0"),
+        ("input0 carry0", "carry0 report0"),
+        ("input0 carry0", (went + " report0").strip()),
+        ("input0" + came, (went + " report0").strip()),
+    ] == [
+        tuple(" ".join(map(show, wires)) for wires in effects(Kind.F, 0, False, given, Among(*at)))
+        for at in places
+    ]
+
+
+def _carrying(p: object, x: object, *, carry: object) -> None:
+    raise AssertionError
 
 
 def test_a_skip_that_nobody_pops_is_not_written() -> None:

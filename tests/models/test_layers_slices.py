@@ -262,3 +262,29 @@ def test_no_causal_language_model_and_no_labels():
     assert "shift_labels but no labels" in refused(
         lambda: fp.run(plan, split.params, (inputs, None))
     )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_prompt_in_chunks_and_then_token_by_token(make, padded):
+    """The carry of each run is the cache for the next one; logits are those of one forward."""
+    model = make().eval()
+    inputs = inputs_of(model, length=12, padded=padded)
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    split = fp.split(model, 2, slices=True)
+    prefill, decode = (
+        fp.make_plan(split, schedule.forwards(), carry=True, devices="cpu")
+        for schedule in (S.one_f_one_b(2, 3, num_slices=2), S.one_f_one_b(2, 3))
+    )
+    carry, logits = None, []
+    for plan, (first, last) in zip(
+        (prefill, prefill, decode, decode), ((0, 6), (6, 10), (10, 11), (11, 12)), strict=True
+    ):
+        part = {name: value[:, first:last] for name, value in inputs.items()}
+        result = fp.run(plan, split.params, part, carry=carry)
+        logits.append(result.outputs["logits"])
+        carry = result.carry
+    seen = inputs["attention_mask"].bool() if padded else torch.ones(5, 12, dtype=torch.bool)
+    torch.testing.assert_close(torch.cat(logits, 1)[seen], wanted[seen], rtol=1e-6, atol=1e-8)

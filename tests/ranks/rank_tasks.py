@@ -2481,6 +2481,45 @@ def sliced(rank, size, compiled):
     return wrong
 
 
+def carried(rank, size):
+    """Sequences in three runs with slices and one without, each rank with the carry of its own
+    stages; against one process."""
+    stages, params = causal.chain(("attend", "recur", "point", "attend"))
+    prefill, decode = (
+        fp.make_plan(stages, schedule.forwards(), carry=True, devices="cpu")
+        for schedule in (
+            fp.schedules.one_f_one_b(4, 3, num_slices=2),
+            fp.schedules.one_f_one_b(4, 3),
+        )
+    )
+    plans, parts = [prefill] * 3 + [decode], causal.batch(7, 12)[0].split([4, 4, 3, 1], 1)
+    wrong, outputs, carry = [], [], None
+    for plan, part in zip(plans, parts, strict=True):
+        result = fp.run_sequential(plan, params, part, carry=carry)
+        outputs.append(result.outputs)
+        carry = result.carry
+    own = None
+    for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+        with fp.ranks(plan, lanes=owners(4, size), timeout=30.0) as ranks:
+            ours = fp.place(plan, params, ranks)
+            given = part if 0 in ranks.stages else None
+            if number == 1:
+                told = own if rank == 0 else None
+                with pytest.raises(fp.RanksError, match="carry: rank 1 has False, rank 0 has True"):
+                    fp.run(plan, ours, given, executor=ranks, carry=told)
+            result = fp.run(plan, ours, given, executor=ranks, carry=own)
+            last = 3 not in ranks.stages or same(result.outputs, outputs[number])
+            own = result.carry
+            here = {stage for stage, row in enumerate(own.trees) if row is not None}
+            wrong += [] if last and here == {*ranks.stages} - {2} else [(number, here)]
+            wrong += [
+                (number, at)
+                for at in here
+                if number == 3 and not same(own.trees[at], carry.trees[at])
+            ]
+    return wrong
+
+
 def other_lengths(rank, size):
     """The ranks of the first and the last stage have sequences of different lengths: all of them
     say so."""

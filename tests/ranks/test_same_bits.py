@@ -25,6 +25,13 @@ def test_slices(pools, size, compiled):
         assert [] == wrong
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_carries_stay_in_their_process_between_runs(pools, size):
+    """Each rank gives back what it got; all of them give one, or none does."""
+    for wrong in pools(size).all("carried", seconds=60):
+        assert [] == wrong
+
+
 def test_sequences_of_different_lengths(pools):
     """Before anything runs."""
     for wrong in pools(2).all("other_lengths"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from funcpipe._src.batch.batch_tree import BatchTree
@@ -29,6 +29,7 @@ class Batch:
         axes: the axis along which each input leaf was cut; None for a shared leaf.
         handles: keep the caller's memory marked as shared during the run.
         slices: the lengths of the slices of a microbatch; () without slices.
+        carry: by stage, a border per piece: the carry of an earlier run, for first slices.
     """
 
     inputs: list[Border]
@@ -39,6 +40,7 @@ class Batch:
     axes: tuple[int | None, ...]
     handles: list[Any]
     slices: tuple[int, ...] = ()
+    carry: Mapping[int, list[Border]] = field(default_factory=dict[int, "list[Border]"])
 
     @property
     def num_microbatches(self) -> int:
@@ -319,10 +321,13 @@ def given_by_caller(batch: Batch, program: Lowered) -> dict[int, Border]:
     """Return the values that the caller gives, by value number."""
     pieces = {Role.INPUT: batch.inputs, Role.TARGET: batch.target or ()}
     out: dict[int, Border] = {}
-    for number, (role, _, name, _) in enumerate(program.wires):
-        out |= numbered(
-            number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ())
-        )
+    for number, (role, stage, name, _) in enumerate(program.wires):
+        if role is Role.CARRY_IN:
+            out |= numbered(number, batch.carry.get(stage, ()))
+        else:
+            out |= numbered(
+                number, batch.feeds.get(name, ()) if role is Role.FEED else pieces.get(role, ())
+            )
     return out
 
 

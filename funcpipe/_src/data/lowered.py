@@ -35,7 +35,7 @@ from funcpipe._src.data.program import (
 )
 from funcpipe._src.data.schedule import Action, action_of
 
-TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.SUMS})
+TAKEN = frozenset({Role.REPORT, Role.OUTPUT, Role.INPUT_GRAD, Role.CARRY_OUT, Role.SUMS})
 """The roles of values that the caller takes at the end.
 
 No action frees such a value, not even an action that reads it.

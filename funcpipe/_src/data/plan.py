@@ -60,6 +60,7 @@ class Plan:
         spare_slots: the number of slots on each edge between lanes, beyond those needed if values
             took no time.
         slices: the lengths of a microbatch's slices, in any unit; () for equal lengths.
+        carry: whether a run takes the carry of an earlier run, and returns its own.
     """
 
     stages: tuple[Stage, ...]
@@ -76,6 +77,7 @@ class Plan:
     counts: Counts = BY_ROWS
     spare_slots: int = 0
     slices: tuple[float, ...] = ()
+    carry: bool = False
 
     __getstate__ = declared_fields
 
@@ -104,7 +106,7 @@ class Plan:
             str(self.loss is None),
             repr(self.ties),
         ]
-        parts.append(str((self.spare_slots, self.slices, self.merge)))
+        parts.append(str((self.spare_slots, self.slices, self.merge, self.carry)))
         parts.append(
             str((self.weight is None, self.counts.summed, type(self.counts.weigh).__name__))
         )

@@ -400,6 +400,23 @@ class RunStats:
         return line("RunStats", [("", who), ("", took), ("", threads), ("", slots)])
 
 
+class Carry(NamedTuple):
+    """The carry of each stage after a run, in `Result.carry`, for the next run of the same rows.
+
+    To change it, for example to drop the last tokens, give other trees: ``carry._replace(trees=...)``.
+
+    Attributes:
+        stages: the names of the stages.
+        rows: the number of rows of each microbatch.
+        trees: for each stage a tuple with one tree per microbatch. None for a stage without a
+            carry, and for stages of other ranks.
+    """
+
+    stages: tuple[str, ...]
+    rows: tuple[int, ...]
+    trees: tuple[tuple[Tree, ...] | None, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Result:
     """The result of a run: the loss, the gradients, the new state and the outputs.
@@ -433,6 +450,7 @@ class Result:
         exchange: with `ranks`, the connection to the other processes; used by `finite` and `step`.
         norm: the norm of the gradients of all stages before clipping, as `step` returns it; None if
             the run did not step parameters.
+        carry: the `typing.Carry` for the next run; None unless the plan has ``carry=True``.
     """
 
     loss: Any
@@ -449,6 +467,7 @@ class Result:
     ties: tuple[tuple[tuple[int, Any], ...], ...] = ()
     exchange: Exchange = field(default=alone, repr=False)
     norm: Any = None
+    carry: Carry | None = None
 
     @property
     def facts(self) -> Facts:
@@ -469,6 +488,7 @@ class Result:
             ("unused", named(len(self.unused), "leaf").replace("leafs", "leaves")),
             ("state", amount_of(self.state)),
             ("outputs", shapes_of(self.outputs)),
+            ("carry", amount_of(self.carry and self.carry.trees)),
             (
                 "timeline",
                 ""

@@ -368,9 +368,10 @@ class Execution:
     def result(self) -> Result:
         """Compute the result of the run from the reports and outputs of the lanes."""
         ready, backward = self.ready, self.ready.plan.schedule.has_backward
-        reports, outputs, reductions = (
+        reports, outputs, carries, reductions = (
             self.collect(Role.REPORT),
             self.collect(Role.OUTPUT),
+            self.collect(Role.CARRY_OUT),
             self.reductions(),
         )
         self.check_empty()
@@ -391,6 +392,7 @@ class Execution:
                 stepping=self.stepping,
                 committed=left,
                 reductions=reductions,
+                carries=carries,
             )
         release(ready)
         self.settle()

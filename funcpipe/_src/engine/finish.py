@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcpipe._src.batch.carried import returned_carry
 from funcpipe._src.batch.joining import merge
 from funcpipe._src.core.border import caller_copy
 from funcpipe._src.core.errors import BatchError, PlanError, fail, raise_all
@@ -40,6 +41,7 @@ def finish(
     stepping: Stepping | None = None,
     committed: Mapping[int, Tree] | None = None,
     reductions: Mapping[int, Reduction] | None = None,
+    carries: ByPlace | None = None,
 ) -> Result:
     """Return the result of a run.
 
@@ -54,6 +56,7 @@ def finish(
         committed: the states that lanes have already committed. None: this function commits.
         reductions: the reductions over replicas that lanes have begun. Those of other stages begin
             here.
+        carries: the carries of last slices, by stage and piece.
     """
     plan, count = ready.plan, ready.batch.num_pieces
     last = plan.num_stages - 1
@@ -104,7 +107,8 @@ def finish(
         plan.ties,
         ready.part.others,
     )
-    return Result(loss, weight, losses, aux, grads, *facts)
+    carry = returned_carry(plan, ready.batch.rows, ready.part.stages, carries or {})
+    return Result(loss, weight, losses, aux, grads, *facts, carry=carry)
 
 
 class Ended(NamedTuple):

@@ -271,6 +271,8 @@ def _obstacle(plan: Plan) -> str:
         return f"{device} has no graphs"
     if any(action.kind is Kind.O for order in plan.schedule.orders for action in order):
         return "the host waits for copies of offloaded residuals"
+    if plan.carry:
+        return "its carry has other shapes in each run"
     if plan.schedule.steps:
         return "its schedule steps, and the host may have to undo a step"
     if any(getattr(stage.program, "backend", None) == "cudagraphs" for stage in plan.stages):
@@ -461,7 +463,7 @@ def graphs(plan: Plan) -> Graphs:
     - a loss or ``plan.weight`` that needs numbers on the host, such as a loss that returns ``(sum,
       weight)``;
     - targets with uneven padding, which `graphs` checks before each run;
-    - a schedule with `schedules.offload` or `schedules.step_params`;
+    - a schedule with `schedules.offload` or `schedules.step_params`, or a plan with ``carry=True``;
     - runs with ``record=``, ``ranges=``, ``timeout=`` or ``check="finite"``;
     - a ninth form of input.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.data.result import Result
+from funcpipe._src.data.result import Carry, Result
 from funcpipe._src.stages.observed import ObserveFn
 from funcpipe._src.stages.trainable import Trainable
 
@@ -26,6 +26,7 @@ class RunOptions:
 
     state: Sequence[Tree] | None = None
     feeds: Mapping[str, Tree] | None = None
+    carry: Carry | None = None
     seed: int | None = None
     trainable: Trainable = None
     loss_scale: float = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.batch import microbatch
+from funcpipe._src.batch.carried import given_carry
 from funcpipe._src.batch.shares import Weighed, shares_of, weighed
 from funcpipe._src.core.errors import (
     BatchError,
@@ -223,7 +224,7 @@ def prepare(
     marked = is_marked(leaves)
     lacks = _lacks(plan, here, inputs, target)
     seeded = {"seed": seed, "loss_scale": float(options.loss_scale), "max_norm": options.max_norm}
-    seeded["outputs"] = plan.outputs
+    seeded |= {"outputs": plan.outputs, "carry": options.carry is not None}
     tied = tied_members(plan, trees, parts, trainable, here) if len(here) < plan.num_stages else ()
     pattern = (
         str(trainable_leaves(trees, trainable, marked=marked))
@@ -260,6 +261,7 @@ def prepare(
     # Another process may have seen leaves with rows that this process lacks: then cut again.
     if own != cut.rows or agreed.merged != cut.merged or slices != cut.slices:
         cut = uncut.cut(own, slices, agreed.merged)
+    cut = replace(cut, carry=given_carry(plan, options.carry, cut.rows, here))
     by_replica = agreed.weights if agreed.weighed else _weighed_again(part, cut, plan)
     every_weight = (
         None if by_replica is None else [weight for weights in by_replica for weight in weights]

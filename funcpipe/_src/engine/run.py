@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from funcpipe._src.core.errors import PlanError, StageError
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.data.result import Result
+from funcpipe._src.data.result import Carry, Result
 from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.options import ExecutorLike, RunOptions
 from funcpipe._src.stages.context import outside_of_graphs
@@ -27,6 +27,7 @@ def run(
     *,
     state: Sequence[Tree] | None = None,
     feeds: Mapping[str, Tree] | None = None,
+    carry: Carry | None = None,
     seed: int | None = None,
     trainable: Trainable = None,
     loss_scale: float = 1.0,
@@ -65,6 +66,9 @@ def run(
         state: a tuple with one tree per stage, () for a stage without state. None, the default: no
             stage has state, or training does not change the state that `split` put into the plan.
         feeds: a tree for each name that stages declare as a feed. Cut like the batch.
+        carry: ``result.carry`` of the run before, for a plan of ``make_plan(carry=True)`` that reads
+            a sequence in several runs. The batch has the next part of each row. None, the default:
+            the sequences begin.
         seed: an int, the key of all random numbers. Give another seed in each step. None, the
             default: a stage that draws raises `DrawError`.
         trainable: the leaves that get gradients. None, the default: the leaves with
@@ -125,6 +129,7 @@ def run(
     options = RunOptions(
         state=state,
         feeds=feeds,
+        carry=carry,
         seed=seed,
         trainable=trainable,
         loss_scale=loss_scale,

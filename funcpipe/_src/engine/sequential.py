@@ -16,7 +16,7 @@ from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import StageError, Where, fail
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
-from funcpipe._src.data.result import Result, RunStats
+from funcpipe._src.data.result import Carry, Result, RunStats
 from funcpipe._src.data.schedule import Action, Kind, action_of
 from funcpipe._src.data.stage import CARRY
 from funcpipe._src.devices.stream import CopyEdge, Place
@@ -39,6 +39,7 @@ def run_sequential(
     *,
     state: Sequence[Tree] | None = None,
     feeds: Mapping[str, Tree] | None = None,
+    carry: Carry | None = None,
     seed: int | None = None,
     trainable: Trainable = None,
     loss_scale: float = 1.0,
@@ -62,7 +63,7 @@ def run_sequential(
 
     Args:
         plan, params, batch: as in `run`.
-        state, feeds, seed, trainable, loss_scale, threads_per_lane, check: as in `run`.
+        state, feeds, carry, seed, trainable, loss_scale, threads_per_lane, check: as in `run`.
 
     Returns:
         A `Result`, without timeline.
@@ -73,6 +74,7 @@ def run_sequential(
     options = RunOptions(
         state=state,
         feeds=feeds,
+        carry=carry,
         seed=seed,
         trainable=trainable,
         loss_scale=loss_scale,
@@ -101,7 +103,8 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
                 "sequential", "the oracle", ready.threads, ready.batch.num_microbatches, seconds
             )
             backward = ready.plan.schedule.has_backward
-            result = finish(ready, loop.reports, loop.outputs, None, stats, backward=backward)
+            values = loop.reports, loop.outputs
+            result = finish(ready, *values, None, stats, backward=backward, carries=loop.carried)
             release(ready)
             return result
     finally:
@@ -123,6 +126,8 @@ class Loop:
         self.skip_grads: dict[tuple[str, int, int], Gradients] = {}
         self.carries: dict[int, Border] = {}
         """By stage, the carry from the slice that ran last."""
+        self.carried: dict[tuple[int, int], Border] = {}
+        """By (stage, piece), the carry from each piece."""
         self.carry_grads: dict[tuple[int, int], Gradients] = {}
         """By (stage, piece), the gradients of the carry that the piece received."""
         self.at = (0, 0, "F")
@@ -196,7 +201,9 @@ class Loop:
         for stage, part in enumerate(plan.stages):
             self.at = (stage, m, "F")
             last = stage == plan.num_stages - 1
-            carried = [self.carries[stage]] if part.carry and m % self.slices else []
+            carried = [batch.carry[stage][m]] if stage in batch.carry else []
+            if part.carry and m % self.slices:
+                carried = [self.carries[stage]]
             args = StageArgs(
                 self._moved(x, stage),
                 [*(self._moved(skips[name], stage) for name in part.pop), *carried],
@@ -210,6 +217,8 @@ class Loop:
                 self.residuals[stage, m] = out.residual
             if part.carry:
                 self.carries[stage] = out.stash[CARRY]
+                if plan.carry:
+                    self.carried[stage, m] = out.stash[CARRY]
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
             if plan.outputs and last:

@@ -21,6 +21,7 @@ from funcpipe._src.stages.residual import EagerResidual
 
 Step: TypeAlias = Callable[[list[Any], Run], Sequence[Any]]
 """(values read, instruction) -> values written."""
+_CARRIES = (Role.CARRY, Role.CARRY_IN, Role.CARRY_OUT)
 
 
 def make_step(
@@ -74,7 +75,7 @@ def _nothing(reads: list[Any], run: Run) -> Sequence[Any]:
 
 
 def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> Step:
-    pops = 1 + len(stage.pop) + any(wires[number].role is Role.CARRY for number, _ in call.reads)
+    pops = 1 + len(stage.pop) + any(wires[number].role in _CARRIES for number, _ in call.reads)
     feeds = pops + len(stage.feeds)
     loss = len(call.reads) > feeds
     keeps = call.keeps or call.kind is Kind.R
@@ -82,7 +83,7 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
     written = [wires[number] for number in call.writes]
     take = _taker(written)
     drops = (
-        stage.carry and call.kind is Kind.F and all(wire.role is not Role.CARRY for wire in written)
+        stage.carry and call.kind is Kind.F and all(wire.role not in _CARRIES for wire in written)
     )
 
     def step(reads: list[Any], run: Run) -> Sequence[Any]:
@@ -106,7 +107,7 @@ def _forward(call: Call, wires: Sequence[Wire], stage: Stage, bound: Bound) -> S
 def _taker(wires: Sequence[Wire]) -> Callable[[StageOut], Sequence[Any]]:
     """Return a function that selects the written values from a forward's `StageOut`."""
     places = {Role.ACT: 0, Role.OUTPUT: 0, Role.REPORT: 1, Role.RESIDUAL: 2}
-    stashed = (Role.SKIP, Role.CARRY)  # a carry has the name CARRY, "", as a wire
+    stashed = (Role.SKIP, *_CARRIES)  # a carry has the name CARRY, "", as a wire
     if len(wires) > 1 and all(wire.role in places for wire in wires):
         return itemgetter(*[places[wire.role] for wire in wires])
 

@@ -25,6 +25,8 @@ class EffectContext:
         loss: whether the last stage ends in the plan's loss.
         outputs: whether the caller receives the outputs of the last stage.
         inputs: whether the caller receives the gradients of the inputs.
+        carry: whether the caller gives the carry of the first slices, and receives the carry of the
+            last slices.
         reduced: the stages with a G, which begins to sum their gradients. For other stages S does.
     """
 
@@ -34,6 +36,7 @@ class EffectContext:
     outputs: bool
     inputs: bool = False
     reduced: Collection[int] = ()
+    carry: bool = False
 
 
 class Among(NamedTuple):
@@ -60,7 +63,8 @@ def effects(
     residual = Wire(Role.RESIDUAL, stage)
     arguments = [Wire(Role.ACT, stage - 1) if stage else Wire(Role.INPUT, 0)]
     arguments += [Wire(Role.SKIP, context.routes[name].stash, name) for name in this.pop]
-    arguments += [Wire(Role.CARRY, stage)] if this.carry and not among.first else []
+    if this.carry and (context.carry or not among.first):
+        arguments += [Wire(Role.CARRY_IN if among.first else Role.CARRY, stage)]
     arguments += [Wire(Role.FEED, 0, name) for name in this.feeds]
     arguments += [Wire(Role.TARGET, stage)] if ends_in_loss else []
     stashes = [name for name in (*this.stash, *this.offers) if name in context.routes]
@@ -69,7 +73,8 @@ def effects(
             results = [Wire(Role.ACT, stage)] if stage < last else []
             results += [Wire(Role.OUTPUT, stage)] if stage == last and context.outputs else []
             results += [Wire(Role.SKIP, stage, name) for name in stashes]
-            results += [Wire(Role.CARRY, stage)] if this.carry and not among.last else []
+            if this.carry and (context.carry or not among.last):
+                results += [Wire(Role.CARRY_OUT if among.last else Role.CARRY, stage)]
             results += [Wire(Role.REPORT, stage)]
             results += [residual] if keeps else []
             return arguments, results

@@ -35,6 +35,7 @@ def make_plan(
     merge: Any = None,
     spare_slots: int = 0,
     slices: Sequence[float] = (),
+    carry: bool = False,
 ) -> Plan:
     """Make a plan: lower a schedule for stages, so that `run` can run them.
 
@@ -87,6 +88,8 @@ def make_plan(
             for two latencies; `simulate` shows whether spare slots save time. Default: 0.
         slices: the length of each slice of a microbatch, in any unit, if the schedule has slices.
             `balanced_slices` returns lengths that take equally long. (): equal lengths.
+        carry: whether stages keep their carry from one run to the next: `run` takes ``carry=``, and
+            returns ``result.carry``. Needs a schedule without backwards.
 
     Returns:
         The plan.
@@ -120,6 +123,7 @@ def make_plan(
             f"{spare_slots!r}"
         )
     faults += _slices(slices, schedule) + _whole(stages, schedule)
+    faults += _carry(carry, stages, schedule)
     counts = BY_ROWS
     if loss is not None and not faults:
         try:
@@ -135,6 +139,7 @@ def make_plan(
         schedule,
         loss=loss is not None,
         outputs=with_outputs,
+        carry=carry,
         spare_slots=spare_slots,
     )
     return Plan(
@@ -152,6 +157,7 @@ def make_plan(
         counts,
         spare_slots,
         tuple(slices),
+        carry,
     )
 
 
@@ -189,6 +195,23 @@ def _slices(slices: Any, schedule: Any) -> list[str]:
         return [
             f"slices= has the lengths of {len(slices)} slices, but the schedule cuts a microbatch "
             f"into {count} (num_slices= of its family)"
+        ]
+    return []
+
+
+def _carry(carry: Any, stages: Sequence[Any], schedule: Any) -> list[str]:
+    """Return the faults of ``carry=``."""
+    if not isinstance(carry, bool):
+        return [f"carry= is True or False; got {carry!r}; the carry itself is for fp.run"]
+    if carry and getattr(schedule, "has_backward", False):
+        return [
+            "carry= keeps carries between runs without gradients, but the schedule has backwards; "
+            "give schedule.forwards()"
+        ]
+    if carry and not any(getattr(stage, "carry", False) for stage in stages):
+        return [
+            "carry= keeps the carry of stages, but no stage has one; give the stage function the "
+            "keyword carry, or split the model with slices=True"
         ]
     return []
 

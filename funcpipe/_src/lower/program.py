@@ -26,7 +26,7 @@ from funcpipe._src.lower.skips import routes
 from funcpipe._src.schedules.clock import CODE, CODED, B, F, I, R, coded
 from funcpipe._src.schedules.legal import Legal, examine
 
-_GIVEN = (Role.INPUT, Role.TARGET, Role.FEED)
+_GIVEN = (Role.INPUT, Role.TARGET, Role.FEED, Role.CARRY_IN)
 _FIRST = (Kind.F, *MOVES)
 _CARRYING = frozenset({F, B, I, R})
 """The codes of the kinds that read and write carries, or gradients of carries."""
@@ -39,6 +39,7 @@ def lower(
     loss: bool,
     outputs: bool,
     halves: bool = False,
+    carry: bool = False,
     spare_slots: int = 0,
 ) -> Lowered:
     """Lower a schedule for stages. Takes linear time in the number of actions.
@@ -50,6 +51,7 @@ def lower(
         outputs: whether the caller receives the outputs of the last stage.
         halves: make the program of a `vjp`: all forwards come before all backwards, and the caller
             receives the outputs and the gradients of the inputs.
+        carry: whether the caller gives and receives carries.
         spare_slots: the number of additional slots per pool, beyond those needed if values took no
             time.
 
@@ -70,7 +72,7 @@ def lower(
     reduced = {
         action.stage for order in schedule.orders for action in order if action.kind is Kind.G
     }
-    context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced)
+    context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced, carry)
     calls = _Calls(context, schedule, legal)
     order, pairs = calls.order()
     # The order of each lane stays: _refuse_mixed has checked that its forwards come first.
