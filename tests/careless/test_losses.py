@@ -324,7 +324,7 @@ def test_plans_travel():
     assert (
         plan_of(F.mse_loss).counts
         == plan_of(nn.L1Loss()).counts
-        != plan_of(lambda y, t: y.sum()).counts
+        != plan_of(lambda y, t: y.sum() / 1).counts
     )
 
 
@@ -418,3 +418,37 @@ def test_a_model_that_computes_its_loss_gets_its_labels_among_the_inputs(target)
     ):
         fp.run(plan, split.params, ({"tokens": tokens}, target))
     assert fp.run(plan, split.params, ({"tokens": tokens, "labels": tokens % 4}, None)).loss > 0
+
+
+# -- what rows cannot weigh
+
+
+SUMS = {
+    "squares": lambda y, t: ((y - t) ** 2).sum(),
+    "torch's, summed": lambda y, t: F.mse_loss(y, t, reduction="sum"),
+    "classes": lambda y, t: F.cross_entropy(y, t.argmax(1), reduction="sum"),
+    "two sums": lambda y, t: -(t * y.log_softmax(1)).sum() + y.square().sum((0, 1)),
+}
+NO_SUMS = {
+    "a sum over columns": lambda y, t: (y - t).square().sum(1).mean(),
+    "a sum of means": lambda y, t: (y - t).square().mean(0).sum(),
+    "divided": lambda y, t: (y - t).square().sum() / len(y),
+    "times a number": lambda y, t: (y - t).square().sum() * (1 / len(y)),
+    "a mean and a sum of means": lambda y, t: F.mse_loss(y, t) + y.mean(0).sum(),
+    "several losses": lambda y, t: torch.stack([F.mse_loss(y, t), F.l1_loss(y, t)]).sum(),
+    "torch's mean": lambda y, t: F.mse_loss(y, t),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_your_own_is_refused(name):
+    """A sum taken for a mean would be too small by the number of microbatches."""
+    x, target = f64(10, 3), f64(10, 3)
+    with pytest.raises(fp.BatchError, match="returned a sum over the microbatch"):
+        fp.run(plan_of(SUMS[name]), numbers(), (x, target))
+    assert_exact(SUMS[name], x, target, plan_of(SUMS[name], count=1))
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_means_with_sums_inside_are_exact(name):
+    assert_exact(NO_SUMS[name], f64(10, 3), f64(10, 3))

@@ -125,7 +125,7 @@ def test_a_nan_sum_of_weight_0_adds_exactly_0():
 def test_weights_are_checked_before_anything_runs():
     """All 0, negative, nan, no number; and what weight() itself raises."""
     ran = []
-    loss = lambda y, t: (ran.append(1), y.sum())[1]
+    loss = lambda y, t: (ran.append(1), y.sum() / 1)[1]
     for weight, reason in (
         (lambda t: 0, "0 for every"),
         (lambda t: -1, "number from 0"),
@@ -180,7 +180,7 @@ def test_what_is_no_loss_is_refused_with_what_came(value):
 def test_the_loss_is_called_once_per_microbatch(executor):
     """M calls, also with remat of other stages; never for shapes or planning."""
     calls = []
-    loss = lambda y, t: (calls.append(len(y)), y.sum())[1]
+    loss = lambda y, t: (calls.append(len(y)), y.sum() / 1)[1]
     plan = plan_of(loss, (SCALE, SCALE), 3)
     for rows, expected in ((7, [3, 2, 2]), (2, [1, 1])):
         calls.clear()
@@ -256,7 +256,9 @@ def test_auxiliary_losses_need_weights_known_before():
         bad = fp.stage(lambda p, x, wrong=wrong: fp.Out(x * p, loss=wrong), name="bad")
         with pytest.raises(fp.StageError, match=r"Out.loss is \(sum, weight\)"):
             fp.run(
-                plan_of(lambda y, t: y.sum(), (bad,)), (torch.ones(()),), (torch.ones(4, 1), None)
+                plan_of(lambda y, t: y.sum() / 1, (bad,)),
+                (torch.ones(()),),
+                (torch.ones(4, 1), None),
             )
 
 
@@ -293,7 +295,7 @@ TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
 def test_which_leaves_get_gradients(trainable, expected):
     """Every form; None elsewhere, zeros and a mention where unused."""
     params = params_of()
-    plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
     result = fp.run(plan, params, (torch.ones(4, 2), None), trainable=trainable)
     found = {
         (s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None
@@ -310,7 +312,7 @@ def test_marked_leaves_win_over_floating_ones():
     head."""
     params = params_of()
     params[1]["w"].requires_grad_()
-    plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert [None, None] == [grads[0]["w"], grads[0]["unused"]]
     assert torch.equal(torch.full((2,), 2.0), grads[1]["w"])
@@ -319,7 +321,7 @@ def test_marked_leaves_win_over_floating_ones():
 
 def test_wrong_trainable_is_refused():
     """A word, another number of stages, another structure, leaves that are not floating."""
-    plan = plan_of(lambda y, t: y.sum(), (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
     for trainable, reason in (
         ((True,), "1 entries for 2"),
         ("all", r"trainable is True, False, a function.*got .all."),
@@ -354,14 +356,14 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     w = torch.ones(2)
     with pytest.raises(fp.PlanError) as caught:
         fp.run(
-            plan_of(lambda y, t: y.sum(), (TREE, TREE)),
+            plan_of(lambda y, t: y.sum() / 1, (TREE, TREE)),
             ({"w": w}, {"w": w}),
             (torch.ones(4, 2), None),
         )
     assert "make_plan(..., ties=[((0, 'w'), (1, 'w'))])" in str(caught.value)
     ties = [((0, "w"), (1, "w"))]
     assert fp.run(
-        plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=ties),
+        plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), ties=ties),
         ({"w": w}, {"w": w}),
         (torch.ones(4, 2), None),
     ).grads
@@ -372,7 +374,7 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     ):
         with pytest.raises(fp.PlanError, match=reason):
             fp.run(
-                plan_of(lambda y, t: y.sum(), (TREE, TREE), ties=[group]),
+                plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), ties=[group]),
                 params,
                 (torch.ones(4, 2), None),
             )

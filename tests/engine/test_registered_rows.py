@@ -119,7 +119,7 @@ def test_feeds_and_targets_too():
     x = torch.arange(12.0).view(6, 2)
     extra = Samples([{"a": torch.ones(n)} for n in LENGTHS])
     schedule = fp.schedules.fill_drain(1, 3, backward=False)
-    plan = fp.make_plan([stage], schedule, loss=loss, devices="cpu", outputs=True)
+    plan = fp.make_plan([stage], schedule, loss=loss, weight=len, devices="cpu", outputs=True)
     result = fp.run(plan, ((),), (x, Samples(sequences())), feeds={"extra": extra})
     want = x.sum(1) + torch.tensor([float(n) for n in LENGTHS])
     assert same(result.outputs, want)
@@ -255,3 +255,56 @@ def test_slices_and_input_gradients_are_refused():
     _, pullback = fp.vjp(plan, params[:1], Varlen.of(sequences()), input_grads=False)
     with pytest.raises(fp.BatchError, match="let the last stage return tensors"):
         pullback(Varlen.of(sequences()))
+
+
+@pytest.mark.parametrize("kind", ["Varlen", "Samples", "Samples of dicts"])
+def test_a_mean_over_a_target_of_uneven_rows_needs_its_weight(kind):
+    """Rows cannot be the weights of means over tokens; equal rows can."""
+
+    def target_of(lengths):
+        rows = [torch.randn(length, 3) for length in lengths]
+        if kind == "Varlen":
+            return fp.batches.Varlen.of(rows)
+        return fp.batches.Samples(rows if kind == "Samples" else [{"y": row} for row in rows])
+
+    def tokens(target):
+        if kind == "Varlen":
+            return target.values
+        return torch.cat(target if kind == "Samples" else [entry["y"] for entry in target])
+
+    stage = fp.stage(lambda p, x: torch.cat(x) * p)
+    loss = lambda y, target: F.mse_loss(y, tokens(target))
+    for lengths, weight in (
+        ((3, 5, 1, 2), lambda target: len(tokens(target))),
+        ((3, 3, 3, 3), None),
+        ((3, 5, 1, 2), None),
+    ):
+        plan = fp.make_plan(
+            [stage], fp.schedules.one_f_one_b(1, 2), loss=loss, weight=weight, devices="cpu"
+        )
+        inputs = [torch.randn(length, 3) for length in lengths]
+        target = target_of(lengths)
+        batch = fp.batches.Samples(inputs), target
+        if weight is None and len(set(lengths)) > 1:
+            with pytest.raises(fp.BatchError, match="rows of the target have different lengths"):
+                fp.run(plan, (torch.tensor(2.0),), batch)
+            continue
+        found = fp.run(plan, (torch.tensor(2.0),), batch).loss
+        entries = target.entries if hasattr(target, "entries") else target
+        torch.testing.assert_close(found, F.mse_loss(torch.cat(inputs) * 2.0, tokens(entries)))
+
+
+def test_a_loss_that_weighs_takes_microbatches_of_several_lengths():
+    """Tokens are the weights, so it does not matter that rows are not."""
+    xs, targets = [torch.randn(3, 4, 5), torch.randn(2, 4, 7)], [(3, 5), (2, 7)]
+    labels = [torch.randint(0, 4, shape) for shape in targets]
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p)],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=F.cross_entropy,
+        devices="cpu",
+    )
+    batch = fp.Microbatches(xs), fp.Microbatches(labels)
+    result = fp.run(plan, (torch.ones(()),), batch)
+    sums = [F.cross_entropy(x, y, reduction="sum") for x, y in zip(xs, labels, strict=True)]
+    torch.testing.assert_close(result.loss, sum(sums) / 29)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from funcpipe._src.batch.batch_tree import BatchTree
+from funcpipe._src.batch.registry import Rowed
 from funcpipe._src.core.border import Border
 from funcpipe._src.core.errors import BatchError, raise_all
 from funcpipe._src.core.tree import Tree
@@ -259,6 +260,12 @@ class Uncut:
     def merged(self) -> bool | None:
         """Whether inputs are cut here, so that outputs are merged. None: no inputs here."""
         return self.trees["inputs"].ready is None if "inputs" in self.trees else None
+
+    @property
+    def is_target_uneven(self) -> bool:
+        """Whether rows of the target, if it is here, have different numbers of elements."""
+        leaves = self.trees["target"].leaves if "target" in self.trees else []
+        return any(isinstance(leaf, Rowed) and leaf.is_uneven for leaf in leaves)
 
     def cut(
         self, parts: Sequence[int], slices: Sequence[int] = (), merged: bool | None = None

@@ -22,6 +22,8 @@ class RowRule(NamedTuple):
     rows: Callable[[Any], int | None]
     cut: Callable[[Any, int, int], Tree]
     join: Callable[[Sequence[Any]], Any] | None = None
+    lengths: Callable[[Any], Sequence[int]] | None = None
+    """Returns the number of elements of each row. None: not known."""
 
 
 def register(
@@ -116,6 +118,11 @@ class Rowed:
             )
         return count
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether rows are known to have different numbers of elements."""
+        return self.rule.lengths is not None and len({*self.rule.lengths(self.value)}) > 1
+
     def cut(self, sizes: Sequence[int]) -> list[Tree]:
         """Return the value of each microbatch. Raises BatchError if the registered function
         fails."""
@@ -203,8 +210,16 @@ class Varlen:
         return torch.nested.nested_tensor_from_jagged(self.values, self.cu_seqlens)
 
 
+def _elements(tree: Tree) -> int:
+    return sum(leaf.numel() for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
+
+
 def _packed_rows(packed: Varlen) -> int:
     starts, values = packed.cu_seqlens, packed.values
+    if starts.is_floating_point():
+        raise BatchError(
+            f"cu_seqlens of fp.batches.Varlen must be whole numbers; got {starts.dtype}"
+        )
     if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(values):
         raise BatchError(
             "cu_seqlens of fp.batches.Varlen must begin with 0 and end with the number of values "
@@ -260,10 +275,16 @@ def _cut_block_mask(mask: Any, start: int, stop: int) -> Any:
 
 
 _BLOCK_MASK = RowRule(_block_mask_rows, _cut_block_mask)
-_JAGGED = RowRule(_jagged_rows, _cut_jagged)
+_JAGGED = RowRule(
+    _jagged_rows, _cut_jagged, lengths=lambda nested: nested.offsets().diff().tolist()
+)
 _rules: dict[type, RowRule] = {
     Samples: RowRule(
-        lambda mark: len(mark.entries), lambda mark, start, stop: [*mark.entries[start:stop]]
+        lambda mark: len(mark.entries),
+        lambda mark, start, stop: [*mark.entries[start:stop]],
+        lengths=lambda mark: [_elements(entry) for entry in mark.entries],
     ),
-    Varlen: RowRule(_packed_rows, _cut_packed, _join_packed),
+    Varlen: RowRule(
+        _packed_rows, _cut_packed, _join_packed, lambda packed: packed.lengths.tolist()
+    ),
 }

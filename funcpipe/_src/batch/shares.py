@@ -37,11 +37,12 @@ def shares_of(
     first: int = 0,
     *,
     rows_unclear: bool = False,
+    rows_uneven: bool = False,
 ) -> Shares:
     """Compute the shares of microbatches with these rows and weights; without weights, rows count.
 
     The shares cover all replicas; ``first`` is the index of this replica's first microbatch. See
-    `Shares` for ``rows_unclear``.
+    `Shares` for ``rows_unclear`` and ``rows_uneven``.
 
     Raises:
         BatchError: all weights are 0.
@@ -54,7 +55,8 @@ def shares_of(
     )
     if weights is None:
         guessed = len(counts) > 1 and not summed and not plan.counts.known
-        options = {"guessed": guessed, "rows_unclear": rows_unclear}
+        uneven = rows_uneven and len(counts) > 1 and not plan.counts.alike
+        options = {"guessed": guessed, "rows_unclear": rows_unclear, "rows_uneven": uneven}
         return Shares(
             counts, None if summed else sum(counts), False, scale, parts, summed, first, **options
         )

@@ -270,10 +270,8 @@ def prepare(
         size * length for sizes in agreed.parts for size in sizes for length in slices or (1,)
     ]
     first = sum(map(len, agreed.parts[: part.replica])) * len(slices or (1,))
-    unclear = agreed.rows_unclear
-    shares = shares_of(
-        every_size, every_weight, plan, options.loss_scale, first, rows_unclear=unclear
-    )
+    doubts = {"rows_unclear": agreed.rows_unclear, "rows_uneven": uncut.is_target_uneven}
+    shares = shares_of(every_size, every_weight, plan, options.loss_scale, first, **doubts)
     unmarked = [[False] * len(row) for row in leaves]
     trained = (
         trainable_leaves(trees, trainable, marked=agreed.marked, leaves=leaves)

@@ -150,6 +150,13 @@ ROWS_UNCLEAR = (
 )
 """The remedy for ready-made microbatches whose leaves disagree on the rows."""
 
+_ROWS_UNEVEN = (
+    "the loss is a mean, which is weighted by rows, but the rows of the target have different "
+    "lengths, so a mean over elements would be wrong; give the weight of a microbatch, "
+    "make_plan(weight=target -> number), for a mean over rows their number, or return (sum, "
+    "weight) from the loss"
+)
+
 
 class Shares(NamedTuple):
     """The share of each microbatch in the loss of the batch.
@@ -166,6 +173,7 @@ class Shares(NamedTuple):
         summed: whether the loss returns sums.
         first: the number of this replica's first microbatch.
         guessed: whether means are weighted by rows although the loss's divisor is unknown.
+        rows_uneven: whether rows of the target have different numbers of elements.
         rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
             so that rows cannot be weights.
     """
@@ -179,6 +187,7 @@ class Shares(NamedTuple):
     first: int = 0
     guessed: bool = False
     rows_unclear: bool = False
+    rows_uneven: bool = False
 
     def weight(self, microbatch: int) -> float:
         """Return the weight of a microbatch of this replica."""
@@ -196,14 +205,17 @@ class Shares(NamedTuple):
 
         A mean is multiplied by the microbatch's share; a sum is divided by the total. For a loss
         that returns weights the factor is 1, and gradients are divided once at the end. Raises
-        BatchError for a mean if ``rows_unclear``.
+        BatchError for a mean without a known weight if ``rows_unclear`` or ``rows_uneven``.
         """
         if loss.weight is not None and not self.explicit:
             return 1.0 if float(loss.weight) else 0.0
         if self.total is None:
             return 1.0
-        if self.rows_unclear and loss.weight is None and not self.summed:
-            raise BatchError(f"the loss is a mean, which is weighted by rows; {ROWS_UNCLEAR}")
+        if loss.weight is None and not (self.explicit or self.summed):
+            if self.rows_unclear:
+                raise BatchError(f"the loss is a mean, which is weighted by rows; {ROWS_UNCLEAR}")
+            if self.rows_uneven:
+                raise BatchError(_ROWS_UNEVEN)
         weight = self.weights[self.first + microbatch]
         if weight and (self.summed or loss.weight is not None):
             weight = 1.0
