@@ -1,6 +1,8 @@
 """Careless plans: stages, schedule, loss, devices and ties that are something else than they should
 be."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn as nn
@@ -288,3 +290,19 @@ def test_a_plan_without_a_loss_takes_the_inputs_alone():
     with pytest.raises(TypeError, match="takes 2 positional") as caught:
         fp.run(fp.make_plan(stages, SCHEDULE.forwards(), devices="cpu"), params, batch())
     assert any(note.startswith("got x: [0] float32 ") for note in caught.value.__notes__)
+
+
+def test_replaced_fields_of_a_plan():
+    """A plan has the program of its schedule, and the weights of its loss."""
+    plan = fp.make_plan(
+        [fp.stage(lambda p, x: x * p)], fp.schedules.one_f_one_b(1, 2), loss=F.cross_entropy
+    )
+    for changed in (
+        {"loss": nn.CrossEntropyLoss(ignore_index=1)},
+        {"schedule": fp.schedules.one_f_one_b(1, 4)},
+        {"schedule": plan.schedule.forwards()},
+    ):
+        (name,) = changed
+        with pytest.raises(fp.PlanError, match=f"call make_plan again:\n  \\* {name}="):
+            dataclasses.replace(plan, **changed)
+    assert dataclasses.replace(plan, devices=("cpu",)).loss is F.cross_entropy

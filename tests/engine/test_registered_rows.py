@@ -203,6 +203,7 @@ def test_samples_of_a_data_loader():
 
 WRONG = {
     "starts": (Varlen(torch.ones(3), torch.tensor([0, 2])), "end with the number of values"),
+    "floats": (Varlen(torch.ones(3), torch.tensor([0.0, 3.0])), "must be whole numbers"),
     "falls": (Varlen(torch.ones(3), torch.tensor([0, 4, 3])), "must not fall"),
     "other rows": ((Samples([1, 2]), torch.ones(3)), r"leaves differ in rows: inputs\[0\] has 2"),
     "none": (Samples([]), "the batch has no rows"),

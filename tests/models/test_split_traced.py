@@ -1093,3 +1093,33 @@ def test_autocast_regions_follow_the_device():
     graph = retarget(made.stages[0].fn.module, torch.device("cpu"), torch.device("meta")).graph
     region = next(node for node in graph.nodes if "autocast" in str(node.target))
     assert region.args[0] == "meta"
+
+
+def test_a_sliced_example_with_rows_along_axis_1():
+    """The slice has gaps; the trace must not fix its number of rows."""
+    model = nn.Sequential(nn.LSTM(4, 4), Outputs(), nn.Linear(4, 2))
+    x = torch.randn(5, 7, 4)
+    split = fp.split(model, 2, example=fp.Axis(x[:, :3], 1))
+    plan = fp.make_plan(
+        split, fp.schedules.one_f_one_b(2, 3), loss=lambda y, _: y.square().mean(), devices="cpu"
+    )
+    result = fp.run(plan, split.params, (fp.Axis(x, 1), None))
+    torch.testing.assert_close(result.loss, model(x).square().mean().detach())
+
+
+class Outputs(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+def test_sparse_gradients_are_compared():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
+    ids, target = torch.randint(0, 9, (6, 3)), torch.randn(6, 2)
+    split = fp.split(model, 2, example=ids[:4])
+    plan = fp.make_plan(
+        split, fp.schedules.one_f_one_b(2, 3), loss=nn.functional.mse_loss, devices="cpu"
+    )
+    result = fp.run(plan, split.params, (ids, target))
+    nn.functional.mse_loss(model(ids), target).backward()
+    found = split.merge(result.grads)
+    torch.testing.assert_close(found["0.weight"].to_dense(), model[0].weight.grad.to_dense())

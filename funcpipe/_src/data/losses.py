@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol, runtime_checkable
@@ -51,12 +51,14 @@ class Counts:
         known: whether the divisor of a mean is known. If not, microbatches count by rows, and a run
             raises BatchError if it sees that the loss ignores some targets.
         alike: whether all microbatches count equally if they have no weights, whatever their rows.
+        loss: the loss that the rule was read from. None: any loss.
     """
 
     weigh: Weigh | None = None
     summed: bool = False
     known: bool = False
     alike: bool = False
+    loss: Any = field(default=None, repr=False, compare=False)
 
 
 BY_ROWS = Counts(known=True)
@@ -143,9 +145,8 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
         # The result of a user's module is not known, but its reduction="sum" is believed.
         summed = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "sum"
         weighing = isinstance(loss, Weighing)
-        return Counts(
-            loss.weigh if weighing else None, summed, weighing and getattr(loss, "is_known", True)
-        )
+        known = weighing and getattr(loss, "is_known", True)
+        return Counts(loss.weigh if weighing else None, summed, known, loss=loss)
     reduction = _reduction(loss)
     if reduction not in ("mean", "batchmean", "sum"):
         name = _name(loss)
@@ -155,7 +156,7 @@ def counts_of(loss: Callable[..., Any] | None) -> Counts:
             f"target: (({name}(y, target) * weights).sum(), weights.sum())"
         )
     weigh = CountedTargets(loss) if body in _INDEXED and reduction == "mean" else None
-    return Counts(weigh, reduction == "sum", known=True)
+    return Counts(weigh, reduction == "sum", known=True, loss=loss)
 
 
 class CountedTargets:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from funcpipe._src.core.errors import raise_all
 from funcpipe._src.core.notebook import page, picture, shown
 from funcpipe._src.core.remembered import declared_fields
 from funcpipe._src.core.shown import (
@@ -80,6 +81,17 @@ class Plan:
     carry: bool = False
 
     __getstate__ = declared_fields
+
+    def __post_init__(self) -> None:
+        # dataclasses.replace would keep the program of the old schedule, the rule of the old loss.
+        fixed = {
+            "schedule": len(self.program.order) == sum(map(len, self.schedule.orders)),
+            "loss": self.counts.loss is None or self.counts.loss is self.loss,
+        }
+        raise_all(
+            "a plan is made for its schedule and its loss; call make_plan again:",
+            [f"{name}= was replaced" for name, same in fixed.items() if not same],
+        )
 
     @property
     def num_stages(self) -> int:

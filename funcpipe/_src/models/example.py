@@ -27,7 +27,9 @@ def unmarked(example: Tree) -> Tree:
                 "an example is the input of one microbatch, but fp.Microbatches contains several; "
                 "give one of them: example=microbatches[0]"
             )
-        return bare(leaf)
+        # A slice along another axis than 0 has gaps, by which export would fix the number of rows.
+        has_gaps = isinstance(leaf, Axis) and isinstance(leaf.value, Tensor) and leaf.axis
+        return bare(leaf).contiguous() if has_gaps else bare(leaf)
 
     return map_leaves(value, example)
 

@@ -360,7 +360,12 @@ def _differences(rows: list[tuple[str, Any, Any]]) -> list[str]:
             locations(expected, label), expected_leaves, leaves, strict=True
         ):
             if isinstance(expected_leaf, Tensor) and isinstance(leaf, Tensor):
-                pairs.append((name, expected_leaf, leaf))
+                # Few operations of torch take sparse tensors, such as gradients of embeddings.
+                sparse = expected_leaf.is_sparse or leaf.is_sparse
+                pair = (
+                    (expected_leaf.to_dense(), leaf.to_dense()) if sparse else (expected_leaf, leaf)
+                )
+                pairs.append((name, *pair))
             elif type(expected_leaf) is not type(leaf) or (
                 isinstance(expected_leaf, (int, float, str, bool)) and expected_leaf != leaf
             ):

@@ -338,6 +338,7 @@ def _with_keywords(plan: Plan) -> Plan:
         weight=None if weight is None else lambda target: weight(target[0]),
         counts=replace(
             plan.counts,
+            loss=None,
             weigh=None if weigh is None else lambda inputs, target: weigh(inputs, target[0]),
         ),
     )
