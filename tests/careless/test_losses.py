@@ -427,12 +427,16 @@ SUMS = {
     "squares": lambda y, t: ((y - t) ** 2).sum(),
     "torch's, summed": lambda y, t: F.mse_loss(y, t, reduction="sum"),
     "classes": lambda y, t: F.cross_entropy(y, t.argmax(1), reduction="sum"),
+    "an autoencoder": lambda y, t: (y - t).square().sum() - 0.5 * (1 + y - y.exp()).sum(),
     "two sums": lambda y, t: -(t * y.log_softmax(1)).sum() + y.square().sum((0, 1)),
 }
 NO_SUMS = {
     "a sum over columns": lambda y, t: (y - t).square().sum(1).mean(),
     "a sum of means": lambda y, t: (y - t).square().mean(0).sum(),
     "divided": lambda y, t: (y - t).square().sum() / len(y),
+    "two terms times a number": lambda y, t: (
+        (y - t).square().sum() * (1 / len(y)) + y.sum() * (2 / len(y))
+    ),
     "times a number": lambda y, t: (y - t).square().sum() * (1 / len(y)),
     "a mean and a sum of means": lambda y, t: F.mse_loss(y, t) + y.mean(0).sum(),
     "several losses": lambda y, t: torch.stack([F.mse_loss(y, t), F.l1_loss(y, t)]).sum(),
@@ -446,6 +450,8 @@ def test_a_sum_of_your_own_is_refused(name):
     x, target = f64(10, 3), f64(10, 3)
     with pytest.raises(fp.BatchError, match="returned a sum over the microbatch"):
         fp.run(plan_of(SUMS[name]), numbers(), (x, target))
+    with pytest.raises(fp.BatchError, match="returned a sum over the microbatch"):
+        fp.run(plan_of(SUMS[name], weight=len), numbers(), (x, target))
     assert_exact(SUMS[name], x, target, plan_of(SUMS[name], count=1))
 
 

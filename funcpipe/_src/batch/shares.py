@@ -53,10 +53,11 @@ def shares_of(
     rows_unclear = (
         rows_unclear and len(counts) > 1 and plan.weight is None and not plan.counts.alike
     )
+    unproven = len(counts) > 1 and not summed and not plan.counts.known
     if weights is None:
-        guessed = len(counts) > 1 and not summed and not plan.counts.known
         uneven = rows_uneven and len(counts) > 1 and not plan.counts.alike
-        options = {"guessed": guessed, "rows_unclear": rows_unclear, "rows_uneven": uneven}
+        options = {"guessed": unproven, "rows_unclear": rows_unclear, "rows_uneven": uneven}
+        options["unproven"] = unproven
         return Shares(
             counts, None if summed else sum(counts), False, scale, parts, summed, first, **options
         )
@@ -70,9 +71,8 @@ def shares_of(
         raise error
     if plan.weight is not None:
         parts = tuple(weight / total for weight in weights)
-    return Shares(
-        tuple(weights), total, True, scale, parts, summed, first, rows_unclear=rows_unclear
-    )
+    options = {"rows_unclear": rows_unclear, "unproven": unproven}
+    return Shares(tuple(weights), total, True, scale, parts, summed, first, **options)
 
 
 def weighed(batch: Batch, plan: Plan) -> Weighed:

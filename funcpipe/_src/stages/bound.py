@@ -173,6 +173,7 @@ class Shares(NamedTuple):
         summed: whether the loss returns sums.
         first: the number of this replica's first microbatch.
         guessed: whether means are weighted by rows although the loss's divisor is unknown.
+        unproven: whether the loss is not one of torch, so that its first call is checked.
         rows_uneven: whether rows of the target have different numbers of elements.
         rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
             so that rows cannot be weights.
@@ -188,6 +189,7 @@ class Shares(NamedTuple):
     guessed: bool = False
     rows_unclear: bool = False
     rows_uneven: bool = False
+    unproven: bool = False
 
     def weight(self, microbatch: int) -> float:
         """Return the weight of a microbatch of this replica."""

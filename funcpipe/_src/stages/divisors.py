@@ -20,9 +20,9 @@ from funcpipe._src.stages.drawing import MeanOverTargets
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
 _ROWS = 4
-"""The most rows that `other_mean` computes with."""
+"""The most rows that `no_mean` computes with."""
 _MOST = 2**22
-"""The most numbers that `other_mean` converts to double precision: 32 MiB."""
+"""The most numbers that `no_mean` converts to double precision: 32 MiB."""
 _REMEDY = (
     "so rows are not the weights of its microbatches, and funcpipe does not know the divisor. "
     "Give it: make_plan(weight=target -> number), a loss that returns (sum, weight), or a loss "
@@ -50,8 +50,9 @@ def refuse_left_out(means: Sequence[MeanOverTargets]) -> None:
             )
 
 
-_passed: dict[int, tuple[weakref.ref[Any], int]] = {}
-"""Losses that passed a first call, by id, with the rows of that call: one row shows less."""
+_passed: dict[tuple[int, bool], tuple[weakref.ref[Any], float]] = {}
+"""Losses that passed a first call, by id and by whether their weights are guessed, with the rows of
+that call: one row shows less."""
 
 
 class WatchDivisors(WatchingMode):
@@ -87,12 +88,12 @@ class WatchDivisors(WatchingMode):
         return out
 
     @classmethod
-    def of(cls, loss: Callable[..., Any], rows: float) -> WatchDivisors | None:
+    def of(cls, loss: Callable[..., Any], rows: float, *, guessed: bool) -> WatchDivisors | None:
         """Return a watch for the next call of a loss, with some rows.
 
         None: an earlier call has passed, with as many rows or with two.
         """
-        passed, before = _passed.get(id(loss), (lambda: None, 0))
+        passed, before = _passed.get((id(loss), guessed), (lambda: None, 0))
         return None if passed() is loss and before >= min(rows, 2) else cls()
 
     def check(self, loss: Loss) -> None:
@@ -101,14 +102,14 @@ class WatchDivisors(WatchingMode):
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
 
 
-def note_passed(fn: Callable[..., Any], rows: float) -> None:
+def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
     """Record that a loss has passed all checks of its first call, with some rows."""
     with suppress(TypeError):  # objects without weak references are checked in every run
-        key = id(fn)
-        _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), int(rows)
+        key = id(fn), guessed
+        _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), rows
 
 
-def other_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float) -> str:
+def no_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None) -> str:
     """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
 
     The loss of some rows must be the mean of the losses of the first row and of the others, in
@@ -118,13 +119,14 @@ def other_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float) -> 
     Args:
         fn: the loss.
         y, target: its arguments for one microbatch, tensors ``[rows, ...]``.
-        weight: the weight of the microbatch: its rows, times the length of its slice.
+        weight: the rows of the microbatch, times the length of its slice. None: its weight is
+            known, so only sums are found.
     """
     leaves, spec = flatten((y, target))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = {len(leaf) if type(leaf) is Tensor and leaf.dim() else 0 for leaf in tensors}
     rows = sizes.pop() if len(sizes) == 1 else 0
-    if not rows or weight % rows:
+    if not rows or (weight or rows) % rows:
         return ""
     size = sum(leaf.numel() for leaf in tensors) // rows
     count = max(2, min(rows, _ROWS, _MOST // max(1, size)))
@@ -145,16 +147,25 @@ def other_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float) -> 
             whole, first, others = value(0, count), value(0, 1), value(1, count)
     except Exception:  # for example double numbers and a layer in single precision
         return ""
-    mean = (first + (count - 1) * others) / count
-    tolerance = 1e-6 if exact else 0.05
-    if not abs(whole - mean) > tolerance * (abs(first) + abs(others)):  # also for NaN
+    mean, size = (first + (count - 1) * others) / count, abs(first) + abs(others)
+    tolerance = (1e-6 if exact else 0.05) * size
+    if not abs(whole - mean) > tolerance:  # also for NaN
         return ""
-    which = f"{count} rows" if rows > 1 else "a row that is there twice"
+    if abs(whole - (first + others)) <= tolerance:
+        return (
+            f"the loss returned a sum over the microbatch: for {count} rows it is {whole:.6g}, the "
+            f"sum of its values for the first row and for the rest, {first:.6g} and {others:.6g}. "
+            "Return the mean over rows, or (sum, weight). To add the sums of all microbatches, "
+            "give a loss of torch with reduction='sum', or an nn.Module with the attribute "
+            "reduction='sum'"
+        )
+    if weight is None:
+        return ""
     return (
-        f"the loss is not a mean over rows: for {which} it is {whole:.6g}, but the mean of its "
-        f"values for the first row and for the rest is {mean:.6g}. Microbatches count by rows, so "
-        "the loss of the batch would be wrong. Return the mean over rows, or (sum, weight). To "
-        "average this loss over microbatches as it is, state their weights: "
+        f"the loss is not a mean over rows: for {count} rows it is {whole:.6g}, but the mean of "
+        f"its values for the first row and for the rest is {mean:.6g}. Microbatches count by rows, "
+        "so the loss of the batch would be another number. Return the mean over rows, or (sum, "
+        "weight). To average this loss over microbatches as it is, state their weights: "
         "make_plan(weight=lambda target: len(target))"
     )
 

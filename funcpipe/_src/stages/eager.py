@@ -51,7 +51,7 @@ from funcpipe._src.stages.bound import (
     StageOut,
 )
 from funcpipe._src.stages.context import autocasting, no_autocast
-from funcpipe._src.stages.divisors import WatchDivisors, note_passed, other_mean, refuse_left_out
+from funcpipe._src.stages.divisors import WatchDivisors, no_mean, note_passed, refuse_left_out
 from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
 from funcpipe._src.stages.foreign import refuse_backward, refuse_foreign, refuse_in_loss
@@ -97,8 +97,9 @@ class EagerBound:
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
         self.watched: WatchDivisors | None = None
-        if loss is not None and shares is not None and shares.guessed:
-            self.watched = WatchDivisors.of(loss, shares.weight(0))
+        if loss is not None and shares is not None and shares.unproven:
+            rows = 2.0 if shares.explicit else shares.weight(0)
+            self.watched = WatchDivisors.of(loss, rows, guessed=shares.guessed)
         self.unproven = self.watched is not None  # whether `check_mean` must still run
         # Whether this is the stage's first run in this mode.
         self.is_first_run = train not in stage.seen.kept
@@ -332,7 +333,8 @@ class EagerBound:
                 with self.watched:
                     value = fn(tree, open_border(target, grad=False)[0])
                 total, loss = read_loss(value)
-                self.watched.check(loss)
+                if self.guessed:
+                    self.watched.check(loss)
                 self.watched = None
                 if type(total) is Tensor:  # a trace has no numbers: the program is checked later
                     self.check_mean(y, target, loss, self.drawing.microbatch)
@@ -343,19 +345,19 @@ class EagerBound:
         return total, loss
 
     def check_mean(self, y: Border, target: Border, loss: Loss, microbatch: int) -> None:
-        """Check in its first call that a loss which counts by rows is a mean over rows. Raises
-        BatchError."""
+        """Check the first call of a loss: it is a mean over rows, or at least no sum if its weights
+        are known. Raises BatchError."""
         self.unproven = False
         assert self.loss is not None
         assert self.shares is not None
-        rows = self.shares.weight(microbatch)
+        rows = None if self.shares.explicit else self.shares.weight(microbatch)
         if loss.weight is None:
             y_tree, given = (open_border(border, grad=False)[0] for border in (y, target))
             with KeyedDraws(self.keys, self.index, self.fn.places, microbatch) as draws:
-                why = other_mean(self.loss, y_tree, given, rows)
+                why = no_mean(self.loss, y_tree, given, rows)
             if why and not draws.counts:  # a random loss is another number in each call
                 raise BatchError(why)
-        note_passed(self.loss, rows)
+        note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
