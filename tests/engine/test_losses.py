@@ -125,7 +125,7 @@ def test_a_nan_sum_of_weight_0_adds_exactly_0():
 def test_weights_are_checked_before_anything_runs():
     """All 0, negative, nan, no number; and what weight() itself raises."""
     ran = []
-    loss = lambda y, t: (ran.append(1), y.sum() / 1)[1]
+    loss = lambda y, t: (ran.append(1), y.sum() / len(y))[1]
     for weight, reason in (
         (lambda t: 0, "0 for every"),
         (lambda t: -1, "number from 0"),
@@ -178,10 +178,13 @@ def test_what_is_no_loss_is_refused_with_what_came(value):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_loss_is_called_once_per_microbatch(executor):
-    """M calls, also with remat of other stages; never for shapes or planning."""
+    """M calls, also with remat of other stages; never for shapes or planning. Only the first call
+    is followed by three with up to four rows."""
     calls = []
-    loss = lambda y, t: (calls.append(len(y)), y.sum() / 1)[1]
+    loss = lambda y, t: (calls.append(len(y)), y.sum() / len(y))[1]
     plan = plan_of(loss, (SCALE, SCALE), 3)
+    fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(7, 1), None), executor=executor)
+    assert [3, 3, 1, 2, 2, 2] == calls
     for rows, expected in ((7, [3, 2, 2]), (2, [1, 1])):
         calls.clear()
         fp.run(
@@ -256,7 +259,7 @@ def test_auxiliary_losses_need_weights_known_before():
         bad = fp.stage(lambda p, x, wrong=wrong: fp.Out(x * p, loss=wrong), name="bad")
         with pytest.raises(fp.StageError, match=r"Out.loss is \(sum, weight\)"):
             fp.run(
-                plan_of(lambda y, t: y.sum() / 1, (bad,)),
+                plan_of(lambda y, t: y.sum() / len(y), (bad,)),
                 (torch.ones(()),),
                 (torch.ones(4, 1), None),
             )
@@ -295,7 +298,7 @@ TREE = fp.stage(lambda p, x: x * p["w"], name="tree")
 def test_which_leaves_get_gradients(trainable, expected):
     """Every form; None elsewhere, zeros and a mention where unused."""
     params = params_of()
-    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
     result = fp.run(plan, params, (torch.ones(4, 2), None), trainable=trainable)
     found = {
         (s, k) for s, tree in enumerate(result.grads) for k, g in tree.items() if g is not None
@@ -312,16 +315,16 @@ def test_marked_leaves_win_over_floating_ones():
     head."""
     params = params_of()
     params[1]["w"].requires_grad_()
-    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
     grads = fp.run(plan, params, (torch.ones(4, 2), None)).grads
     assert [None, None] == [grads[0]["w"], grads[0]["unused"]]
-    assert torch.equal(torch.full((2,), 2.0), grads[1]["w"])
+    assert torch.equal(torch.full((2,), 1.0), grads[1]["w"])
     assert params[1]["w"].grad is None
 
 
 def test_wrong_trainable_is_refused():
     """A word, another number of stages, another structure, leaves that are not floating."""
-    plan = plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), 2)
+    plan = plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), 2)
     for trainable, reason in (
         ((True,), "1 entries for 2"),
         ("all", r"trainable is True, False, a function.*got .all."),
@@ -356,14 +359,14 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     w = torch.ones(2)
     with pytest.raises(fp.PlanError) as caught:
         fp.run(
-            plan_of(lambda y, t: y.sum() / 1, (TREE, TREE)),
+            plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE)),
             ({"w": w}, {"w": w}),
             (torch.ones(4, 2), None),
         )
     assert "make_plan(..., ties=[((0, 'w'), (1, 'w'))])" in str(caught.value)
     ties = [((0, "w"), (1, "w"))]
     assert fp.run(
-        plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), ties=ties),
+        plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), ties=ties),
         ({"w": w}, {"w": w}),
         (torch.ones(4, 2), None),
     ).grads
@@ -374,7 +377,7 @@ def test_a_shared_tensor_that_nobody_declared_is_refused_with_the_fix():
     ):
         with pytest.raises(fp.PlanError, match=reason):
             fp.run(
-                plan_of(lambda y, t: y.sum() / 1, (TREE, TREE), ties=[group]),
+                plan_of(lambda y, t: y.sum() / len(y), (TREE, TREE), ties=[group]),
                 params,
                 (torch.ones(4, 2), None),
             )
@@ -412,13 +415,19 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(name, rows):
     not only the first, until the weights are stated."""
     loss = NO_MEANS[name]
     x, t = f64(rows, 2), f64(rows, 2)
-    if name in ("contrastive", "centred", "root", "largest") and rows == 4:
+    if name in ("centred", "root", "largest") and rows == 4:
         result = run(loss, x, t)  # one row has nothing to compare: means of microbatches
         assert same(result.loss, torch.stack(result.losses).mean())
         return
     for _ in range(2):
-        with pytest.raises(fp.BatchError, match="the loss is not a mean over rows: for"):
+        with pytest.raises(
+            fp.BatchError, match="the loss (is not a mean over rows|returned a sum over .*): for"
+        ):
             run(loss, x, t)
+    if "sum" in name:  # no weight makes a sum a mean
+        with pytest.raises(fp.BatchError, match="the loss returned a sum over the microbatch"):
+            run(loss, x, t, weight=len)
+        return
     result = run(loss, x, t, weight=len)
     sizes = torch.tensor([len(part) for part in torch.tensor_split(x, 4)], dtype=torch.float64)
     torch.testing.assert_close(result.loss, (torch.stack(result.losses) * sizes).sum() / rows)
@@ -460,3 +469,24 @@ def test_other_rows_are_not_checked():
 
     x, t = f64(32, 3), f64(32, 3)
     torch.testing.assert_close(run(pairs, x, t).loss, F.mse_loss(x, t))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_loss_is_not_compiled_again():
+    """The check calls the function itself, because other rows would compile the loss anew."""
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.extend(len(value) for value in inputs if isinstance(value, torch.Tensor))
+        return graph
+
+    def loss(y, t):
+        return F.mse_loss(y, t)
+
+    compiled = torch.compile(loss, backend=backend, dynamic=False)
+    x, t = f64(12, 3), f64(12, 3)
+    torch.testing.assert_close(run(compiled, x, t, count=2).loss, F.mse_loss(x, t))
+    assert {*sizes} == {6}
+    summed = torch.compile(lambda y, t: (y - t).square().sum(), backend=backend, dynamic=False)
+    with pytest.raises(fp.BatchError, match="the loss returned a sum over the microbatch"):
+        run(summed, x, t, count=2)

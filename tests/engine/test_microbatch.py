@@ -64,7 +64,7 @@ def test_absent_microbatches_do_not_run():
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x * p)] * 2,
         fp.schedules.one_f_one_b(2, 8),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         devices="cpu",
     )
     result = fp.run(plan, (torch.ones(()), torch.ones(())), (torch.ones(3, 1), None), record=True)
@@ -143,7 +143,7 @@ def test_rows_that_do_not_match_are_refused_with_their_places():
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x)],
         fp.schedules.fill_drain(1, 2, backward=False),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"target\['y'\] has 5"):
@@ -173,12 +173,12 @@ def test_a_batch_with_a_loss_is_a_pair(batch):
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x)],
         fp.schedules.fill_drain(1, 2, backward=False),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         devices="cpu",
     )
     with pytest.raises(fp.BatchError, match=r"\(inputs, target\).*target may be None"):
         fp.run(plan, ((),), batch)
-    assert 4.0 == float(fp.run(plan, ((),), (torch.ones(4), None)).loss * 2)
+    assert 4.0 == float(fp.run(plan, ((),), (torch.ones(4), None)).loss * 4)
 
 
 def test_feeds_are_cut_like_the_batch():

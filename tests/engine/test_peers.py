@@ -51,7 +51,7 @@ def test_p2_switching_between_training_and_evaluation_costs_nothing():
     train = fp.make_plan(
         [counted, part],
         fp.schedules.one_f_one_b(2, 4),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         devices="cpu",
     )
     evaluate = fp.make_plan(
@@ -73,7 +73,7 @@ def test_p3_integer_ids_go_between_stages(executor):
     plan = fp.make_plan(
         [fp.stage(lambda p, x: x + 1, name="ids"), embed],
         fp.schedules.one_f_one_b(2, 3),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         devices="cpu",
     )
     result = fp.run(plan, ((), torch.ones(9, 2)), (torch.arange(6), None), executor=executor)
@@ -90,7 +90,7 @@ def test_p5_an_interrupted_step_does_not_touch_the_next(executor):
     def loss(y, t):
         if armed[0] and t[0, 0] == 2:
             raise KeyboardInterrupt
-        return y.sum() / 1
+        return y.sum() / len(y)
 
     plan = fp.make_plan([TIMES, TIMES], fp.schedules.fill_drain(2, 4), loss=loss, devices="cpu")
     x, t = torch.randn(8, 1), torch.arange(8.0).div(2).floor()[:, None]
@@ -205,7 +205,7 @@ def test_g2_functional_call_with_remat_has_the_given_weights(executor):
         fp.schedules.remat(fp.schedules.fill_drain(2, 2)),
         fp.schedules.remat(fp.schedules.fill_drain(2, 2), keep=lambda a: a.microbatch == 1),
     ):
-        plan = fp.make_plan(bodies, schedule, loss=lambda y, t: y.sum() / 1, devices="cpu")
+        plan = fp.make_plan(bodies, schedule, loss=lambda y, t: y.sum() / len(y), devices="cpu")
         params = ({"weight": torch.full((1, 1), 10.0)}, {"weight": torch.full((1, 1), 10.0)})
         grads = fp.run(plan, params, (torch.ones(2, 1), None), executor=executor).grads
         assert [10.0, 10.0] == [float(tree["weight"]) for tree in grads]
@@ -220,7 +220,7 @@ def test_g3_a_weight_that_changes_during_a_run_is_noticed(wrap, executor):
 
     def loss(y, t):
         params[0]["w"].mul_(5)
-        return y.sum() / 1
+        return y.sum() / len(y)
 
     plan = fp.make_plan([part, part], wrap(fp.schedules.fill_drain(2, 2)), loss=loss, devices="cpu")
     with pytest.raises(
@@ -254,7 +254,7 @@ def test_g8_dropout_masks_are_those_of_the_recomputation(wrap):
     plan = fp.make_plan(
         stages,
         wrap(fp.schedules.one_f_one_b(2, 4)),
-        loss=lambda y, t: y.sum() / 1,
+        loss=lambda y, t: y.sum() / len(y),
         outputs=True,
         devices="cpu",
     )
@@ -362,7 +362,7 @@ def test_a10_layouts_do_not_depend_on_copies(form):
             fp.make_plan(
                 stages,
                 fp.schedules.fill_drain(2, 2, num_devices=d),
-                loss=lambda y, t: y.sum() / 1,
+                loss=lambda y, t: y.sum() / len(y),
                 outputs=True,
                 devices="cpu",
             ),

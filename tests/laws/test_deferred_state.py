@@ -108,7 +108,7 @@ def test_the_plain_average_over_several_steps(count):
     make = lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
     part, params, state = fp.from_module(make())
     plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum() / 1, devices="cpu"
+        [part], fp.schedules.fill_drain(1, count), loss=lambda y, t: y.sum() / len(y), devices="cpu"
     )
     plain, states = make(), (state,)
     for step in range(4):
@@ -125,7 +125,10 @@ def test_a_large_mean_in_float32_keeps_its_variance(count):
     x = torch.randn(64, 3) + torch.tensor([1e4, -1e4, 0.0])
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0))
     plan = fp.make_plan(
-        [part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum() / 1, devices="cpu"
+        [part],
+        fp.schedules.one_f_one_b(1, count),
+        loss=lambda y, t: y.sum() / len(y),
+        devices="cpu",
     )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     torch.testing.assert_close(
@@ -147,7 +150,10 @@ def test_large_means_that_move_from_image_to_image_make_a_variance(size, form, c
     x = x.to(memory_format=form)
     part, params, state = fp.from_module(nn.BatchNorm2d(3, momentum=1.0))
     plan = fp.make_plan(
-        [part], fp.schedules.one_f_one_b(1, count), loss=lambda y, t: y.sum() / 1, devices="cpu"
+        [part],
+        fp.schedules.one_f_one_b(1, count),
+        loss=lambda y, t: y.sum() / len(y),
+        devices="cpu",
     )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     wide = x.double().transpose(0, 1).flatten(1)
@@ -162,7 +168,10 @@ def test_half_precision_state_has_means_of_all_values(rows):
     x = (torch.randn(2 * rows, 3) + 10).bfloat16()
     part, params, state = fp.from_module(nn.BatchNorm1d(3, momentum=1.0).bfloat16())
     plan = fp.make_plan(
-        [part], fp.schedules.one_f_one_b(1, 2), loss=lambda y, t: y.float().sum() / 1, devices="cpu"
+        [part],
+        fp.schedules.one_f_one_b(1, 2),
+        loss=lambda y, t: y.float().sum() / len(y),
+        devices="cpu",
     )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert torch.equal(new["running_mean"], x.double().mean(0).bfloat16())
@@ -293,7 +302,7 @@ def test_a_layer_used_twice_sees_both_inputs():
     x = torch.randn(7, 3, dtype=torch.float64)
     part, params, state = fp.from_module(Twice())
     plan = fp.make_plan(
-        [part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum() / 1, devices="cpu"
+        [part], fp.schedules.fill_drain(1, 3), loss=lambda y, t: y.sum() / len(y), devices="cpu"
     )
     new = fp.run(plan, (params,), (x, None), state=(state,)).state[0]
     assert_states(expected_state(Twice, x.tensor_split(3)), new)
@@ -368,7 +377,7 @@ def test_a_function_stage_commits_once_in_microbatch_order():
         fp.schedules.remat(fp.schedules.fill_drain(1, 3)),
         fp.Schedule.parse("0F2 0F0 0F1 0B1 0B2 0B0"),
     ):
-        plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum() / 1, devices="cpu")
+        plan = fp.make_plan([counting], schedule, loss=lambda y, t: y.sum() / len(y), devices="cpu")
         state = fp.run(
             plan, (torch.ones(()),), (x, None), state=({"count": torch.tensor(5.0), "first": None},)
         ).state

@@ -211,7 +211,7 @@ def test_an_error_of_a_run_keeps_its_own_coordinates(thread):
     def bad(params, x):
         raise Disk(1, "inside")
 
-    plan = fp.make_plan([bad], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.sum() / 1)
+    plan = fp.make_plan([bad], fp.schedules.fill_drain(1, 1), loss=lambda y, t: y.sum() / len(y))
     run = fp.batches.overlap(
         data(3), [fp.batches.Fold(lambda s, x: (s, fp.run(plan, ((),), (x, x))), 0)], thread=thread
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import BatchError
-from funcpipe._src.core.torch_names import WatchingMode
+from funcpipe._src.core.torch_names import ORIGINAL_CALLABLE, WatchingMode
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
@@ -132,10 +132,13 @@ def no_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None)
     count = max(2, min(rows, _ROWS, _MOST // max(1, size)))
     exact = count * size <= _MOST
 
+    # Not compiled: other numbers of rows and double precision would compile the loss again.
+    eager = getattr(fn, ORIGINAL_CALLABLE, getattr(fn, "_orig_mod", fn))
+
     def value(start: int, stop: int) -> Any:
         # Copies, because a loss may work in place.
         parts = [leaf[start:stop].clone() if isinstance(leaf, Tensor) else leaf for leaf in few]
-        loss = read_loss(fn(*unflatten(spec, parts)))[1]
+        loss = read_loss(eager(*unflatten(spec, parts)))[1]
         return loss.sum.item() if loss.weight is None else float("nan")
 
     try:

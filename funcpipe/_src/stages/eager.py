@@ -352,6 +352,8 @@ class EagerBound:
         assert self.shares is not None
         rows = None if self.shares.explicit else self.shares.weight(microbatch)
         if loss.weight is None:
+            if self.guessed:
+                refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
             y_tree, given = (open_border(border, grad=False)[0] for border in (y, target))
             with KeyedDraws(self.keys, self.index, self.fn.places, microbatch) as draws:
                 why = no_mean(self.loss, y_tree, given, rows)
