@@ -176,12 +176,13 @@ def test_ways_to_fail_in_a_backward(rig, way, schedule, executor):
 
 
 def in_loss(rig, microbatch=1):
-    """A loss that fails at a microbatch: it counts its calls, for it is called once for each."""
+    """A loss that fails at a microbatch: it counts its calls, for it is called once for each. The
+    calls that check its first one have no grad."""
     calls = []
 
     def loss(y, target):
-        calls.append(1)
-        if len(calls) % M == microbatch + 1:
+        calls.extend([1] * torch.is_grad_enabled())
+        if torch.is_grad_enabled() and len(calls) % M == microbatch + 1:
             rig.strike()
         return F.mse_loss(y, target)
 

@@ -220,7 +220,7 @@ class Mapped(dict):
 
 
 def form(structure, *leaves):
-    return json.dumps([structure, leaves, [], []]).encode()
+    return json.dumps([structure, leaves, [], [], []]).encode()
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,8 @@ def read_loss(value: Any) -> tuple[Tensor, Loss]:
         total, weight, aux = value
     elif isinstance(value, tuple) and len(value) == 2:  # pyright: ignore[reportUnknownArgumentType]
         total, weight = value  # pyright: ignore[reportUnknownVariableType]
-    total = entire(total)
+    if hasattr(total, "full_tensor"):  # `entire`, without a call in each microbatch
+        total = total.full_tensor()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if weight is not None:
         check_weight(weight)
     if (

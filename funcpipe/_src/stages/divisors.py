@@ -59,14 +59,15 @@ class WatchDivisors(WatchingMode):
     """A dispatch mode for one call of a loss: finds divisions by a number that the loss computes.
 
     Attributes:
+        guessed: whether the weights of microbatches are guessed, so that a finding is an error.
         found: the division or selection, in words, or "".
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, guessed: bool) -> None:
         super().__init__()
-        self.found = ""
+        self.guessed, self.found = guessed, ""
         # These lists keep tensors alive, so that no new tensor gets the id of an old one.
         self._computed: list[Tensor] = []
         self._constants: list[Tensor] = []
@@ -94,11 +95,11 @@ class WatchDivisors(WatchingMode):
         None: an earlier call has passed, with as many rows or with two.
         """
         passed, before = _passed.get((id(loss), guessed), (lambda: None, 0))
-        return None if passed() is loss and before >= min(rows, 2) else cls()
+        return None if passed() is loss and before >= min(rows, 2) else cls(guessed=guessed)
 
     def check(self, loss: Loss) -> None:
         """Raise BatchError if the loss returned a mean with such a division or selection."""
-        if self.found and loss.weight is None:
+        if self.found and self.guessed and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
 
 
@@ -154,7 +155,8 @@ def no_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None)
     tolerance = (1e-6 if exact else 0.05) * size
     if not abs(whole - mean) > tolerance:  # also for NaN
         return ""
-    if abs(whole - (first + others)) <= tolerance:
+    # If one of them is 0, perhaps its rows do not count.
+    if min(abs(first), abs(others)) > tolerance >= abs(whole - (first + others)):
         return (
             f"the loss returned a sum over the microbatch: for {count} rows it is {whole:.6g}, the "
             f"sum of its values for the first row and for the rest, {first:.6g} and {others:.6g}. "

@@ -333,8 +333,7 @@ class EagerBound:
                 with self.watched:
                     value = fn(tree, open_border(target, grad=False)[0])
                 total, loss = read_loss(value)
-                if self.guessed:
-                    self.watched.check(loss)
+                self.watched.check(loss)
                 self.watched = None
                 if type(total) is Tensor:  # a trace has no numbers: the program is checked later
                     self.check_mean(y, target, loss, self.drawing.microbatch)
