@@ -10,7 +10,7 @@ import pytest
 
 import funcpipe as fp
 from funcpipe._src.batch.shares import Weighed
-from funcpipe._src.engine.agreement import Agreed, LastWords, Word, agree
+from funcpipe._src.engine.agreement import Agreed, PreviousWords, Word, agree
 from funcpipe._src.processes.wire_format import pack_message, unpack_message
 
 
@@ -35,7 +35,7 @@ class Processes:
     """The processes of a team, which exchange what all of them send."""
 
     def __init__(self, count: int) -> None:
-        self.last = [LastWords() for _ in range(count)]
+        self.last = [PreviousWords() for _ in range(count)]
         self.sent: list[Word | None] = []
 
     def run(self, words: Sequence[Word]) -> list[Agreed]:

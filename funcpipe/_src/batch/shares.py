@@ -56,8 +56,7 @@ def shares_of(
     unproven = len(counts) > 1 and not summed and not plan.counts.known
     if weights is None:
         uneven = rows_uneven and len(counts) > 1 and not plan.counts.alike
-        options = {"guessed": unproven, "rows_unclear": rows_unclear, "rows_uneven": uneven}
-        options["unproven"] = unproven
+        options = {"rows_unclear": rows_unclear, "rows_uneven": uneven, "unproven": unproven}
         return Shares(
             counts, None if summed else sum(counts), False, scale, parts, summed, first, **options
         )

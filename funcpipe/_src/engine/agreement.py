@@ -176,7 +176,7 @@ def agree(
     )
 
 
-class LastWords:
+class PreviousWords:
     """The words of the last run, and its facts. A process whose word has not changed sends None.
 
     A team has one. All its processes have the same words, because an exchange succeeds in all of

@@ -317,7 +317,7 @@ class Ranks(Lanes):
     def agree(self, word: agreement.Word, limit: int) -> agreement.Agreed:
         """Exchange the facts of all ranks, and return the facts that follow from them."""
         team, among = self._open(), (self.replicas, self.replica, self.names)
-        return team.last_words.agree(
+        return team.previous_words.agree(
             self.exchange, team.rank, word, lambda words: agreement.agree(words, limit, *among)
         )
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.tensor_layout import TensorLayout
-from funcpipe._src.engine.agreement import LastWords
+from funcpipe._src.engine.agreement import PreviousWords
 from funcpipe._src.engine.mail import Inbox, Stop
 from funcpipe._src.engine.worker import Worker, end_all
 from funcpipe._src.processes.alarms import Failure, names_of
@@ -72,7 +72,7 @@ class Team:
         caller: the channel of the calling thread.
         states: what other processes have reported to do after a timeout, by rank.
         jobs: a thread for work that must wait for a device.
-        last_words: the facts of the last run, which all processes have.
+        previous_words: the facts of the last run, which all processes have.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Team:
         self.reading = Reading(self._left, lambda: self.failure is None)
         self.has_devices = has_devices
         self.monitor = Monitor(self, timeout, marks)
-        self.last_words = LastWords()
+        self.previous_words = PreviousWords()
         self.jobs = Worker("funcpipe devices", self.cut, patience=1.0)
         self.caller = self.channel(0)
 

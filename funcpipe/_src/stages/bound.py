@@ -172,7 +172,6 @@ class Shares(NamedTuple):
             proportion to the plan's ``weight``, else to rows.
         summed: whether the loss returns sums.
         first: the number of this replica's first microbatch.
-        guessed: whether means are weighted by rows although the loss's divisor is unknown.
         unproven: whether the loss is not one of torch, so that its first call is checked.
         rows_uneven: whether rows of the target have different numbers of elements.
         rows_unclear: whether leaves of ready-made microbatches disagree on the proportion of rows,
@@ -186,10 +185,14 @@ class Shares(NamedTuple):
     parts: tuple[float, ...]
     summed: bool = False
     first: int = 0
-    guessed: bool = False
     rows_unclear: bool = False
     rows_uneven: bool = False
     unproven: bool = False
+
+    @property
+    def guessed(self) -> bool:
+        """Whether means are weighted by rows although the loss's divisor is unknown."""
+        return self.unproven and not self.explicit
 
     def weight(self, microbatch: int) -> float:
         """Return the weight of a microbatch of this replica."""

@@ -20,9 +20,9 @@ from funcpipe._src.stages.drawing import MeanOverTargets
 _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
 _ROWS = 4
-"""The most rows that `no_mean` computes with."""
+"""The most rows that `why_not_mean` computes with."""
 _MOST = 2**22
-"""The most numbers that `no_mean` converts to double precision: 32 MiB."""
+"""The most numbers that `why_not_mean` converts to double precision: 32 MiB."""
 _REMEDY = (
     "so rows are not the weights of its microbatches, and funcpipe does not know the divisor. "
     "Give it: make_plan(weight=target -> number), a loss that returns (sum, weight), or a loss "
@@ -110,7 +110,7 @@ def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
         _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), rows
 
 
-def no_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None) -> str:
+def why_not_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None) -> str:
     """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
 
     The loss of some rows must be the mean of the losses of the first row and of the others, in

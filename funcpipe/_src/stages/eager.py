@@ -51,7 +51,7 @@ from funcpipe._src.stages.bound import (
     StageOut,
 )
 from funcpipe._src.stages.context import autocasting, no_autocast
-from funcpipe._src.stages.divisors import WatchDivisors, no_mean, note_passed, refuse_left_out
+from funcpipe._src.stages.divisors import WatchDivisors, note_passed, refuse_left_out, why_not_mean
 from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
 from funcpipe._src.stages.foreign import refuse_backward, refuse_foreign, refuse_in_loss
@@ -355,7 +355,7 @@ class EagerBound:
                 refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
             y_tree, given = (open_border(border, grad=False)[0] for border in (y, target))
             with KeyedDraws(self.keys, self.index, self.fn.places, microbatch) as draws:
-                why = no_mean(self.loss, y_tree, given, rows)
+                why = why_not_mean(self.loss, y_tree, given, rows)
             if why and not draws.counts:  # a random loss is another number in each call
                 raise BatchError(why)
         note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
