@@ -238,14 +238,18 @@ def whose_backward() -> None:
         names.function_of(torch.ones(2, requires_grad=True).exp().grad_fn)
 
 
-@probe("ORIGINAL_CALLABLE")
+@probe("ORIGINAL_CALLABLE", "uncompiled")
 def what_a_compiled_function_was_made_of() -> None:
     """layers whose forward was compiled by itself, and is now of their copies, are refused."""
 
     def double(x):
         return x * 2
 
-    assert vars(torch.compile(double, backend="eager"))[names.ORIGINAL_CALLABLE] is double
+    compiled, layer = torch.compile(double, backend="eager"), nn.Linear(1, 1)
+    assert vars(compiled)[names.ORIGINAL_CALLABLE] is double is names.uncompiled(compiled)
+    assert (
+        names.uncompiled(torch.compile(layer, backend="eager")) is layer is names.uncompiled(layer)
+    )
 
 
 @probe("saved_names")

@@ -490,3 +490,85 @@ def test_a_compiled_loss_is_not_compiled_again():
     summed = torch.compile(lambda y, t: (y - t).square().sum(), backend=backend, dynamic=False)
     with pytest.raises(fp.BatchError, match="the loss returned a sum over the microbatch"):
         run(summed, x, t, count=2)
+
+
+# -- models that compute their own loss
+
+
+class WithLoss(torch.nn.Module):
+    """The end of a model: it returns its loss, beside what it computed."""
+
+    def __init__(self, loss, *, norm=False, dropout=0.0, positions=False):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2).double()
+        self.norm = torch.nn.BatchNorm1d(2).double() if norm else torch.nn.Identity()
+        self.dropout, self.loss, self.positions = torch.nn.Dropout(dropout), loss, positions
+
+    def forward(self, given):
+        x, t = given[:2]
+        y = self.dropout(self.norm(self.linear(x)))
+        y = y + given[2] if self.positions else y
+        return {"loss": self.loss(y, t), "y": y}
+
+
+def run_model(loss, given, *, compiled=False, fp_weight=None, count=4, **options):
+    model = WithLoss(loss, **options)
+    stage, params, state = fp.from_module(model, name="end")
+    start = fp.stage(lambda p, x: x, name="start")
+    if compiled:
+        stage = fp.compile_stage(stage)
+    plan = plan_of(lambda y, _: y["loss"], (start, stage), count, weight=fp_weight)
+    target = torch.zeros(len(given[0]))
+    result = fp.run(plan, ((), params), (given, target), state=((), state), seed=1)
+    return result, model
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("name", ["sum", "root", "contrastive", "centred"])
+def test_a_model_whose_own_loss_is_no_mean_over_rows_is_refused(name, positions, compiled):
+    """Each run raises, until the weights are stated. Tensors without rows do not hinder it."""
+    given = [f64(16, 2), f64(16, 2), *([fp.Replicate(f64(1, 2))] if positions else [])]
+    options = {"positions": positions, "compiled": compiled}
+    with pytest.raises(
+        fp.BatchError, match=r"the loss (is not a mean|returned a sum)[^\n]*\nin 1F0"
+    ):
+        run_model(NO_MEANS[name], given, **options)
+    if name == "sum":  # no weight makes a sum a mean
+        with pytest.raises(fp.BatchError, match="the loss returned a sum over the microbatch"):
+            run_model(NO_MEANS[name], given, fp_weight=len, **options)
+        return
+    result, _ = run_model(NO_MEANS[name], given, fp_weight=len, **options)
+    torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["mean", "mean of sums", "sum over rows", "cross entropy"])
+def test_a_model_whose_own_loss_is_a_mean_over_rows_runs(name, compiled):
+    given = [f64(10, 2), f64(10, 2)]
+    result, model = run_model(MEANS[name], given, compiled=compiled)
+    torch.testing.assert_close(result.loss, model(given)["loss"].detach())
+
+
+def test_layers_that_look_at_all_rows_and_random_ones_are_not_checked():
+    """Fewer rows have other statistics and draws, so the numbers would show nothing."""
+    given = [f64(16, 2), f64(16, 2)]
+    for options in ({"norm": True}, {"dropout": 0.5}):
+        result, _ = run_model(MEANS["mean"], given, **options)
+        torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_reason_to_refuse_a_model_s_loss(dtype):
+    head = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    stage, params, _ = fp.from_module(head.to(dtype), name="head")
+
+    def end(p, x):
+        return F.cross_entropy(stage.fn(p, x).float(), x.argmax(1))
+
+    plan = plan_of(lambda y, _: y, (SCALE, fp.stage(end, name="end")))
+    x = torch.randn(64, 64, dtype=dtype)
+    result = fp.run(plan, (torch.ones((), dtype=dtype), params), (x, None))
+    torch.testing.assert_close(
+        result.loss, F.cross_entropy(head(x).float(), x.argmax(1)).detach(), rtol=1e-2, atol=0
+    )

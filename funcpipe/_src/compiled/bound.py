@@ -138,7 +138,7 @@ class CompiledBound:
         ):
             refuse_left_out(_means(programs.means, args))
         if self.eager.unproven and report.loss is not None and args.target is not None:
-            self.eager.check_mean(y, args.target, report.loss, args.microbatch)
+            self.eager.check_mean(y, args, report.loss)
         if program.gives is None:
             program.gives = border_key_or_none(y)
         y.words = program.gives  # a program's output has the same layout in each call

@@ -505,6 +505,15 @@ else:
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
 """The attribute of a compiled function with the original. Without it: copies of it raise."""
 
+_ORIGINAL_MODULE = "_orig_mod"
+
+
+def uncompiled(value: Any) -> Any:
+    """Return the function or module that torch.compile was given; other values themselves. Without
+    the attributes: the compiled one."""
+    return getattr(value, ORIGINAL_CALLABLE, getattr(value, _ORIGINAL_MODULE, value))
+
+
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute where recurrent layers keep a second list of their weights."""
 

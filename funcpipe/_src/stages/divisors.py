@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import BatchError
-from funcpipe._src.core.torch_names import ORIGINAL_CALLABLE, WatchingMode
+from funcpipe._src.core.torch_names import WatchingMode, uncompiled
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
@@ -110,7 +110,9 @@ def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
         _passed[key] = weakref.ref(fn, lambda _: _passed.pop(key, None)), rows
 
 
-def why_not_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None) -> str:
+def why_not_mean(
+    fn: Callable[..., Any], given: Sequence[Tree], weight: float | None, *, in_model: bool = False
+) -> str:
     """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
 
     The loss of some rows must be the mean of the losses of the first row and of the others, in
@@ -119,40 +121,47 @@ def why_not_mean(fn: Callable[..., Any], y: Tree, target: Tree, weight: float | 
 
     Args:
         fn: the loss.
-        y, target: its arguments for one microbatch, tensors ``[rows, ...]``.
+        given: its arguments for one microbatch, tensors ``[rows, ...]``.
         weight: the rows of the microbatch, times the length of its slice. None: its weight is
             known, so only sums are found.
+        in_model: whether ``fn`` is the last stage of a model that computes its own loss. Then the
+            tensors keep their precision, as the parameters do, and those with another length than
+            the first one, such as position embeddings, are not cut.
     """
-    leaves, spec = flatten((y, target))
+    leaves, spec = flatten(tuple(given))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    sizes = {len(leaf) if type(leaf) is Tensor and leaf.dim() else 0 for leaf in tensors}
-    rows = sizes.pop() if len(sizes) == 1 else 0
+    sizes = [len(leaf) if type(leaf) is Tensor and leaf.dim() else 0 for leaf in tensors]
+    rows = sizes[0] if sizes and all(sizes) and (in_model or len({*sizes}) == 1) else 0
     if not rows or (weight or rows) % rows:
         return ""
-    size = sum(leaf.numel() for leaf in tensors) // rows
-    count = max(2, min(rows, _ROWS, _MOST // max(1, size)))
-    exact = count * size <= _MOST
+    numbers = sum(leaf.numel() for leaf in tensors) // rows
+    count = max(2, min(rows, _ROWS, _MOST // max(1, numbers)))
+    exact = count * numbers <= _MOST and not in_model
+    is_cut = [isinstance(leaf, Tensor) and len(leaf) == rows for leaf in leaves]
 
     # Not compiled: other numbers of rows and double precision would compile the loss again.
-    eager = getattr(fn, ORIGINAL_CALLABLE, getattr(fn, "_orig_mod", fn))
+    eager = uncompiled(fn)
 
     def value(start: int, stop: int) -> Any:
         # Copies, because a loss may work in place.
-        parts = [leaf[start:stop].clone() if isinstance(leaf, Tensor) else leaf for leaf in few]
+        parts = [
+            leaf[start:stop].clone() if cut else leaf for leaf, cut in zip(few, is_cut, strict=True)
+        ]
         loss = read_loss(eager(*unflatten(spec, parts)))[1]
         return loss.sum.item() if loss.weight is None else float("nan")
 
     try:
         with torch.no_grad():
             few = [
-                _rows(leaf, count, exact=exact) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
+                _rows(leaf, count, exact=exact) if cut else leaf
+                for leaf, cut in zip(leaves, is_cut, strict=True)
             ]
             whole, first, others = value(0, count), value(0, 1), value(1, count)
     except Exception:  # for example double numbers and a layer in single precision
         return ""
     mean, size = (first + (count - 1) * others) / count, abs(first) + abs(others)
-    tolerance = (1e-6 if exact else 0.05) * size
+    low = any(leaf.dtype in (torch.float16, torch.bfloat16) for leaf in tensors)
+    tolerance = (1e-6 if exact else 0.05 if low else 1e-3) * size
     if not abs(whole - mean) > tolerance:  # also for NaN
         return ""
     # If one of them is 0, perhaps its rows do not count.

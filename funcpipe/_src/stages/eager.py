@@ -278,9 +278,7 @@ class EagerBound:
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is None and len(y.leaves) > 1:
             mark_memory_handed_on_twice(y)
-        total, loss = (
-            (None, None) if self.loss is None else self._loss(self.loss, args.target, y, graph)
-        )
+        total, loss = (None, None) if self.loss is None else self._loss(self.loss, args, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):
             kept = stats if stats is _EMPTY else kept_statistics(stats)
@@ -313,9 +311,10 @@ class EagerBound:
         return returned
 
     def _loss(
-        self, fn: Callable[..., Any], target: Border | None, y: Border, graph: list[Any]
+        self, fn: Callable[..., Any], args: StageArgs, y: Border, graph: list[Any]
     ) -> tuple[Tensor, Loss]:
         """Return the loss of one microbatch, computed on the dense outputs, as `read_loss` does."""
+        target = args.target
         assert target is not None
         self._phase = "loss"
         # The output may also be returned to the user, so a loss that works in place gets a copy.
@@ -336,29 +335,55 @@ class EagerBound:
                 self.watched.check(loss)
                 self.watched = None
                 if type(total) is Tensor:  # a trace has no numbers: the program is checked later
-                    self.check_mean(y, target, loss, self.drawing.microbatch)
+                    self.check_mean(y, args, loss)
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
         self._phase = ""
         return total, loss
 
-    def check_mean(self, y: Border, target: Border, loss: Loss, microbatch: int) -> None:
+    def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:
         """Check the first call of a loss: it is a mean over rows, or at least no sum if its weights
         are known. Raises BatchError."""
-        self.unproven = False
+        self.unproven, self.watched = False, None
         assert self.loss is not None
         assert self.shares is not None
-        rows = None if self.shares.explicit else self.shares.weight(microbatch)
+        assert args.target is not None
+        rows = None if self.shares.explicit else self.shares.weight(args.microbatch)
         if loss.weight is None:
             if self.guessed:
                 refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
-            y_tree, given = (open_border(border, grad=False)[0] for border in (y, target))
-            with KeyedDraws(self.keys, self.index, self.fn.places, microbatch) as draws:
-                why = why_not_mean(self.loss, y_tree, given, rows)
+            fn, given, in_model = self.loss, [y.tree(), args.target.tree()], False
+            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in y.leaves):
+                fn, given, in_model = self._model_loss(args), self._rows_of(args), True
+            with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
+                why = why_not_mean(fn, given, rows, in_model=in_model)
             if why and not draws.counts:  # a random loss is another number in each call
                 raise BatchError(why)
         note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
+
+    def _rows_of(self, args: StageArgs) -> list[Tree]:
+        """Return the leaves of a forward's arguments; none if rows of the stage may depend on each
+        other: layers with state, such as batch norm, may look at all rows together."""
+        depends = self.params.state_leaves or self.stage.carry
+        return [] if depends else [border.leaves for border in args.borders()]
+
+    def _model_loss(self, args: StageArgs) -> Callable[..., Any]:
+        """Return the loss of a model that computes it in this stage, as a function of the leaves of
+        a forward's arguments."""
+        skips, feeds = 1 + len(args.skips), 1 + len(args.skips) + len(args.feeds)
+
+        def loss(*leaves: list[Any]) -> Any:
+            borders = [
+                Border(row, border.spec, border.flags)
+                for row, border in zip(leaves, args.borders(), strict=True)
+            ]
+            few = StageArgs(
+                borders[0], borders[1:skips], borders[skips:feeds], borders[-1], args.microbatch
+            )
+            return self.evaluate(few, keep=False).report.loss
+
+        return loss
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}

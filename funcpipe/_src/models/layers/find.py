@@ -11,7 +11,7 @@ from torch import nn
 
 from funcpipe._src.core.errors import PlanError, bullets, raise_all
 from funcpipe._src.core.shown import guarded, line, some
-from funcpipe._src.core.torch_names import children_of
+from funcpipe._src.core.torch_names import children_of, uncompiled
 from funcpipe._src.core.words import similar
 from funcpipe._src.models.module import syntax_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
@@ -190,7 +190,7 @@ def _unwrapping(model: nn.Module) -> str:
     """Return the advice for a wrapper, which hides the class of its model; "" for other models."""
     if isinstance(model, nn.DataParallel):
         return "give the model without nn.DataParallel (model.module), or "
-    if hasattr(model, "_orig_mod"):
+    if uncompiled(model) is not model:
         return "give the model before torch.compile, and compile stages with fp.compile_stage, or "
     return ""
 
