@@ -76,11 +76,37 @@ def test_what_is_written_is_read_back(seed):
         ("Et,t|(t|tt|)*2,t*2L", (2, 1, 2, 1, 2, 2)),
         ("EtL", (1,)),
         ("E(t|)*3tL", (1, 1, 1, 1)),
+        ("Et|ttmL", (1, 3)),
+        ("Et|tt|m*2L", (1, 2, 2)),
     ],
 )
 def test_layouts_of_megatron(layout, sizes):
     assert sizes == from_megatron(layout)
-    assert sizes == tuple(part.count("t") for part in expanded(layout))
+    assert sizes == tuple(part.count("t") + part.count("m") for part in expanded(layout))
+
+
+def test_layers_that_predict_further_tokens():
+    """Megatron's m: layers after the others, all in one stage, with or without the loss."""
+    assert (4, *[2] * 29, 1, 1) == from_megatron("Et*3|(tt|)*29,m|L", ends=True)
+    assert "Ettt|(tt|)*29m|L" == to_megatron((4, *[2] * 29, 1, 1), ends=True, mtp=1)
+    assert "Et|tmmL" == to_megatron((1, 3), mtp=2)
+    assert "Et|m*4L" == to_megatron((1, 4), mtp=4)
+    for sizes, mtp, message in (
+        ((1, 1), 2, r"the last 2 layers must be in one stage; got sizes \[1, 1\]"),
+        ((1, 1), 3, "mtp is a number of layers, from 0 to 2; got 3"),
+        ((1, 1), -1, "mtp is a number of layers"),
+    ):
+        with pytest.raises(fp.PlanError, match=message):
+            to_megatron(sizes, mtp=mtp)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layouts_with_mtp_layers_are_read_back(seed):
+    rng = random.Random(seed)
+    sizes = random_sizes(rng)
+    written = to_megatron(sizes, mtp=rng.randint(0, sizes[-1]))
+    assert tuple(sizes) == from_megatron(written)
+    assert sizes == [len(part.strip("EL")) for part in expanded(written)]
 
 
 def test_embedding_and_head_as_layers():
@@ -132,12 +158,14 @@ def test_a_layout_is_simulated():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Et*3|(tt|)*29,m|L", "'m' is an MTP layer, which fp.split does not make"),
+        ("Et*3|(tt|)*29,m|L", r"stage 31 has no layer: 'L'; give ends=True"),
+        ("Et|tm|mL", r"all MTP layers \(m\) must be in one stage; got 'Et\|tm\|mL'"),
+        ("Etmt|tL", "must have one E, then t, then m, then one L"),
         ("Ett|L", r"stage 1 has no layer: 'L'; give ends=True"),
         ("Et||tL", "stage 1 has no layer: ''"),
-        ("ttL", "must have one E, then t, then one L"),
-        ("EtLt", "must have one E, then t, then one L"),
-        ("", "must have one E, then t, then one L"),
+        ("ttL", "must have one E, then t, then m, then one L"),
+        ("EtLt", "must have one E, then t, then m, then one L"),
+        ("", "must have one E, then t, then m, then one L"),
         ("E(tt)|tL", r"'\(' is not a letter of a layout"),
         ("E((t)*2)*2L", r"'\*' is not a letter of a layout"),
         ("Et t|tL", "' ' is not a letter of a layout"),

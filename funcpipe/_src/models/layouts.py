@@ -18,14 +18,16 @@ _LAYER = re.compile(r"(?:(.+)\.)?([0-9]+)")
 """The name of a layer: the path of its list, and its number."""
 _OF_LAYER = re.compile(r"((?:.+?\.)?[0-9]+)\..+")
 """The name of a tensor in a layer; the group is the name of the layer."""
-_LETTERS = frozenset("EtL|")
-"""Embedding, transformer layer, loss, and the end of a stage."""
+_LETTERS = frozenset("EtmL|")
+"""Embedding, transformer layer, MTP layer, loss, and the end of a stage."""
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]+)"), re.compile(r"([^()*])\*([0-9]+)"))
 """``(...)*n`` and ``x*n``, in the order in which Megatron expands them."""
 _MOST = 100_000
 """The most letters of an expanded layout."""
 _FEW = 3
 """Fewer equal stages, or equal letters, are written one by one."""
+_MANY = re.compile(rf"([tm])\1{{{_FEW},}}")
+"""Equal letters that are written with their number."""
 _ENDS = "give ends=True if the embedding and the head are layers of their own"
 
 
@@ -131,9 +133,10 @@ def from_megatron(layout: str, *, ends: bool = False) -> tuple[int, ...]:
     ((3, 2, 2, 1), (1, 4, 1))
 
     Args:
-        layout: the text: E is the embedding, t a transformer layer, L the loss, ``|`` ends a stage,
-            ``x*n`` and ``(...)*n`` repeat, and commas do not count. With virtual stages, stage s is
-            on rank ``s mod D``, as in `fp.schedules.interleaved`.
+        layout: the text: E is the embedding, t a transformer layer, m a layer that predicts a
+            further token (MTP), L the loss, ``|`` ends a stage, ``x*n`` and ``(...)*n`` repeat, and
+            commas do not count. An m counts as a layer, after the last t. With virtual stages,
+            stage s is on rank ``s mod D``, as in `fp.schedules.interleaved`.
         ends: False: E and L do not count as layers. True: each counts as one layer, for an
             ``nn.Sequential`` of embedding, layers and head.
 
@@ -141,8 +144,8 @@ def from_megatron(layout: str, *, ends: bool = False) -> tuple[int, ...]:
         The sizes for ``fp.split(model, balance=)``, ``fp.Cost.group`` and `to_torchtitan`.
 
     Raises:
-        PlanError: the text is not a layout, or `split` cannot make its stages, such as stages with
-            MTP layers (m).
+        PlanError: the text is not a layout, `split` cannot make its stages, or MTP layers are not
+            all in one stage, as Megatron requires.
     """
     if not isinstance(layout, str):
         raise PlanError(
@@ -153,19 +156,13 @@ def from_megatron(layout: str, *, ends: bool = False) -> tuple[int, ...]:
         if sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text)) > _MOST:
             raise PlanError(f"the layout {layout[:40]!r} has more than {_MOST} letters")
         text = pattern.sub(lambda match: match[1] * int(match[2]), text)
-    faults: list[str] = []
-    for letter in sorted({*text} - _LETTERS):
-        meaning = (
-            "an MTP layer, which fp.split does not make"
-            if letter == "m"
-            else "not a letter of a layout"
-        )
-        faults.append(f"{letter!r} is {meaning}")
+    faults = [f"{letter!r} is not a letter of a layout" for letter in sorted({*text} - _LETTERS)]
     parts = text.split("|")
-    letters = "".join(parts)
-    if not faults and not re.fullmatch("Et*L", letters):
-        faults.append(f"it must have one E, then t, then one L; got {layout!r}")
-    sizes = [len(part) if ends else part.count("t") for part in parts]
+    if not faults and not re.fullmatch("Et*m*L", "".join(parts)):
+        faults.append(f"it must have one E, then t, then m, then one L; got {layout!r}")
+    elif sum("m" in part for part in parts) > 1:
+        faults.append(f"all MTP layers (m) must be in one stage; got {layout!r}")
+    sizes = [len(part) if ends else len(part.strip("EL")) for part in parts]
     faults += [
         f"stage {stage} has no layer: {part!r}" + ("" if ends else f"; {_ENDS}")
         for stage, (part, size) in enumerate(zip(parts, sizes, strict=True))
@@ -175,7 +172,7 @@ def from_megatron(layout: str, *, ends: bool = False) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def to_megatron(sizes: Sequence[int] | Split, *, ends: bool = False) -> str:
+def to_megatron(sizes: Sequence[int] | Split, *, ends: bool = False, mtp: int = 0) -> str:
     """Write a cut as Megatron's ``pipeline_model_parallel_layout``.
 
     >>> fp.models.to_megatron([3, 2, 2, 2, 1]), fp.models.to_megatron([1, 4, 1], ends=True)
@@ -185,27 +182,27 @@ def to_megatron(sizes: Sequence[int] | Split, *, ends: bool = False) -> str:
         sizes: the number of layers of each stage, such as `Choice.sizes`, or a `Split` of a model
             with one list of layers, each with a parameter or a buffer.
         ends: as in `from_megatron`.
+        mtp: the number of the last layers that predict further tokens (m).
 
     Raises:
-        PlanError: a size is not positive, or the stages of the split are no such layout.
+        PlanError: a size is not positive, the stages of the split are no such layout, or there are
+            not ``mtp`` layers in one stage.
     """
     if isinstance(sizes, Split):
         sizes = from_torchtitan(_names_of(sizes))
     words: list[str] = []
-    parts = _stages(sizes, ends)
+    parts = _stages(sizes, ends, mtp)
     for (part, is_last), equal in groupby(
         enumerate(parts), lambda at: (at[1], at[0] == len(parts) - 1)
     ):
         count = len([*equal])
-        word = re.sub(f"t{{{_FEW + 1},}}", lambda match: f"t*{len(match[0])}", part) + "|" * (
-            not is_last
-        )
+        word = _MANY.sub(lambda match: f"{match[1]}*{len(match[0])}", part) + "|" * (not is_last)
         words.append(f"({word})*{count}" if count >= _FEW else word * count)
     return "".join(words)
 
 
-def _stages(sizes: Any, ends: bool) -> list[str]:
-    """Return the letters of each stage. Raises PlanError for sizes that are not positive."""
+def _stages(sizes: Any, ends: bool, mtp: int = 0) -> list[str]:
+    """Return the letters of each stage. Raises PlanError for other sizes and numbers."""
     counts: list[Any] = list(sizes) if isinstance(sizes, Sequence) else []
     if not counts or any(type(count) is not int or count < 1 for count in counts):
         raise PlanError(
@@ -214,11 +211,17 @@ def _stages(sizes: Any, ends: bool) -> list[str]:
     total = sum(counts)
     if ends and total < 2:
         raise PlanError("with ends=True, embedding and head are two of the layers; got 1 layer")
-    letters = f"E{'t' * (total - 2 * ends)}L"
+    inner = total - 2 * ends
+    if type(mtp) is not int or not 0 <= mtp <= inner:
+        raise PlanError(f"mtp is a number of layers, from 0 to {inner}; got {mtp!r}")
+    letters = f"E{'t' * (inner - mtp)}{'m' * mtp}L"
     if not ends:
         counts[0] += 1
         counts[-1] += 1
-    return [letters[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+    parts = [letters[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+    if sum("m" in part for part in parts) > 1:
+        raise PlanError(f"the last {mtp} layers must be in one stage; got sizes {[*sizes]}")
+    return parts
 
 
 def _names_of(split: Split) -> list[list[str]]:
