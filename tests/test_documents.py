@@ -126,25 +126,18 @@ def test_pages_run_as_printed(page, tmp_path, monkeypatch):
     assert page.read_text() == text
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # a cell that hangs is told after 100
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(path, tmp_path):
-    """A notebook runs from top to bottom, is short, and is committed without outputs."""
+def test_notebooks_are_short_and_without_outputs(path):
+    """The build of the site runs each of them, and a cell that raises ends it."""
     import nbformat
-    from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(cells) < 15
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
-    client = NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-    )
-    kernel = client.create_kernel_manager()
-    kernel.transport = "ipc"  # a port that is free now may be taken before the kernel starts
-    kernel.ip = str(tmp_path / "kernel")
-    client.execute()
+    configuration = (DOCS / "conf.py").read_text()
+    assert 'nb_execution_mode = "force"' in configuration
+    assert "nb_execution_raise_on_error = True" in configuration
 
 
 def public(module: object) -> set[str]:
