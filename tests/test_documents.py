@@ -178,6 +178,17 @@ def test_tables_and_charts_are_written_by_the_report():
         assert (report.PICTURES / name).read_text() == chart()
 
 
+def test_every_folder_has_a_page():
+    """One page of docs/internals begins with each folder of funcpipe/_src."""
+    source = ROOT / "funcpipe" / "_src"
+    folders = {path.parent.name for path in source.glob("*/__init__.py")}
+    starts = [
+        path.read_text().split("\n\n")[1] for path in sorted((DOCS / "internals").glob("*.md"))
+    ]
+    named = re.findall(r"`funcpipe/_src/(\w+)`", "\n".join(starts))
+    assert sorted(folders) == sorted(named)
+
+
 def test_every_error_is_explained():
     """docs/errors.md has a heading or a row for each class that users can catch."""
     text = (DOCS / "errors.md").read_text()
