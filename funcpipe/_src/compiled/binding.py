@@ -19,6 +19,7 @@ class _CallLog(WatchingMode):
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Operations of prim, such as prim.device, read facts of a tensor and compute nothing.
         if getattr(func, "namespace", "") != "prim":
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -184,6 +184,7 @@ def product(node: fx.Node) -> Product:
 def _products(sums: Sequence[fx.Node | None], nodes: set[fx.Node]) -> list[int]:
     """The indices of weight gradients that are products of two matrices and are read by one sum
     only."""
+    # If something else reads the product, it must exist as a value, and not only in a sum.
     times = Counter(sums)
     return [
         number

@@ -129,6 +129,7 @@ class Programs:
             with tracing:
                 *parts, left = self._cut.backward(missing)
                 written = CutBackward(*map(self._code, parts), left=left)
+                # Two lanes may both have found nothing: then both use the first one written.
                 backward = self._backwards.setdefault(missing, written)
         return backward
 

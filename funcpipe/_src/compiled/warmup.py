@@ -53,6 +53,7 @@ def warmup(
         TraceError: a stage cannot be compiled, and has no fallback.
         FuncpipeError: as in `run`, for faults that show before a backward.
     """
+    # Any seed: stages that draw need one, and warmup returns no numbers.
     options = RunOptions(state=state, feeds=feeds, trainable=trainable, seed=0)
     ready = prepare("warmup", plan, params, batch, options)
     shapes = _one_of_each(ready)

@@ -60,6 +60,7 @@ def apply(
     argument: Any = stages
     listed: tuple[Stage, ...] = tuple(argument) if isinstance(argument, Iterable) else (argument,)
     refuse_others("apply", listed, "apply([first, second], params, inputs)")
+    # Called for its check: a pop without a stash raises PlanError.
     routes(listed)
     refuse_changed_models(listed, params)
     faults = [

@@ -193,6 +193,7 @@ class Graphs:
         # No seed, so that a run refuses to draw: a graph would draw with the seed of its recording.
         names = ("feeds", "loss_scale", "threads_per_lane", "check")
         others = {name: getattr(options, name) for name in names}
+        # As flags, because a function trainable= may answer differently in the next run.
         flags = trainable_leaves(params, options.trainable)  # pyright: ignore
         others["trainable"] = tuple(
             unflatten(structure(tree), mask) for tree, mask in zip(params, flags, strict=True)
@@ -218,6 +219,7 @@ class Graphs:
                     f"its input has had {_MOST} other forms (shapes, types, values that are not "
                     "tensors) before"
                 )
+            # A reason is kept, too, so that later runs do not try to record this form again.
             recording = self._found[key] = self._record(
                 plan, lambda copies: (*make_params(copies), *make_batch(copies)), taken.tensors
             )
@@ -333,6 +335,7 @@ def _by_rows(plan: Plan, batch: Any, feeds: Any) -> tuple[Plan | None, float | N
     cut = microbatch.cut(plan, *split_batch(plan, batch), feeds)
     shares = shares_of(cut.rows, weights_of(cut, plan), plan, 1.0)
     pairs = zip(shares.weights, cut.rows, strict=True)
+    # Products of whole numbers are exact. Quotients would round, and equal shares would differ.
     if shares.total and all(
         weight * sum(cut.rows) == rows * shares.total for weight, rows in pairs
     ):

@@ -143,6 +143,8 @@ class Lane:
                     slots[slot] = None
                     notice = self._free_notices[slot]
                     if notice is not None:
+                        # On a stream, queued reads of the slot may not have run yet, so the next
+                        # copy waits.
                         level, put, key = notice
                         level.freed += 1
                         put(key, place.event() if place.asynchronous else None)

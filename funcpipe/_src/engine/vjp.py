@@ -161,6 +161,7 @@ def _middle(program: Lowered) -> int:
     """
     kinds = [program.calls[code // program.num_microbatches].kind for code in program.order]
     middle = 1 + max(index for index, kind in enumerate(kinds) if kind is Kind.F)
+    # With these offloads, residuals leave the device before the caller computes a cotangent.
     while middle < len(kinds) and kinds[middle] is Kind.O:
         middle += 1
     return middle
@@ -229,6 +230,7 @@ class Pullback:
                 "other function modes, dispatch modes or saved-tensor hooks are active than at "
                 "vjp; call the pullback with the same modes and hooks"
             )
+        # Spent only after all checks: a refused call may be repeated. The backwards free residuals.
         with self._lock:
             if self._execution is None:
                 raise FuncpipeError(

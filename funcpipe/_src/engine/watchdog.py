@@ -99,6 +99,7 @@ class Watchdog(LaneWatch):
 
     def end(self) -> None:
         """End the thread. You may call it twice, and after an interrupted start."""
+        # Under the gate: after this, the thread interrupts nobody.
         with self._gate:
             self._over.set()
         super().end()

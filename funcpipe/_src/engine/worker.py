@@ -63,6 +63,7 @@ class Worker:
 
     def interrupt(self) -> None:
         """Raise Stop in the thread at its next bytecode, which is after its present operation."""
+        # Under the gate, because a job that ends meanwhile would leave Stop to the next job.
         with self._gate:
             if self._interruptible and self._thread.ident is not None:
                 identity = ctypes.c_ulong(self._thread.ident)

@@ -339,6 +339,7 @@ class EagerBound:
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
+        # Not in a finally: after an error, the coordinates still name the loss.
         self._phase = ""
         return total, loss
 

@@ -145,5 +145,6 @@ def may_grow(gradient: Tensor) -> bool:
     """
     if not is_plain(gradient) or is_shared_lazily(gradient):
         return False
+    # Two users: the gradient itself, and the handle `storage` in this function.
     storage = gradient.untyped_storage()
     return gradient.nbytes == storage.nbytes() and storage_users(storage_number(storage)) == 2

@@ -156,6 +156,7 @@ def alias_of(leaf: Any, trainable: bool) -> Any:
     """Return an alias of a parameter, which shares its memory but has its own ``.grad``."""
     if not isinstance(leaf, Tensor):
         return leaf
+    # An alias shares the version counter of its leaf, so `written` sees writes into it.
     alias = leaf.detach()
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
         alias = alias.clone()  # autograd refuses tensors made in inference mode

@@ -138,6 +138,7 @@ class EagerResidual:
                     and to.takes(leaf)
                     and address(leaf) not in fixed
                 ):
+                    # By .data: the graph ends at this very tensor, so it must stay the same object.
                     leaf.data = to.place.backend.hollow(leaf)
         self._moved = 0
         return self._event
@@ -167,6 +168,7 @@ def _gradients_of(count: int, leaves: GradientLeaves) -> Gradients:
     gradients: Gradients = [None] * count
     for index, leaf in leaves.items():
         if leaf.grad is not None:
+            # Kernels round differently by layout, and a copy to another device is dense, too.
             gradients[index] = dense(leaf.grad)
     return gradients
 

@@ -135,6 +135,7 @@ def walk_to_inputs(
     hooks = [node.register_prehook(partial(keep, node)) for node in heavy]
     now = [*inputs, *(param for param in params if id(param) not in later)]
     try:
+        # W walks parts of this graph again, and needs the tensors that autograd saved.
         walk_back(roots, gradients, now, keep_graph=bool(heavy))
     finally:
         for hook in hooks:
@@ -175,6 +176,7 @@ def _heavy_operations(
     branches: list[tuple[Any, Any]] = [(None, root) for root in roots]
     for node in passing:
         name = node.name()
+        # A packed node is in a torch.utils.checkpoint region, which I and W would compute twice.
         is_heavy, added = name in _HEAVY and not is_packed(node), _HEAVY.get(name)
         branches += [
             (node if is_heavy and place != added else None, following)

@@ -152,6 +152,7 @@ class _Cutter:
         for node in self.module.graph.nodes:
             if node.op in ("get_attr", "output") or node.name in self.captured.sources:
                 continue
+            # Inputs of the model have no stage of their own: they arrive at stage 0.
             source = self.stage.get(node, 0)
             targets = tuple(sorted(s for s in self.readers.get(node, ()) if s > source))
             if targets:
@@ -255,6 +256,7 @@ def _graph(
     needed = dict.fromkeys(
         value for node in body for value in node.all_input_nodes if cutter.stage.get(value) != stage
     )
+    # The model may return a parameter or a buffer itself.
     needed |= dict.fromkeys(
         cutter.nodes[name] for name in outgoing if name in cutter.captured.sources
     )
@@ -271,6 +273,7 @@ def _graph(
         if node.op == "call_module":
             _attach(root, cutter.module, str(node.target))
         env[node] = graph.node_copy(node, lambda value: env[value])
+    # The others are values that the stage only hands on: `GraphFn.run` has them as inputs.
     results = [name for name in outgoing if cutter.nodes[name] in env]
     graph.output(tuple(env[cutter.nodes[name]] for name in results))
     graph.lint()

@@ -61,6 +61,7 @@ def roots_of(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
             aliased = [
                 value for argument, value in _arguments(op, node) if argument.alias_info is not None
             ]
+            # The tag alone does not say which input may be shared, so assume the first.
             if not aliased and viewing and node.all_input_nodes:
                 aliased = [node.all_input_nodes[0]]
             if aliased and (any(r.alias_info for r in schema(op).returns) or viewing):
@@ -130,6 +131,7 @@ def dependents_of(
     def is_found(node: Any) -> bool:
         return isinstance(node, fx.Node) and (node in found or roots[node] in found)
 
+    # One pass is enough, because a graph lists its nodes in the order in which they run.
     for node in module.graph.nodes:
         op = op_of(module, node)
         drawn = op is not None and torch.Tag.nondeterministic_seeded in op.tags

@@ -104,6 +104,7 @@ class Norm(nn.Module):
             self.path, NormCall(x, mean, var, weight, bias, _mode.train, eps=self.eps)
         )
         if _mode.norms is not None:
+            # A layer that runs twice in a microbatch adds the moments of both calls.
             before = _mode.norms.get(self.path, NormStats((), self.momentum))
             _mode.norms[self.path] = before._replace(moments=before.moments + stats)
         return y
@@ -154,6 +155,7 @@ def _draw(node: fx.Node, path: str, drawn: dict[str, int]) -> Draw | None:
         return None
     # A draw of the model itself: without a path its key would depend on the stage, so on the cuts.
     path = path or "forward"
+    # Counted over the whole model, before the cut, so that keys do not depend on cuts.
     nth = drawn[path] = drawn.get(path, -1) + 1
     return Draw(op, f"{path}#{nth}" if nth else path, flag if trains else None, rate)
 
@@ -403,6 +405,7 @@ def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> fx
             for node in part.graph.nodes:
                 node.args = map_aggregate(node.args, swap)
                 node.kwargs = map_aggregate(node.kwargs, swap)
+                # Autocast names its device by a text, which `swap` leaves unchanged.
                 if (
                     node.target is torch.ops.higher_order.wrap_with_autocast
                     and node.args[0] == old.type

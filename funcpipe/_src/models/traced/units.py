@@ -86,6 +86,8 @@ def _units(
     if not names:
         names, starts = ["model"], [0]
     if allowed is not None:
+        # Backwards, because later entries replace earlier ones: of units that were moved to one
+        # place, the first gives the name.
         first = {
             place: name
             for name, place in reversed(list(zip(names, moved(starts, allowed), strict=True)))
