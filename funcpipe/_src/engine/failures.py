@@ -54,9 +54,9 @@ def too_much(lane: Lane, schedule: Schedule) -> str:
         if kind.role in roles and value is not None
     ]
     number = lane.program.lane
-    most = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
+    peak = residual_peak(schedule.orders[number], schedule) * schedule.num_slices
     return (
-        f"device {number} holds {len(held)} residuals (the schedule's most is {most:g}) with "
+        f"device {number} holds {len(held)} residuals (the schedule's most is {peak:g}) with "
         f"{sum(held) / 2**20:.1f} MiB at their borders{_free(lane.place.device)}; to use less "
         "memory: more microbatches of fewer rows, fp.schedules.remat(schedule), "
         "fp.schedules.offload(schedule), or a schedule that holds fewer residuals "

@@ -154,14 +154,14 @@ def _at_home(tree: Tree, *, page_locks: bool) -> Tree:
     moved = _move(tree, torch.device("cpu"))
     if not page_locks:
         return moved
-    made: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
+    locked: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
 
     def lock(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.is_meta:
             return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = _page_locked(leaf)
-        return made[id(leaf)]
+        if id(leaf) not in locked:
+            locked[id(leaf)] = _page_locked(leaf)
+        return locked[id(leaf)]
 
     return map_leaves(lock, moved)
 
@@ -177,21 +177,21 @@ def _page_locked(leaf: Tensor) -> Tensor:
 def _sharded(tree: Tree, mesh: Any) -> Tree:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    made: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
+    sharded: dict[int, Tensor] = {}  # a tensor that appears twice stays one tensor
 
     def shard(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or not leaf.dim():
             return leaf
-        if id(leaf) not in made:
+        if id(leaf) not in sharded:
             # src_data_rank=None: each replica has the whole tensor, so nothing is sent.
             new = distribute_tensor(leaf.detach(), mesh, [Shard(0)], src_data_rank=None)
             if isinstance(leaf, nn.Parameter):
                 new = nn.Parameter(new, leaf.requires_grad)
-            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+            sharded[id(leaf)] = new.requires_grad_(leaf.requires_grad)
             if not leaf.is_meta:
                 # The parts alone cannot show whether all replicas began with equal numbers.
-                whole.keep(made[id(leaf)], leaf)
-        return made[id(leaf)]
+                whole.keep(sharded[id(leaf)], leaf)
+        return sharded[id(leaf)]
 
     return map_leaves(shard, tree)
 

@@ -44,10 +44,10 @@ class NamedTrees:
         """Return the wrong leaves with their locations."""
         # Locations are expensive, so they are made only for trees with a wrong leaf.
         return [
-            (place, leaf)
+            (location, leaf)
             for root, tree, leaves in self.trees
             if any(map(wrong, leaves))
-            for place, leaf in zip(locations(tree, root), leaves, strict=True)
+            for location, leaf in zip(locations(tree, root), leaves, strict=True)
             if wrong(leaf)
         ]
 
@@ -55,7 +55,7 @@ class NamedTrees:
 def refuse_attached(trees: NamedTrees) -> None:
     """Raise BatchError for leaves of the batch that require a gradient, which they would not
     get."""
-    faults = [f"{place} {_why(leaf)}" for place, leaf in trees.found(_asks)]
+    faults = [f"{location} {_why(leaf)}" for location, leaf in trees.found(_asks)]
     raise_all(
         "fp.run computes no gradients of its batch, so the layers that made these values would "
         "not be trained. Make these layers the first stage, use fp.vjp, use fp.Pipe within an "
@@ -111,17 +111,17 @@ def refuse_untrained(
     hooks."""
     states_by_name = NamedTrees({f"state[{stage}]": tree for stage, tree in enumerate(states)})
     faults = [
-        f"{place} requires a gradient, but state gets none: put it into params, or detach it"
-        for place, _ in states_by_name.found(_asks)
+        f"{location} requires a gradient, but state gets none: put it into params, or detach it"
+        for location, _ in states_by_name.found(_asks)
     ]
     swapped = ""
     if faults and not any(_asks(leaf) for row in leaves for leaf in row):
         swapped = "; if params and state are swapped, call run(plan, params, batch, state=state)"
     for stage, (tree, row, flags) in enumerate(zip(trees, leaves, trained, strict=True)):
-        whys = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
-        if any(whys):
-            pairs = zip(locations(tree, f"params[{stage}]"), whys, strict=True)
-            faults += [f"{place} {why}" for place, why in pairs if why]
+        reasons = [_untrained(leaf, flag, stage) for leaf, flag in zip(row, flags, strict=True)]
+        if any(reasons):
+            pairs = zip(locations(tree, f"params[{stage}]"), reasons, strict=True)
+            faults += [f"{location} {reason}" for location, reason in pairs if reason]
     raise_all(f"these tensors would not be trained as they are marked{swapped}:", faults, most=8)
 
 
@@ -159,7 +159,7 @@ def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: boo
 def refuse_meta(trees: NamedTrees) -> None:
     """Raise BatchError for tensors of the batch on the meta device."""
     missing = trees.found(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta)
-    faults = [f"{place} is on the meta device and has no numbers" for place, _ in missing]
+    faults = [f"{location} is on the meta device and has no numbers" for location, _ in missing]
     raise_all("the batch cannot be run:", faults, BatchError)
 
 

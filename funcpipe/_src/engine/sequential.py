@@ -114,7 +114,7 @@ def _run(plan: Plan, params: Sequence[Tree], batch: Any, options: RunOptions) ->
 class Loop:
     """The plain loop and its values.
 
-    ``m`` numbers pieces: microbatches, or the slices of all microbatches.
+    Pieces are microbatches, or the slices of all microbatches.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -139,8 +139,8 @@ class Loop:
         schedule = self.plan.schedule.first(self.ready.batch.num_microbatches)
         backwards = [deque(schedule.backward_order(stage)) for stage in range(self.plan.num_stages)]
         try:
-            for m in range(self.ready.batch.num_pieces):
-                for _ in self.forward(m, keep=schedule.has_backward):
+            for piece in range(self.ready.batch.num_pieces):
+                for _ in self.forward(piece, keep=schedule.has_backward):
                     if self.switches.touched or torch.is_grad_enabled() is not self.switches.grad:
                         self.switches.check()
                 # Last stage first, because a backward needs the gradient from the next stage.
@@ -160,17 +160,17 @@ class Loop:
 
         If the backward of the next stage has run, the backwards of all later stages have run, too.
         """
-        m = self.piece(action)
+        piece = self.piece_of(action)
         if action.kind is Kind.W:
             return True  # the order has its I before it
-        return (stage, m) in self.residuals and (
-            stage == self.plan.num_stages - 1 or (stage, m) in self.grads
+        return (stage, piece) in self.residuals and (
+            stage == self.plan.num_stages - 1 or (stage, piece) in self.grads
         )
 
     def where(self) -> Where:
         """Return the coordinates of the present action, for errors."""
-        stage, m, letter = self.at
-        action = action_of(Kind(letter), stage, m, self.slices)
+        stage, piece, letter = self.at
+        action = action_of(Kind(letter), stage, piece, self.slices)
         return self.ready.at(stage, action.microbatch, str(action))
 
     @property
@@ -178,7 +178,7 @@ class Loop:
         """The number of slices of a microbatch."""
         return self.plan.schedule.num_slices
 
-    def piece(self, action: Action) -> int:
+    def piece_of(self, action: Action) -> int:
         """Return the number of an action's piece."""
         return action.microbatch * self.slices + (action.slice or 0)
 
@@ -193,75 +193,79 @@ class Loop:
         place.wait(ticket[1])
         return ticket[0]
 
-    def forward(self, m: int, *, keep: bool) -> Iterator[int]:
+    def forward(self, piece: int, *, keep: bool) -> Iterator[int]:
         """Run a piece through all stages; yield each stage's number after it has run."""
         plan, batch = self.plan, self.ready.batch
-        x = batch.inputs[m]
+        x = batch.inputs[piece]
         skips: dict[str, Border] = {}
-        for stage, part in enumerate(plan.stages):
-            self.at = (stage, m, "F")
+        for stage, definition in enumerate(plan.stages):
+            self.at = (stage, piece, "F")
             last = stage == plan.num_stages - 1
-            carried = [batch.carry[stage][m]] if stage in batch.carry else []
-            if part.carry and m % self.slices:
+            carried = [batch.carry[stage][piece]] if stage in batch.carry else []
+            if definition.carry and piece % self.slices:
                 carried = [self.carries[stage]]
             args = StageArgs(
                 self._moved(x, stage),
-                [*(self._moved(skips[name], stage) for name in part.pop), *carried],
-                [self._moved(batch.feeds[name][m], stage) for name in part.feeds],
-                self._moved(batch.target[m], stage) if last and batch.target is not None else None,
-                m,
+                [*(self._moved(skips[name], stage) for name in definition.pop), *carried],
+                [self._moved(batch.feeds[name][piece], stage) for name in definition.feeds],
+                self._moved(batch.target[piece], stage)
+                if last and batch.target is not None
+                else None,
+                piece,
             )
             out = self.ready.bounds[stage].forward(args, keep=keep)
-            self.reports[stage, m] = out.report
+            self.reports[stage, piece] = out.report
             if out.residual is not None:
-                self.residuals[stage, m] = out.residual
-            if part.carry:
+                self.residuals[stage, piece] = out.residual
+            if definition.carry:
                 self.carries[stage] = out.stash[CARRY]
                 if plan.carry:
-                    self.carried[stage, m] = out.stash[CARRY]
+                    self.carried[stage, piece] = out.stash[CARRY]
             skips.update({name: value for name, value in out.stash.items() if name in self.routes})
             x = out.y
             if plan.outputs and last:
-                self.outputs[stage, m] = x
+                self.outputs[stage, piece] = x
             yield stage
 
     def _backward(self, action: Action) -> None:
         """Run a B, an I or a W."""
-        kind, stage, m = action.kind, action.stage, self.piece(action)
-        self.at = (stage, m, kind.value)
-        part, bound = self.plan.stages[stage], self.ready.bounds[stage]
+        kind, stage, piece = action.kind, action.stage, self.piece_of(action)
+        self.at = (stage, piece, kind.value)
+        definition, bound = self.plan.stages[stage], self.ready.bounds[stage]
         if kind is Kind.W:
-            bound.backward_weight(self.residuals.pop((stage, m)))
+            bound.backward_weight(self.residuals.pop((stage, piece)))
             return
-        y = self.grads.pop((stage, m), None)
+        y = self.grads.pop((stage, piece), None)
         # Later poppers first, as in the effects table: another order of addition would round
         # differently, and the oracle would not be bit-identical to `run`.
         stash = {
             name: [
-                self._to(self.skip_grads.pop((name, popper, m)), stage)
+                self._to(self.skip_grads.pop((name, popper, piece)), stage)
                 for popper in sorted(self.routes[name].pops, reverse=True)
             ]
-            for name in (*part.stash, *part.offers)
+            for name in (*definition.stash, *definition.offers)
             if name in self.routes
         }
-        if part.carry and (m + 1) % self.slices:
-            stash[CARRY] = [self.carry_grads.pop((stage, m + 1))]
+        if definition.carry and (piece + 1) % self.slices:
+            stash[CARRY] = [self.carry_grads.pop((stage, piece + 1))]
         y_grads = None if y is None else self._to(y, stage)
-        residual = self.residuals.pop((stage, m))
+        residual = self.residuals.pop((stage, piece))
         if kind is Kind.I:
-            cotangents, self.residuals[stage, m] = bound.backward(
+            cotangents, self.residuals[stage, piece] = bound.backward(
                 residual, y_grads, stash, split=True
             )
         else:
             cotangents, _ = bound.backward(residual, y_grads, stash)
         if stage:
-            self.grads[stage - 1, m] = cotangents.x
-        names = (*part.pop, CARRY) if part.carry and m % self.slices else part.pop
+            self.grads[stage - 1, piece] = cotangents.x
+        names = (
+            (*definition.pop, CARRY) if definition.carry and piece % self.slices else definition.pop
+        )
         for name, gradient in zip(names, cotangents.skips, strict=True):
             if name == CARRY:
-                self.carry_grads[stage, m] = gradient
+                self.carry_grads[stage, piece] = gradient
             else:
-                self.skip_grads[name, stage, m] = gradient
+                self.skip_grads[name, stage, piece] = gradient
 
     def _to(self, gradients: Gradients, stage: int) -> Gradients:
         return self._moved(Border(list(gradients), None, ()), stage).leaves  # pyright: ignore[reportArgumentType]

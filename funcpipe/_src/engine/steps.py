@@ -156,8 +156,8 @@ def _move(call: Call, bound: Bound, host: HostLink) -> Step:
 
         def offload(reads: list[Any], run: Run) -> Sequence[Any]:
             # Read anew, because gathered parameters get other memory with each gather.
-            own = addresses([*bound.params.leaves, *bound.params.state_leaves])
-            reads[0].move(host.out, fixed=host.fixed | own)
+            own_memory = addresses([*bound.params.leaves, *bound.params.state_leaves])
+            reads[0].move(host.out, fixed=host.fixed | own_memory)
             return reads
 
         return offload

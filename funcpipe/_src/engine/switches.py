@@ -178,14 +178,14 @@ class SwitchWatch:
     def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
         """Note that a stage is about to change a switch. Raises PlanError if other stages would see the
         change."""
-        now = None if switch.read is None else switch.read()
-        if now == values or (now is not None and now[: len(values)] == values):
+        present = None if switch.read is None else switch.read()
+        if present == values or (present is not None and present[: len(values)] == values):
             return  # torch.compile sets switches to their present values
         if not self._alone:
             if (
                 switch.setter == "set_anomaly_enabled"
-                and now is not None
-                and not (now[1] and (*values, True)[1])
+                and present is not None
+                and not (present[1] and (*values, True)[1])
             ):
                 # Without NaN checks only messages change, and torch.cond does this in a backward.
                 return
@@ -194,13 +194,13 @@ class SwitchWatch:
                 "while stages of other lanes run on other threads; use executor='serial', or "
                 "call it around the run"
             )
-        if now is None:
+        if present is None:
             raise PlanError(
                 f"the stage calls {switch.name}, which funcpipe cannot restore afterwards; call "
                 "it around the run"
             )
         self.touched = True
-        self._changed.setdefault((id(switch.owner), switch.setter), (switch, now))
+        self._changed.setdefault((id(switch.owner), switch.setter), (switch, present))
 
     def before_forward_mode(self) -> None:
         """Raise PlanError if a stage is about to compute forward-mode derivatives beside other

@@ -139,15 +139,17 @@ def _forwards(ready: Prepared, execution: Execution) -> tuple[Result, Pullback]:
     """Run the forwards, and return the result and the pullback."""
     execution.go(0, _middle(ready.program))
     reports, outputs = execution.collect(Role.REPORT), execution.collect(Role.OUTPUT)
-    sided = sorted({stage for (stage, _), report in reports.items() if report.side is not None})
-    if sided:
+    stages = [stage for (stage, _), report in reports.items() if report.side is not None]
+    if stages:
         raise PlanError(
-            f"stage {sided[0]} returned an auxiliary loss (Out.loss), and vjp has no loss to add "
+            f"stage {min(stages)} returned an auxiliary loss (Out.loss), and vjp has no loss to add "
             "it to; pass it to the last stage as a skip, return it as an output and give its "
             "cotangent, or call fp.run with a loss"
         )
     last = ready.plan.num_stages - 1
-    pieces: list[Border] = [outputs[last, m] for m in range(ready.batch.num_microbatches)]
+    pieces: list[Border] = [
+        outputs[last, microbatch] for microbatch in range(ready.batch.num_microbatches)
+    ]
     with intra_op_threads(ready.threads):
         result = finish(ready, reports, outputs, None, execution.stats(), backward=False)
     execution.settle()
@@ -180,9 +182,9 @@ class Pullback:
             call.
     """
 
-    def __init__(self, execution: Execution, seam: OutputJoin) -> None:
+    def __init__(self, execution: Execution, joined: OutputJoin) -> None:
         self._execution: Execution | None = execution
-        self._seam, self.attached = seam, seam.attached
+        self._joined, self.attached = joined, joined.attached
         self._lock = threading.Lock()
         self._carried = not_carried()
         self.unused: tuple[tuple[int, Any], ...] = ()
@@ -218,7 +220,7 @@ class Pullback:
             raise FuncpipeError(
                 "this pullback is spent: the first call has freed its residuals; call fp.vjp again"
             )
-        pieces = self._seam.cut(cotangents)
+        pieces = self._joined.cut(cotangents)
         ready = execution.ready
         refuse_writes(
             ready,
@@ -246,7 +248,8 @@ class Pullback:
             unused = unused_keys(ready, unused_leaves(ready))
             grads = gradients(ready, gradient_sums(ready, reductions))
             inputs = join_input_grads(
-                ready.batch, [input_grads[0, m].leaves for m in range(len(pieces))]
+                ready.batch,
+                [input_grads[0, microbatch].leaves for microbatch in range(len(pieces))],
             )
         self.unused = unused
         release(ready)

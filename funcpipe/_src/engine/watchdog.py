@@ -201,8 +201,10 @@ def describe(executions: Sequence[Execution], seconds: float) -> str:
 
 def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     program = lane.program
-    did = lane.done > lane.first
-    last = f"did {program.action(program.runs[lane.done - 1])}" if did else "did nothing yet"
+    has_done_any = lane.done > lane.first
+    last = (
+        f"did {program.action(program.runs[lane.done - 1])}" if has_done_any else "did nothing yet"
+    )
     if not working:
         if execution.settling and lane.place.asynchronous:
             return f"{last}, and its device has not finished the queued work"
@@ -221,8 +223,12 @@ def _state(execution: Execution, lane: Lane, *, working: bool) -> str:
     if isinstance(waits, tuple):
         role = execution.ready.program.lane(waits[0]).slots[waits[1]].role
         return f"did {current} and waits until device {waits[0]} frees a slot for {role.value}"
-    part = program.parts[lane.done]
-    received = [each.value for each in part if type(each) is Receive and each.slot == waits]
+    instructions = program.parts[lane.done]
+    received = [
+        receive.value
+        for receive in instructions
+        if type(receive) is Receive and receive.slot == waits
+    ]
     if not received:  # the lane has continued meanwhile
         return f"{last} and is in {current}"
     return f"{last} and waits, before {current}, for {program.value(received[0])}"

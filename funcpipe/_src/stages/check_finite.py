@@ -78,19 +78,22 @@ class FiniteBound:
 
     def _check_gradients(self, cotangents: Cotangents, y: Gradients | None) -> None:
         faults = _leaves(
-            (f"the gradient of input leaf {i}", leaf) for i, leaf in enumerate(cotangents.x)
+            (f"the gradient of input leaf {number}", leaf)
+            for number, leaf in enumerate(cotangents.x)
         )
-        for number, skip in enumerate(cotangents.skips):
+        for skip, leaves in enumerate(cotangents.skips):
             faults += _leaves(
-                (f"the gradient of skip {number}, leaf {i}", leaf) for i, leaf in enumerate(skip)
+                (f"the gradient of skip {skip}, leaf {number}", leaf)
+                for number, leaf in enumerate(leaves)
             )
         faults += _leaves(
-            (f"the gradient of {name}", g)
-            for name, g in zip(self.names, self.params.present_grads(), strict=True)
+            (f"the gradient of {name}", gradient)
+            for name, gradient in zip(self.names, self.params.present_grads(), strict=True)
         )
         if faults:
             incoming = _leaves(
-                (f"the gradient of output leaf {i}", leaf) for i, leaf in enumerate(y or ())
+                (f"the gradient of output leaf {number}", leaf)
+                for number, leaf in enumerate(y or ())
             )
             self._refuse(
                 faults,

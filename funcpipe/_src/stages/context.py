@@ -115,10 +115,12 @@ class CallerContext:
             if inference is not now.inference:
                 stack.enter_context(torch.inference_mode(inference))
             # Also switch autocast off if this thread has it and the caller has not.
-            for kind, (on, dtype) in autocast.items():
-                if on or now.autocast[kind][0]:
+            for kind, (enabled, dtype) in autocast.items():
+                if enabled or now.autocast[kind][0]:
                     stack.enter_context(
-                        torch.autocast(kind, dtype if on else None, on, cache_enabled=False)
+                        torch.autocast(
+                            kind, dtype if enabled else None, enabled, cache_enabled=False
+                        )
                     )
             if device != now.device:
                 stack.enter_context(device or torch.device("cpu"))

@@ -81,9 +81,9 @@ class WatchDivisors(WatchingMode):
             computed = any(args[1] is tensor for tensor in self._computed)
             if computed and args[0].dim() == 0 == args[1].dim():
                 self.found = self.found or "is divided by a number that the loss computes"
-        given = list(tensors_in(args))
+        operands = list(tensors_in(args))
         constant = func is _ATEN.lift_fresh.default or all(
-            any(t is c for c in self._constants) for t in given
+            any(operand is known for known in self._constants) for operand in operands
         )
         (self._constants if constant else self._computed).extend(tensors_in(out))
         return out
@@ -145,14 +145,15 @@ def why_not_mean(
     def value(start: int, stop: int) -> Any:
         # Copies, because a loss may work in place.
         parts = [
-            leaf[start:stop].clone() if cut else leaf for leaf, cut in zip(few, is_cut, strict=True)
+            leaf[start:stop].clone() if cut else leaf
+            for leaf, cut in zip(first_rows, is_cut, strict=True)
         ]
         loss = read_loss(eager(*unflatten(spec, parts)))[1]
         return loss.sum.item() if loss.weight is None else float("nan")
 
     try:
         with torch.no_grad():
-            few = [
+            first_rows = [
                 _rows(leaf, count, exact=exact) if cut else leaf
                 for leaf, cut in zip(leaves, is_cut, strict=True)
             ]
@@ -186,9 +187,9 @@ def why_not_mean(
 
 def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:
     """Return the first rows, in double precision if ``exact``; a single row comes twice."""
-    few = leaf.detach()[:count]
-    few = few.double() if exact and few.is_floating_point() else few
-    return few if len(few) == count else torch.cat([few] * count)
+    rows = leaf.detach()[:count]
+    rows = rows.double() if exact and rows.is_floating_point() else rows
+    return rows if len(rows) == count else torch.cat([rows] * count)
 
 
 def _has_mask(indices: Any) -> bool:

@@ -157,13 +157,13 @@ class EagerBound:
                 return EagerBound.forward(self, args, keep=keep)
         drawing = self.drawing
         drawing.microbatch = args.microbatch
-        again = self.backwards and not keep
-        before = self.recomputations.positions() if again else ()
+        will_repeat = self.backwards and not keep
+        before = self.recomputations.positions() if will_repeat else ()
         with drawing:
             out = self.evaluate(args, keep=keep)
         if drawing.means:
             self._refuse_means(out)
-        if again:
+        if will_repeat:
             self.recomputations.note(args.microbatch, before, out)
         elif self.recomputations.moved:
             self.recomputations.compare(args.microbatch, out)
@@ -285,8 +285,8 @@ class EagerBound:
             report = ForwardReport(kept, loss, side and detached_side(side))
         if not keep:
             return StageOut(y, report, None, stash)
-        given = len(args.x.leaves), x_leaves, skip_leaves
-        residual = EagerResidual(args.microbatch, graph, graphs, total, loss, side, *given)
+        inputs = len(args.x.leaves), x_leaves, skip_leaves
+        residual = EagerResidual(args.microbatch, graph, graphs, total, loss, side, *inputs)
         return StageOut(y, report, residual, stash)
 
     def _call(self, x: Tree, args: StageArgs, skip_leaves: list[tuple[int, GradientLeaves]]) -> Any:
@@ -299,8 +299,8 @@ class EagerBound:
             skip_leaves.append((len(border.leaves), leaves))
         carry = skips.pop(CARRY, None)
         feeds = {
-            name: open_border(b, grad=False)[0]
-            for name, b in zip(stage.feeds, args.feeds, strict=True)
+            name: open_border(feed, grad=False)[0]
+            for name, feed in zip(stage.feeds, args.feeds, strict=True)
         }
         state_leaves = self.params.state_leaves
         looks = bool(state_leaves) and not getattr(self.fn, "guards_state", False)
@@ -358,9 +358,9 @@ class EagerBound:
             if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in y.leaves):
                 fn, given, in_model = self._model_loss(args), self._rows_of(args), True
             with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
-                why = why_not_mean(fn, given, rows, in_model=in_model)
-            if why and not draws.counts:  # a random loss is another number in each call
-                raise BatchError(why)
+                reason = why_not_mean(fn, given, rows, in_model=in_model)
+            if reason and not draws.counts:  # a random loss is another number in each call
+                raise BatchError(reason)
         note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
 
     def _rows_of(self, args: StageArgs) -> list[Tree]:
@@ -399,21 +399,23 @@ class EagerBound:
         raise_all("the stage does not return what it declares: it", faults)
 
     def _refuse_state_writes(self, before: list[int]) -> None:
-        now = flatten(self.state)[0]
+        leaves = flatten(self.state)[0]
         if (
-            len(now) == len(before)
-            and all(map(is_, now, self.params.state_leaves))
-            and before == versions(now)
+            len(leaves) == len(before)
+            and all(map(is_, leaves, self.params.state_leaves))
+            and before == versions(leaves)
         ):
             return
         rows = zip(
-            locations(self.state, "state"), now, self.params.state_leaves, before, strict=False
+            locations(self.state, "state"), leaves, self.params.state_leaves, before, strict=False
         )
-        where = [
-            name for name, leaf, old, n in rows if leaf is not old or versions([leaf]) != [n]
+        names = [
+            name
+            for name, leaf, old, version in rows
+            if leaf is not old or versions([leaf]) != [version]
         ] or ["state"]
         raise PlanError(
-            f"the stage writes into its state {where}; a stage is pure: return statistics in "
+            f"the stage writes into its state {names}; a stage is pure: return statistics in "
             "Out(stats=...) and fold them in commit="
         )
 

@@ -52,5 +52,5 @@ def described(tree: Tree) -> str:
 def _word(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return "None" if leaf is None else f"a {type(leaf).__name__}"
-    place = "" if leaf.device == torch.device("cpu") else f" on {leaf.device}"
-    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}{place}"
+    device = "" if leaf.device == torch.device("cpu") else f" on {leaf.device}"
+    return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}{device}"

@@ -98,11 +98,11 @@ class StageParams:
     def written(self) -> list[int]:
         """Return the leaves (by number) that the stage wrote into or replaced; all leaves if it
         changed the keys."""
-        now, spec = flatten(self.tree)
+        leaves, spec = flatten(self.tree)
         if spec != self.spec:
             return [*range(len(self.leaves))]
         counts = zip(self._versions, versions(self.leaves), strict=True)
-        rows = zip(counts, self.aliases, now, self._memory, self.leaves, strict=False)
+        rows = zip(counts, self.aliases, leaves, self._memory, self.leaves, strict=False)
         return [
             number
             for number, ((old, new), alias, leaf, kept, original) in enumerate(rows)
@@ -130,15 +130,18 @@ class StageParams:
         Raises:
             PlanError: names the values.
         """
-        now, spec = flatten(self.tree)
-        if spec == self.spec and all(map(is_, now, self.aliases)):
+        leaves, spec = flatten(self.tree)
+        if spec == self.spec and all(map(is_, leaves, self.aliases)):
             return
         pairs = zip(
-            locations(unflatten(self.spec, self.aliases), "params"), now, self.aliases, strict=False
+            locations(unflatten(self.spec, self.aliases), "params"),
+            leaves,
+            self.aliases,
+            strict=False,
         )
-        where = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
+        names = ", ".join(name for name, leaf, alias in pairs if leaf is not alias)
         raise PlanError(
-            f"the stage puts other values into its params ({where or 'its keys changed'}), and "
+            f"the stage puts other values into its params ({names or 'its keys changed'}), and "
             "the next microbatch would compute with these values; a stage is pure: write w = "
             "params['w'] * 2, not params['w'] = ..."
         )

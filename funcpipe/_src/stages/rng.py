@@ -300,12 +300,14 @@ def twin_of(func: Any, device: str = "") -> Callable[..., Any] | None:
 
     if takes(func):
         return func
-    signature = [(a.name, str(a.type)) for a in schema(func).arguments]
+    signature = [(argument.name, str(argument.type)) for argument in schema(func).arguments]
     packet = func.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
         other_signature = [
-            (a.name, str(a.type)) for a in schema(other).arguments if a.name != "generator"
+            (argument.name, str(argument.type))
+            for argument in schema(other).arguments
+            if argument.name != "generator"
         ]
         if takes(other) and other_signature == signature:
             return other

@@ -69,11 +69,11 @@ class Waiting(NamedTuple):
             )
         # Hooks of the stage on the operation's output have already changed the gradient in I, and
         # this walk would call them again. So replace their result by the gradient of I.
-        again = self.node.register_prehook(lambda _: tuple(self.gradients))
+        hook = self.node.register_prehook(lambda _: tuple(self.gradients))
         try:
             walk_back(self.roots, self.gradients, self.leaves)
         finally:
-            again.remove()
+            hook.remove()
 
 
 class EagerWeights(NamedTuple):
@@ -106,8 +106,8 @@ def numbers_that_wait(
         return {*range(len(params))}
     nodes = [get_gradient_edge(root).node for root in roots]
     heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
-    later = {id(weight) for weights in heavy.values() for weight in weights}
-    return {number for number, param in enumerate(params) if id(param) in later}
+    waiting = {id(weight) for weights in heavy.values() for weight in weights}
+    return {number for number, param in enumerate(params) if id(param) in waiting}
 
 
 def walk_to_inputs(
@@ -124,7 +124,7 @@ def walk_to_inputs(
         (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node for root in roots
     ]
     heavy = _heavy_operations(nodes, set(map(id, inputs)), set(map(id, params)))
-    later = {id(weight) for weights in heavy.values() for weight in weights}
+    waiting = {id(weight) for weights in heavy.values() for weight in weights}
     arrived: list[tuple[Any, Tensor, Sequence[int]]] = []
 
     def keep(node: Any, gradients: Sequence[Tensor | None]) -> None:
@@ -133,10 +133,10 @@ def walk_to_inputs(
             arrived.append((node, gradient, versions([gradient])))
 
     hooks = [node.register_prehook(partial(keep, node)) for node in heavy]
-    now = [*inputs, *(param for param in params if id(param) not in later)]
+    targets = [*inputs, *(param for param in params if id(param) not in waiting)]
     try:
         # W walks parts of this graph again, and needs the tensors that autograd saved.
-        walk_back(roots, gradients, now, keep_graph=bool(heavy))
+        walk_back(roots, gradients, targets, keep_graph=bool(heavy))
     finally:
         for hook in hooks:
             hook.remove()

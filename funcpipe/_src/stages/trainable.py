@@ -125,10 +125,10 @@ def resolve_ties(
                     f"params[{stage}] has no leaf at {key!r}{similar(key, map(key_of, leaf_paths))}"
                 )
         known = [(stage, number) for stage, number in members if number >= 0]
-        shapes = {tuple(flatten(trees[s])[0][n].shape) for s, n in known}
+        shapes = {tuple(flatten(trees[stage])[0][number].shape) for stage, number in known}
         if len(shapes) > 1:
             faults.append(f"the leaves of {group} differ in shape: {sorted(shapes)}")
-        if len({trained[s][n] for s, n in known}) > 1:
+        if len({trained[stage][number] for stage, number in known}) > 1:
             faults.append(f"some leaves of {group} are trainable and some are not")
         groups.append(tuple(members))
     raise_all("the plan's ties do not fit params:", faults)
