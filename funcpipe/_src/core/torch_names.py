@@ -511,7 +511,8 @@ _ORIGINAL_MODULE = "_orig_mod"
 def uncompiled(value: Any) -> Any:
     """Return the function or module that torch.compile was given; other values themselves. Without
     the attributes: the compiled one."""
-    return getattr(value, ORIGINAL_CALLABLE, getattr(value, _ORIGINAL_MODULE, value))
+    # The module first: a compiled module also has the other attribute, with its forward alone.
+    return getattr(value, _ORIGINAL_MODULE, getattr(value, ORIGINAL_CALLABLE, value))
 
 
 FLAT_WEIGHTS = "_flat_weights"
