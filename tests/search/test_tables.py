@@ -121,9 +121,7 @@ def test_what_cannot_be_beaten_is_known_to_be(at):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("at", "most"), [(1, 0.0020), (2, 0.0016), (3, 0.0015), (4, 0.0012), (5, 0.0036)]
-)
+@pytest.mark.parametrize(("at", "most"), [(3, 0.0015), (4, 0.0012), (5, 0.0036)])
 def test_a_search_beats_zb_2p(at, most):
     """At the memory of ZB-2p, with the default number of evaluations; about half its bubble."""
     row = LINE[at]

@@ -30,9 +30,9 @@ def never():
         ("", range(40), 0.9),
         ("remat", range(5), 0.8),
         ("offload", range(3), 0.6),
-        pytest.param("", range(40, 170), 0.9, marks=pytest.mark.slow),
-        pytest.param("remat", range(5, 60), 0.7, marks=pytest.mark.slow),
-        pytest.param("offload", range(3, 24), 0.4, marks=pytest.mark.slow),
+        pytest.param("", range(40, 90), 0.9, marks=pytest.mark.slow),
+        pytest.param("remat", range(5, 30), 0.7, marks=pytest.mark.slow),
+        pytest.param("offload", range(3, 12), 0.4, marks=pytest.mark.slow),
     ],
 )
 def test_no_bound_is_above_a_proven_optimum(allowed, seeds, sharp):
