@@ -1,10 +1,13 @@
 """Losses: means, sums with weights, aux, auxiliary losses of stages; which leaves get gradients;
 ties."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from common import EXECUTORS, assert_same_result, same
+from watch import num_tensors
 
 import funcpipe as fp
 
@@ -550,12 +553,34 @@ def test_a_model_whose_own_loss_is_a_mean_over_rows_runs(name, compiled):
     torch.testing.assert_close(result.loss, model(given)["loss"].detach())
 
 
-def test_layers_that_look_at_all_rows_and_random_ones_are_not_checked():
-    """Fewer rows have other statistics and draws, so the numbers would show nothing."""
+def test_layers_that_look_at_all_rows_and_random_ones_are_checked_in_evaluation_mode():
+    """In training, fewer rows have other statistics and draws, so the numbers would show nothing."""
     given = [f64(16, 2), f64(16, 2)]
     for options in ({"norm": True}, {"dropout": 0.5}):
         result, _ = run_model(MEANS["mean"], given, **options)
         torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
+        with pytest.raises(fp.BatchError, match="the loss returned a sum over the microbatch"):
+            run_model(NO_MEANS["sum"], given, **options)
+
+
+def test_the_check_of_a_model_s_loss_leaves_no_tensors():
+    """The copies of the stage that it runs are gone without the garbage collector."""
+    stage, params, state = fp.from_module(WithLoss(MEANS["mean"], norm=True), name="end")
+    given = [f64(16, 2), f64(16, 2)]
+
+    def run_anew():  # a new loss is checked
+        plan = plan_of(lambda y, _: y["loss"], (stage,))
+        fp.run(plan, (params,), (given, torch.zeros(16)), state=(state,), seed=1)
+
+    run_anew()  # what is made once is made
+    gc.collect()
+    before = num_tensors()
+    gc.disable()
+    try:
+        run_anew()
+        assert before == num_tensors()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

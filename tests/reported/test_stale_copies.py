@@ -428,6 +428,31 @@ class Counts(Keeps):
         return self.linear(x)
 
 
+class AnnealsByCalls(Keeps):
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * min(1.0, self.calls / 5)
+
+
+class AnnealsByHelper(Keeps):
+    def factor(self):
+        return 0.5**self.calls
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x) * self.factor()
+
+
+class LengthOfTable(Keeps):
+    """Remembers a length in a whole number, as rotary embeddings do."""
+
+    def forward(self, x):
+        if x.shape[1] > self.calls:
+            self.calls = x.shape[1]
+            self.kept = torch.ones(x.shape[1], x.shape[1]).tril()
+        return self.linear(x) @ self.kept
+
+
 class Shows(Keeps):
     def forward(self, x):
         self.kept = self.linear(x)
@@ -471,7 +496,14 @@ def test_keeps_a_value_that_batches_change(kind):
         trained(kind)
 
 
-@pytest.mark.parametrize("kind", [Mask, MaskInDict, Counts, Shows])
+@pytest.mark.parametrize("kind", [AnnealsByCalls, AnnealsByHelper])
+def test_uses_a_count_of_its_calls(kind):
+    """Each run begins with the same count, so numbers would differ from those of the module."""
+    with pytest.raises(fp.PlanError, match="counts its calls in .* and also reads the count"):
+        trained(kind)
+
+
+@pytest.mark.parametrize("kind", [Mask, MaskInDict, LengthOfTable, Counts, Shows])
 def test_keeps_what_is_the_same_in_each_run(kind):
     """Masks, tables, counters, and values that a forward only shows, train as in plain torch."""
     trained(kind)

@@ -3,6 +3,8 @@ helps."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
@@ -251,3 +253,115 @@ def test_ready_made_rows_of_the_inputs_do_not_cut_other_leaves_by_chance():
     model = nn.Sequential(Graph("edge_index"), nn.Tanh())
     with pytest.raises(fp.BatchError, match="not known how to cut the other leaves"):
         run(model, F.mse_loss, (fp.Microbatches(parts), torch.cat(ys)[:6]), microbatches=3)
+
+
+# -- losses that a model computes itself, and losses that do not take a single row
+
+FREQUENCIES = torch.linspace(0.5, 2.0, 6)[:, None]
+
+
+class Encoder(nn.Module):
+    """A model that computes its loss itself. Its norm and dropout do not count as comparisons of
+    rows."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 6)
+        self.loss = loss
+
+    def forward(self, x, labels):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        y = self.head(x)
+        return {"loss": self.loss(y, labels), "y": y, "rows": x.shape[0]}
+
+
+def contrastive(y, t):
+    return F.cross_entropy(y @ t.T, torch.arange(y.shape[0]))
+
+
+OWN = {
+    "sum": (F.mse_loss, {"reduction": "sum"}, "returned a sum"),
+    "rows times a mean": (lambda y, t: y.shape[0] * F.mse_loss(y, t), {}, "returned a sum"),
+    "contrastive": (contrastive, {}, "is not a mean over rows"),
+    "root": (lambda y, t: F.mse_loss(y, t).sqrt(), {}, "is not a mean over rows"),
+    "deviation": (lambda y, t: F.mse_loss(y, t) - y.std(0).mean(), {}, "is not a mean over rows"),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["blocks", "traced"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_loss_inside_the_model_that_is_no_mean_over_rows_is_refused(name, traced):
+    """The loss of the batch would be another number than that of the model in one piece."""
+    torch.manual_seed(0)
+    loss, options, message = OWN[name]
+    x, t = torch.randn(12, 6), torch.randn(12, 6)
+    model = Encoder(partial(loss, **options))
+    if traced:  # a traced model with norms or dropout does not run in evaluation mode
+        for layer in model.layers:
+            del layer[1:]
+    split = fp.split(model, 2, example=(x[:4], t[:4]) if traced else None)
+    schedule = fp.schedules.one_f_one_b(2, 4)
+    plan = fp.make_plan(split, schedule, devices="cpu")
+    with pytest.raises(fp.BatchError, match=message) as caught:
+        fp.run(plan, split.params, ((x, t), None), state=split.state, seed=0)
+    if "sum" in message:
+        return
+    assert "state their weights: a loss with a method weigh(inputs, target)" in str(caught.value)
+
+    class ByRows:
+        def __call__(self, output, target):
+            return output["loss"]
+
+        def weigh(self, inputs, target):
+            return len(inputs[0])
+
+    plan = fp.make_plan(split, schedule, loss=ByRows(), devices="cpu")
+    result = fp.run(plan, split.params, ((x, t), None), state=split.state, seed=0)
+    torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["blocks", "traced"])
+def test_a_mean_inside_a_model_with_norms_and_dropout_runs(traced):
+    x, t = torch.randn(12, 6), torch.randn(12, 6)
+    split = fp.split(Encoder(F.mse_loss), 2, example=(x[:4], t[:4]) if traced else None)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), devices="cpu")
+    result = fp.run(plan, split.params, ((x, t), None), state=split.state, seed=0)
+    torch.testing.assert_close(result.loss, torch.stack(result.losses).mean())
+
+
+NOT_OF_ONE_ROW = {
+    "deviation": lambda y, t: F.mse_loss(y, t) - y.std(0).mean(),
+    "hardest rows": lambda y, t: (y - t).square().mean(1).topk(2).values.mean(),
+    "a layer of its own": lambda y, t: ((y - t) @ FREQUENCIES).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_ONE_ROW)
+def test_a_loss_that_takes_no_single_row_or_no_double_precision_is_checked(name):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    batch = torch.randn(12, 6), torch.randn(12, 6)
+    with pytest.raises(fp.BatchError, match="is not a mean over rows|returned a sum"):
+        run(model, NOT_OF_ONE_ROW[name], batch)
+
+
+def test_a_number_of_rows_in_the_output_is_no_constant():
+    """A loss that divides by the rows that the model returns is a mean."""
+    torch.manual_seed(0)
+    x, t = torch.randn(12, 6), torch.randn(12, 6)
+    model = Encoder(F.mse_loss)
+    for layer in model.layers:
+        del layer[1:]
+    split = fp.split(model, 2)
+
+    def mean(output, target):
+        return (output["y"] - target).square().sum() / output["rows"]
+
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 3), loss=mean, devices="cpu")
+    result = fp.run(plan, split.params, ((x, t), t))
+    torch.testing.assert_close(result.loss, mean(model(x, t), t).detach())

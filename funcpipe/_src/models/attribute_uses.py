@@ -35,11 +35,14 @@ class AttributeUses(NamedTuple):
         written: attributes that the forward assigns, or writes into.
         kept: attributes that the forward reads before it writes them. An earlier call's value may
             reach a later call.
+        used_counts: attributes that the forward computes from their old value, as in
+            ``self.step += 1``, and also reads elsewhere.
         mentioned: all names and strings in the code of the forward.
     """
 
     written: frozenset[str]
     kept: frozenset[str]
+    used_counts: frozenset[str]
     mentioned: frozenset[str]
 
 
@@ -47,6 +50,8 @@ def _uses(kind: type) -> AttributeUses:
     written: set[str] = set()
     read: set[str] = set()
     mentioned: set[str] = set()
+    counted: list[str] = []
+    loaded: list[str] = []
     for code in _reachable(kind):
         names, consts = (
             set(code.co_names),
@@ -62,7 +67,10 @@ def _uses(kind: type) -> AttributeUses:
         for number, step in enumerate(steps):
             if step.opname == "STORE_ATTR":
                 before.add(step.argval)
+                if _computes_from_old(steps[max(0, number - _NEAR) : number], step.argval):
+                    counted.append(step.argval)
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                loaded.append(step.argval)
                 following = steps[number + 1 : number + 1 + _NEAR]
                 if _is_written_into(following):
                     written.add(step.argval)
@@ -71,7 +79,16 @@ def _uses(kind: type) -> AttributeUses:
                 if step.argval not in before and not _is_filled(following):
                     read.add(step.argval)
         written |= before
-    return AttributeUses(frozenset(written), frozenset(read), frozenset(mentioned))
+    used = {name for name in counted if loaded.count(name) > counted.count(name)}
+    return AttributeUses(frozenset(written), frozenset(read), frozenset(used), frozenset(mentioned))
+
+
+def _computes_from_old(earlier: list[dis.Instruction], name: str) -> bool:
+    """Return whether the code before a write computes the new value from the old one."""
+    loads = [
+        n for n, step in enumerate(earlier) if (step.opname, step.argval) == ("LOAD_ATTR", name)
+    ]
+    return bool(loads) and any(step.opname == "BINARY_OP" for step in earlier[loads[-1] :])
 
 
 def _is_written_into(following: list[dis.Instruction]) -> bool:

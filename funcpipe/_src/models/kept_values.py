@@ -20,8 +20,8 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
 
     A run begins with the attributes that the module had. Masks and tables are the same in each run,
     so nothing is lost. Values computed from parameters or inputs differ between runs, and the
-    module itself would continue with the old value. Integers pass, and so do attributes that the
-    forward only writes.
+    module itself would continue with the old value. Integers pass, except counts that the forward
+    increases and also uses. Attributes that the forward only writes pass.
 
     Args:
         left: the numbers that the earlier run left, by place. Updated with the numbers of this run.
@@ -30,13 +30,25 @@ def refuse_kept(left: dict[str, Any], changes: Sequence[Change], who: str) -> No
 
     Raises:
         PlanError: a number differs from the module's own, or from the number that the earlier run
-            left.
+            left; or a count that the forward uses has changed.
     """
     for change in changes:
         # The forward writes this attribute before it reads it, so no old value reaches a later
         # call.
         if change.name not in change.uses.kept:
             continue
+        if (
+            change.name in change.uses.used_counts
+            and type(change.old) is int is type(change.new)
+            and change.old != change.new
+        ):
+            raise PlanError(
+                f"the forward of {who} counts its calls in {change.place!r} and also reads the "
+                "count, but each run begins with the count at the time when the stage was made, so "
+                "the stage would not compute what the module computes. Count in your training "
+                "loop, and give each microbatch the number: an input, or a feed with "
+                "fp.Replicate(number)"
+            )
         for place, new in _numbers(change.place, change.new):
             if _differ(change.old, new) or _differ(left.get(place), new):
                 raise PlanError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from funcpipe._src.core.torch_names import WatchingMode, uncompiled
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
+from funcpipe._src.stages.context import autocasting
 from funcpipe._src.stages.drawing import MeanOverTargets
 
 _ATEN = torch.ops.aten
@@ -111,85 +113,126 @@ def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
 
 
 def why_not_mean(
-    fn: Callable[..., Any], given: Sequence[Tree], weight: float | None, *, in_model: bool = False
+    fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None, *, in_model: bool = False
 ) -> str:
     """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
 
-    The loss of some rows must be the mean of the losses of the first row and of the others, in
+    The loss of some rows must be the mean of the losses of the first rows and of the others, in
     proportion to the rows. Sums, root means, and losses that compare rows fail. No check takes
     place if some tensor is not cut along its first axis, or if the loss cannot take these rows.
 
     Args:
         fn: the loss.
-        given: its arguments for one microbatch, tensors ``[rows, ...]``.
+        y, target: its arguments for one microbatch, tensors ``[rows, ...]``. A tensor without
+            numbers, such as the shape of an absent value, stays whole.
         weight: the rows of the microbatch, times the length of its slice. None: its weight is
             known, so only sums are found.
-        in_model: whether ``fn`` is the last stage of a model that computes its own loss. Then the
-            tensors keep their precision, as the parameters do, and those with another length than
-            the first one, such as position embeddings, are not cut.
+        in_model: whether ``fn`` is the last stage of a model that computes its own loss. Then
+            tensors with another length than the first one, such as position embeddings, stay
+            whole.
     """
-    leaves, spec = flatten(tuple(given))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves, spec = flatten((y, target))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
     sizes = [len(leaf) if type(leaf) is Tensor and leaf.dim() else 0 for leaf in tensors]
     rows = sizes[0] if sizes and all(sizes) and (in_model or len({*sizes}) == 1) else 0
     if not rows or (weight or rows) % rows:
         return ""
     numbers = sum(leaf.numel() for leaf in tensors) // rows
-    count = max(2, min(rows, _ROWS, _MOST // max(1, numbers)))
-    exact = count * numbers <= _MOST and not in_model
-    is_cut = [isinstance(leaf, Tensor) and len(leaf) == rows for leaf in leaves]
-
+    most = max(2, min(rows, _ROWS, _MOST // max(1, numbers)))
+    is_small = most * numbers <= _MOST
+    is_rough = bool(autocasting()) or any(
+        leaf.is_floating_point() and leaf.itemsize < 4 for leaf in tensors
+    )
+    # Convolutions on a GPU round to 10 bits (TF32).
+    single = 0.05 if is_rough else 1e-4 if all(leaf.is_cpu for leaf in tensors) else 1e-3
+    is_cut = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves]
     # Not compiled: other numbers of rows and double precision would compile the loss again.
     eager = uncompiled(fn)
 
-    def value(start: int, stop: int) -> Any:
+    def value(first_rows: list[Any], start: int, stop: int, counts: bool) -> float:
         # Copies, because a loss may work in place.
         parts = [
-            leaf[start:stop].clone() if cut else leaf
+            leaf[start:stop].clone()
+            if cut
+            else stop - start
+            if counts and type(leaf) is int and leaf == rows
+            else leaf
             for leaf, cut in zip(first_rows, is_cut, strict=True)
         ]
         loss = read_loss(eager(*unflatten(spec, parts)))[1]
-        return loss.sum.item() if loss.weight is None else float("nan")
+        if loss.weight is not None:
+            raise ValueError("a loss with a weight is no mean")
+        return loss.sum.item()
 
-    try:
-        with torch.no_grad():
-            first_rows = [
-                _rows(leaf, count, exact=exact) if cut else leaf
-                for leaf, cut in zip(leaves, is_cut, strict=True)
-            ]
-            whole, first, others = value(0, count), value(0, 1), value(1, count)
-    except Exception:  # for example double numbers and a layer in single precision
+    def compare(counts: bool) -> str:
+        # Some losses need two rows, such as the mean of the two hardest rows. Others need single
+        # precision, such as a loss with a layer of its own.
+        tries = [(most, 1, is_small), (_ROWS, 2, is_small), (most, 1, False), (_ROWS, 2, False)]
+        for count, cut, exact in tries:
+            with suppress(Exception), torch.no_grad():
+                few = [
+                    _rows(leaf, count, exact=exact) if cuts else leaf
+                    for leaf, cuts in zip(leaves, is_cut, strict=True)
+                ]
+                whole = value(few, 0, count, counts)
+                parts = value(few, 0, cut, counts), value(few, cut, count, counts)
+                return _difference(whole, parts, (count, cut), 1e-6 if exact else single)
         return ""
-    mean, size = (first + (count - 1) * others) / count, abs(first) + abs(others)
-    low = any(leaf.dtype in (torch.float16, torch.bfloat16) for leaf in tensors)
-    tolerance = (1e-6 if exact else 0.05 if low else 1e-3) * size
-    if not abs(whole - mean) > tolerance:  # also for NaN
+
+    # An int equal to the rows may be their number: a traced model passes it on to its last stage.
+    reason = compare(counts=in_model)
+    if reason and not in_model and any(type(leaf) is int and leaf == rows for leaf in leaves):
+        reason = compare(counts=True)
+    if weight is None and not reason.startswith(_SUM):
         return ""
+    remedy = "make_plan(weight=lambda target: len(target))"
+    if not any(isinstance(leaf, Tensor) for leaf in flatten(target)[0]):
+        remedy = "a loss with a method weigh(inputs, target)"
+    return reason.format(remedy=remedy)
+
+
+_SUM = "the loss returned a sum over the microbatch"
+
+
+def _difference(
+    whole: float, parts: tuple[float, float], rows: tuple[int, int], tolerance: float
+) -> str:
+    """Return the message about a loss that is not the mean of its parts; "" if it is.
+
+    Args:
+        whole: the loss of all rows.
+        parts: the loss of the first rows, and of the others.
+        rows: the number of all rows, and of the first rows.
+        tolerance: the rounding error, relative to the parts.
+    """
+    (first, others), (count, cut) = parts, rows
+    mean, error = (cut * first + (count - cut) * others) / count, abs(first) + abs(others)
+    error *= tolerance
+    # A mean of NaN and another number is NaN: the deviation of a single row is no part of a mean.
+    if not math.isfinite(whole) or abs(whole - mean) <= error:
+        return ""
+    of_parts = f"its values for {'the first row' if cut == 1 else f'the first {cut} rows'}"
     # If one of them is 0, perhaps its rows do not count.
-    if min(abs(first), abs(others)) > tolerance >= abs(whole - (first + others)):
+    if min(abs(first), abs(others)) > error >= abs(whole - (first + others)):
         return (
-            f"the loss returned a sum over the microbatch: for {count} rows it is {whole:.6g}, the "
-            f"sum of its values for the first row and for the rest, {first:.6g} and {others:.6g}. "
-            "Return the mean over rows, or (sum, weight). To add the sums of all microbatches, "
-            "give a loss of torch with reduction='sum', or an nn.Module with the attribute "
-            "reduction='sum'"
+            f"{_SUM}: for {count} rows it is {whole:.6g}, the sum of {of_parts} and for the rest, "
+            f"{first:.6g} and {others:.6g}. Return the mean over rows, or (sum, weight). To add "
+            "the sums of all microbatches, give a loss of torch with reduction='sum', or an "
+            "nn.Module with the attribute reduction='sum'"
         )
-    if weight is None:
-        return ""
     return (
         f"the loss is not a mean over rows: for {count} rows it is {whole:.6g}, but the mean of "
-        f"its values for the first row and for the rest is {mean:.6g}. Microbatches count by rows, "
-        "so the loss of the batch would be another number. Return the mean over rows, or (sum, "
-        "weight). To average this loss over microbatches as it is, state their weights: "
-        "make_plan(weight=lambda target: len(target))"
+        f"{of_parts} and for the rest is {mean:.6g}. Microbatches count by rows, so the loss of "
+        "the batch would be another number. Return the mean over rows, or (sum, weight). To "
+        "average this loss over microbatches as it is, state their weights: {remedy}"
     )
 
 
 def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:
-    """Return the first rows, in double precision if ``exact``; a single row comes twice."""
-    rows = leaf.detach()[:count]
-    rows = rows.double() if exact and rows.is_floating_point() else rows
-    return rows if len(rows) == count else torch.cat([rows] * count)
+    """Return the first rows, in double precision if ``exact``; too few rows are repeated."""
+    few = leaf.detach()[:count]
+    few = few.double() if exact and few.is_floating_point() else few
+    return few if len(few) == count else torch.cat([few] * count)[:count]
 
 
 def _has_mask(indices: Any) -> bool:

@@ -346,7 +346,7 @@ class EagerBound:
     def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:
         """Check the first call of a loss: it is a mean over rows, or at least no sum if its weights
         are known. Raises BatchError."""
-        self.unproven, self.watched = False, None
+        self.unproven = False
         assert self.loss is not None
         assert self.shares is not None
         assert args.target is not None
@@ -354,37 +354,35 @@ class EagerBound:
         if loss.weight is None:
             if self.guessed:
                 refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
-            fn, given, in_model = self.loss, [y.tree(), args.target.tree()], False
-            if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in y.leaves):
-                fn, given, in_model = self._model_loss(args), self._rows_of(args), True
+            y_tree, target = (open_border(border, grad=False)[0] for border in (y, args.target))
             with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
-                reason = why_not_mean(fn, given, rows, in_model=in_model)
+                if _has_scalar(y_tree) and not self.stage.carry:
+                    reason = self._why_stage_is_no_mean(args, target, rows)
+                else:
+                    reason = why_not_mean(self.loss, y_tree, target, rows)
             if reason and not draws.counts:  # a random loss is another number in each call
                 raise BatchError(reason)
         note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
 
-    def _rows_of(self, args: StageArgs) -> list[Tree]:
-        """Return the leaves of a forward's arguments; none if rows of the stage may depend on each
-        other: layers with state, such as batch norm, may look at all rows together."""
-        depends = self.params.state_leaves or self.stage.carry
-        return [] if depends else [border.leaves for border in args.borders()]
+    def _why_stage_is_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> str:
+        """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
 
-    def _model_loss(self, args: StageArgs) -> Callable[..., Any]:
-        """Return the loss of a model that computes it in this stage, as a function of the leaves of
-        a forward's arguments."""
-        skips, feeds = 1 + len(args.skips), 1 + len(args.skips) + len(args.feeds)
+        The stage runs in evaluation mode, because batch norm in training compares rows. Each call
+        gets a newly bound function, so that no attribute which a forward keeps reaches another.
+        """
+        stage, loss = self.stage, self.loss
+        assert loss is not None
 
-        def loss(*leaves: list[Any]) -> Any:
-            borders = [
-                Border(row, border.spec, border.flags)
-                for row, border in zip(leaves, args.borders(), strict=True)
-            ]
-            few = StageArgs(
-                borders[0], borders[1:skips], borders[skips:feeds], borders[-1], args.microbatch
-            )
-            return self.evaluate(few, keep=False).report.loss
+        def value(given: tuple[Tree, dict[str, Tree], dict[str, Tree]], target: Tree) -> Any:
+            x, skips, feeds = given
+            fn = stage.bind(self.params.tree, self.state)
+            returned = fn(x, **stage.extras(skips, feeds, self.state, train=False))
+            return loss(returned.y if isinstance(returned, Out) else returned, target)
 
-        return loss
+        x, *others = (open_border(b, grad=False)[0] for b in (args.x, *args.skips, *args.feeds))
+        skips = dict(zip(stage.pop, others, strict=False))
+        feeds = dict(zip(stage.feeds, others[len(args.skips) :], strict=True))
+        return why_not_mean(value, (x, skips, feeds), target, rows, in_model=True)
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
@@ -547,3 +545,11 @@ class EagerBound:
         self.params.release()
         self.state = None
         self.stage.seen.kept.add(self.train)
+
+
+def _has_scalar(y: Tree) -> bool:
+    """Return whether an output contains a floating number, such as a loss, that has no rows."""
+    return any(
+        isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
+        for leaf in flatten(y)[0]
+    )
