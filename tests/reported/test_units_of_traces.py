@@ -130,6 +130,31 @@ def test_errors_list_the_units(model, x):
     assert len(shown) <= 20
 
 
+def test_a_buffer_that_joins_all_layers_is_named():
+    """A step counter is written first and used last, so no cut can be between."""
+
+    class Annealed(nn.Module):
+        def __init__(self, late):
+            super().__init__()
+            self.late = late
+            self.first, self.norm, self.last = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)
+            self.register_buffer("step", torch.zeros(()))
+
+        def forward(self, x):
+            if not self.late:
+                self.step += 1
+            x = self.last(self.norm(self.first(x)))
+            if self.late:
+                self.step += 1
+            return x * (self.step / 10).clamp(max=1)
+
+    with pytest.raises(fp.PlanError, match="from the first to the last use of step are one unit"):
+        fp.split(Annealed(late=False), 2, example=torch.ones(4, 2))
+    assert 2 == len(fp.split(Annealed(late=True), 2, example=torch.ones(4, 2)))
+    with pytest.raises(fp.PlanError, match=r"only \d units \([^)]*\)$"):
+        fp.split(Annealed(late=True), 9, example=torch.ones(4, 2))
+
+
 @pytest.mark.slow
 def test_the_sum_chooses_between_outer_and_inner_units(model, x):
     inner = []

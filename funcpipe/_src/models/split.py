@@ -30,6 +30,7 @@ from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters,
 from funcpipe._src.models.sequential import cut_sequential, units_of
 from funcpipe._src.models.split_model import Split, assemble
 from funcpipe._src.models.traced import graph as traced_graph
+from funcpipe._src.models.traced.bonds import joining_buffers
 from funcpipe._src.models.traced.export import Captured, callers, capture
 from funcpipe._src.models.traced.signature import as_call
 from funcpipe._src.models.traced.traced import CommitBuffer
@@ -213,18 +214,26 @@ class _CutArguments(NamedTuple):
             faults.append("call the policy with its argument: by_memory(limit), by_time(cost)")
         raise_all("split cannot determine the cuts:", faults)
 
-    def sizes(self, units: Units) -> list[int]:
-        """Return the number of units of each stage, from names, sizes or a policy. Raises
-        PlanError."""
+    def sizes(self, units: Units, joining: Sequence[str] = ()) -> list[int]:
+        """Return the number of units of each stage, from names, sizes or a policy.
+
+        Raises PlanError, which names buffers in ``joining`` as a reason for few units.
+        """
         count = self.num_stages
         if self.at:
             return _sizes_by_names(units, self.at, count)
         sizes: Any = self.balance
         if sizes is None:
             if count is not None and count > len(units):
+                reason = (
+                    f"; all operations from the first to the last use of {', '.join(joining)} are "
+                    "one unit, because the forward writes this buffer; write it next to its use"
+                    if joining
+                    else ""
+                )
                 raise PlanError(
                     f"num_stages is {count}, but the model has only {len(units)} units "
-                    f"({_names_of(units)})"
+                    f"({_names_of(units)}){reason}"
                 )
             if count is None and self.policy is None:
                 raise PlanError(
@@ -373,7 +382,7 @@ def _stage_starts(captured: Captured, model: nn.Module, cuts: _CutArguments) -> 
         count = len(given)
     total = None if given is None else sum(size for size in given if isinstance(size, int))
     units, starts = units_of_graph(captured, model, count, total=total)
-    sizes = cuts.sizes(units)
+    sizes = cuts.sizes(units, joining_buffers(captured))
     return [starts[end] for end in accumulate(sizes[:-1])]
 
 

@@ -77,6 +77,22 @@ def free(captured: Captured) -> list[bool]:
     return allowed
 
 
+def joining_buffers(captured: Captured) -> list[str]:
+    """List the written buffers whose first and last use have layers between them, which no cut can
+    part."""
+    body = captured.body
+    numbers = {node: number for number, node in enumerate(body)}
+    found: list[str] = []
+    for bond in bonds(captured):
+        if bond.buffer:
+            uses = [numbers[node] for node in bond.nodes]
+            between = [node for node in body[min(uses) : max(uses)] if node not in bond.nodes]
+            inputs = {value.name for node in between for value in node.all_input_nodes}
+            if any(captured.sources.get(name, ("",))[0] == "param" for name in inputs):
+                found.append(bond.buffer)
+    return found
+
+
 def moved(places: Sequence[int], allowed: Sequence[bool]) -> list[int]:
     """Move each place to the nearest place where a stage may begin, of two the later; 0 stays.
 
