@@ -24,7 +24,7 @@ from funcpipe._src.data.stage import Stage
 from funcpipe._src.lower.effects import ALONE, Among, EffectContext, effects
 from funcpipe._src.lower.skips import routes
 from funcpipe._src.schedules.clock import CODE, CODED, B, F, I, R, coded
-from funcpipe._src.schedules.legal import Legal, examine
+from funcpipe._src.schedules.legal import examine
 
 _GIVEN = (Role.INPUT, Role.TARGET, Role.FEED, Role.CARRY_IN)
 _FIRST = (Kind.F, *MOVES)
@@ -60,7 +60,7 @@ def lower(
         PlanError: the number of stages differs, stash and pop do not match, or, with ``halves``, a
             device has a forward after a backward.
     """
-    legal = examine(schedule)
+    plan_order = examine(schedule)
     if len(stages) != schedule.num_stages:
         count = f"{len(stages)} {'is' if len(stages) == 1 else 'are'} given"
         mend = "make the schedule for as many, or join stages with fp.compose"
@@ -73,8 +73,8 @@ def lower(
         action.stage for order in schedule.orders for action in order if action.kind is Kind.G
     }
     context = EffectContext(stages, routes(stages), loss, outputs or halves, halves, reduced, carry)
-    calls = _Calls(context, schedule, legal)
-    order, pairs = calls.order()
+    calls = _Calls(context, schedule)
+    order, pairs = calls.order(plan_order)
     # The order of each lane stays: _refuse_mixed has checked that its forwards come first.
     if halves:
         order = _forwards_first(order, calls.calls, schedule)
@@ -133,8 +133,8 @@ def _forwards_first(order: list[int], calls: list[Call], schedule: Schedule) -> 
 class _Calls:
     """Numbers wires, pools and calls, in the order in which they are first needed."""
 
-    def __init__(self, context: EffectContext, schedule: Schedule, legal: Legal) -> None:
-        self.context, self.schedule, self.legal = context, schedule, legal
+    def __init__(self, context: EffectContext, schedule: Schedule) -> None:
+        self.context, self.schedule = context, schedule
         self.wires: dict[Wire, int] = {}
         self.pools: dict[tuple[int, int, Role], int] = {}
         self.calls: list[Call] = []
@@ -145,19 +145,16 @@ class _Calls:
                 for wire in effects(kind, stage, True, context)[0]:
                     self.readers[wire].add(device)
 
-    def order(self) -> tuple[list[int], set[int]]:
+    def order(self, plan_order: Sequence[int]) -> tuple[list[int], set[int]]:
         """Return the codes of the plan order, and the codes of the first actions of pairs.
 
         A code is ``call * num_pieces + piece`` (see `Lowered.order`).
         """
-        schedule, rematted, backward = (
-            self.schedule,
-            self.legal.rematted,
-            self.schedule.has_backward,
-        )
+        schedule, backward = self.schedule, self.schedule.has_backward
         count, slices, device_of = schedule.num_pieces, schedule.num_slices, schedule.device_of
         stages = schedule.num_stages
         codes = [*chain.from_iterable(coded(schedule.orders, slices))]
+        rematted = {(stage, piece) for code, stage, piece in codes if code == R}
         # One table per place of a slice. By code (the last row is for F that keep no residual) and
         # stage: the first code of the call; -1 while there is no call yet.
         places = [Among(number == 0, number == slices - 1) for number in range(slices)]
@@ -174,7 +171,7 @@ class _Calls:
         number exceeds the number of pieces belongs to a later turn, which is another call."""
         pairs: set[int] = set()
         out: list[int] = []
-        for number in self.legal.plan_order:
+        for number in plan_order:
             code, stage, piece = codes[number]
             if code in counted:
                 turn, piece = divmod(piece, count)
@@ -186,7 +183,7 @@ class _Calls:
                 out.append(base + piece)
                 continue
             among, rows = cut[piece % slices] if carries[stage] and code in _CARRYING else alone
-            bare = code == F and (not backward or (rematted and stage * count + piece in rematted))
+            bare = code == F and (not backward or (stage, piece) in rematted)
             row = rows[-1 if bare else code]
             base = row[stage]
             if base < 0:

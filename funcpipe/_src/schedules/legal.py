@@ -7,7 +7,6 @@ other rules, and reports all faults of a schedule at once.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
 from funcpipe._src.core.errors import ScheduleError, bullets, raise_all
@@ -25,27 +24,11 @@ from funcpipe._src.data.kinds import (
     flowing,
 )
 from funcpipe._src.data.schedule import Action, Schedule, action_of, select
-from funcpipe._src.schedules.clock import CODE, CODED, B, F, G, I, R, W, chain, clock, coded
+from funcpipe._src.schedules.clock import CODE, CODED, chain, clock, coded
 from funcpipe._src.schedules.pairs import apart, joined_units
 
 MOST_FAULTS = 20
 """The most faults that a message about a schedule lists."""
-
-
-@dataclass(frozen=True)
-class Legal:
-    """The findings of `check` about a legal schedule.
-
-    Stored in small arrays, because they are cached for the lifetime of the schedule.
-
-    Attributes:
-        plan_order: the numbers of all actions, counted device by device, ordered by their start if
-            each action takes its `KindRow.units`. One thread can run the schedule in this order.
-        rematted: ``stage * M + microbatch`` of each R. With slices, pieces replace microbatches.
-    """
-
-    plan_order: array[int]
-    rematted: frozenset[int]
 
 
 def check(schedule: Schedule) -> None:
@@ -89,7 +72,7 @@ def check(schedule: Schedule) -> None:
     examine(schedule)
 
 
-def _examine(schedule: Schedule) -> Legal:
+def _examine(schedule: Schedule) -> array[int]:
     def refuse(faults: list[str]) -> None:
         raise_all(
             f"schedule {schedule.name!r} is not legal:", faults, ScheduleError, most=MOST_FAULTS
@@ -98,14 +81,12 @@ def _examine(schedule: Schedule) -> Legal:
     refuse(_malformed(schedule))
     stages, microbatches, slices = schedule.num_stages, schedule.num_pieces, schedule.num_slices
     lanes = tuple(coded(schedule.orders, slices))
+    gaps = _gaps(schedule)
     # A mistyped huge index must raise here: below, memory is allocated for each (stage, piece).
-    if stages * microbatches > 5 * sum(map(len, lanes)):
-        refuse(_gaps(schedule) or ["most of its actions are missing"])
-    rematted: frozenset[int] = frozenset()
-    if not _plain(lanes, stages, microbatches, slices):
-        refuse(_gaps(schedule))
-        faults, rematted = _incomplete(lanes, stages, microbatches, slices, schedule.device_of)
-        refuse(faults)
+    if not gaps and stages * microbatches > 5 * sum(map(len, lanes)):
+        gaps = ["most of its actions are missing"]
+    refuse(gaps)
+    refuse(_incomplete(lanes, stages, microbatches, slices, schedule.device_of))
     refuse(apart(schedule))
     durations = [[float(KINDS[kind].units)] * stages for kind in CODED]
     pairs = joined_units(schedule)
@@ -116,11 +97,13 @@ def _examine(schedule: Schedule) -> Legal:
     # A stable sort of ascending rows: equal times stay ordered by device and position, so the plan
     # order is deterministic.
     order = sorted(range(len(times)), key=times.__getitem__)
-    return Legal(array("i", order), rematted)
+    return array("i", order)
 
 
 examine = Remembered(_examine)
-"""Check a schedule and return the findings. Each schedule is checked once."""
+"""Check a schedule, and return its plan order: the numbers of all actions, counted device by device,
+ordered by their start if each action takes its `KindRow.units`. One thread can run the schedule in
+this order. Each schedule is checked once, and its order is kept in a small array."""
 
 
 def _malformed(schedule: Schedule) -> list[str]:
@@ -179,70 +162,14 @@ def _show(action: Any) -> str:
     return object.__repr__(action)
 
 
-def _plain(
-    lanes: tuple[list[tuple[int, int, int]], ...], stages: int, microbatches: int, slices: int
-) -> bool:
-    """Return whether a schedule is of the usual form, which has no fault. False: look closer.
-
-    The usual form: each stage on one device, F before its B (or I, then W), microbatches in
-    ascending order, and backwards of the slices of a microbatch in descending order. This fast path
-    covers all families; `_incomplete` finds the faults of other schedules.
-    """
-    # The position of the F of each microbatch on its device.
-    forwards: list[list[int]] = [[] for _ in range(stages)]
-    backwards: list[list[int]] = [[] for _ in range(stages)]
-    counts: set[int] = set()
-    for lane in lanes:
-        owed: set[tuple[int, int]] = set()
-        stages_here: set[int] = set()
-        reduced: set[int] = set()
-        for position, (code, stage, microbatch) in enumerate(lane):
-            if code == F:
-                row = forwards[stage]
-                stages_here.add(stage)
-            elif code in (B, I) and stage in stages_here:
-                row = backwards[stage]
-                if code == I:
-                    owed.add((stage, microbatch))
-            elif code == W and (stage, microbatch) in owed:
-                owed.remove((stage, microbatch))
-                continue
-            elif code == G and stage in stages_here and stage not in reduced and not microbatch:
-                if len(backwards[stage]) != microbatches or any(
-                    other == stage for other, _ in owed
-                ):
-                    return False
-                reduced.add(stage)
-                continue
-            else:
-                return False
-            at = len(row)
-            if code != F and slices > 1:
-                at += slices - 1 - 2 * (at % slices)
-            if at != microbatch:
-                return False
-            row.append(position)
-        if owed or any(len(forwards[stage]) != microbatches for stage in stages_here):
-            return False
-        for stage in stages_here:
-            back = backwards[stage]
-            counts.add(len(back))
-            if slices > 1 and len(back) == microbatches:
-                back = [back[at + slices - 1 - 2 * (at % slices)] for at in range(len(back))]
-            if back and not all(map(int.__lt__, forwards[stage], back)):
-                return False
-    # Either all stages have all backwards, or none has any: counts has one element.
-    return all(forwards) and counts in ({0}, {microbatches})
-
-
 def _incomplete(
     lanes: tuple[list[tuple[int, int, int]], ...],
     stages: int,
     microbatches: int,
     slices: int,
     device_of: tuple[int, ...],
-) -> tuple[list[str], frozenset[int]]:
-    """Return the faults of the orders, and the numbers of the R (see `Legal.rematted`).
+) -> list[str]:
+    """Return the faults of the orders.
 
     Finds duplicates, missing actions, stages on two devices, and a wrong order within a (stage,
     microbatch).
@@ -324,7 +251,7 @@ def _incomplete(
         for stage in without
     ]
     faults += _unpaired(dict(zip(CODED, done, strict=True)), microbatches, slices)
-    return faults, frozenset(at for at, stands in enumerate(done[R]) if stands)
+    return faults
 
 
 def _miscounted(
