@@ -20,8 +20,6 @@ from funcpipe._src.schedules.families import zero_bubble as zero_bubble
 from funcpipe._src.schedules.formats import from_json as from_json
 from funcpipe._src.schedules.formats import to_json as to_json
 from funcpipe._src.schedules.legal import check as check
-from funcpipe._src.schedules.pairing import pair as pair
-from funcpipe._src.schedules.pairing import unpair as unpair
 from funcpipe._src.schedules.slices import balanced_slices as balanced_slices
 from funcpipe._src.schedules.torch_csv import from_torch_csv as from_torch_csv
 from funcpipe._src.schedules.torch_csv import to_torch_csv as to_torch_csv
@@ -30,9 +28,11 @@ from funcpipe._src.schedules.transforms import delay as delay
 from funcpipe._src.schedules.transforms import gather_params as gather_params
 from funcpipe._src.schedules.transforms import never as never
 from funcpipe._src.schedules.transforms import offload as offload
+from funcpipe._src.schedules.transforms import pair as pair
 from funcpipe._src.schedules.transforms import reduce_grads as reduce_grads
 from funcpipe._src.schedules.transforms import remat as remat
 from funcpipe._src.schedules.transforms import step_params as step_params
+from funcpipe._src.schedules.transforms import unpair as unpair
 from funcpipe._src.schedules.v_shape import dualpipe_v as dualpipe_v
 from funcpipe._src.schedules.v_shape import v_adaptive as v_adaptive
 from funcpipe._src.schedules.v_shape import v_half as v_half

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from funcpipe._src.schedules.clock import F, I, W
+from funcpipe._src.search.listing import NEVER, Simulation
 from funcpipe._src.search.problem import ROUNDING, CodedLanes, Problem
-from funcpipe._src.search.simulation import NEVER, Simulation
 
 
 class NoRoom(Exception):

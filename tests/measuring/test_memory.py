@@ -11,7 +11,7 @@ from measuring import amoebanet, unet
 from torch import nn
 
 import funcpipe as fp
-from funcpipe._src.measuring.live import Live
+from funcpipe._src.measuring.measured import Live
 from funcpipe._src.measuring.memory import memory
 from funcpipe._src.measuring.optimizer_state import optimizer_state
 

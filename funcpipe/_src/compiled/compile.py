@@ -14,10 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from funcpipe._src.compiled.advice import advice
-from funcpipe._src.compiled.backend import Backend, cudagraphs
+from funcpipe._src.compiled.backend import Backend, cudagraphs, inductor
 from funcpipe._src.compiled.bound import CompiledBound
 from funcpipe._src.compiled.hoist import hoist
-from funcpipe._src.compiled.inductor import inductor
 from funcpipe._src.compiled.joint import trace
 from funcpipe._src.compiled.programs import Programs
 from funcpipe._src.compiled.python_values import PythonValues, ValuesKey

@@ -1,11 +1,12 @@
 """Schedules and actions: which action each device runs, in which order.
 
-Contains numbers only: stages and functions are bound in a `Plan`. `schedules/legal.py` checks
-schedules, `schedules/families.py` makes them.
+Contains numbers and their text form only: stages and functions are bound in a `Plan`.
+`schedules/legal.py` checks schedules, `schedules/families.py` makes them.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,41 @@ from funcpipe._src.data.kinds import (
     flowing,
 )
 from funcpipe._src.data.kinds import Kind as Kind
-from funcpipe._src.data.spelling import ACTION, is_word, unread, words_of
+
+
+def _letters(kinds: Iterable[Kind]) -> str:
+    return f"[{''.join(kind.value for kind in kinds)}]"
+
+
+ACTION = re.compile(
+    rf"([0-9]{{1,9}})(?:({_letters(kind for kind in Kind if kind not in ONCE)})([0-9]{{1,9}})(?:\.([0-9]{{1,9}}))?"
+    rf"|({_letters(ONCE)}))"
+)
+"""The spelling of an action: stage, kind, microbatch and maybe slice; or stage and a kind without a
+number."""
+
+_WORDS = re.compile(r"\(\s*([^\s()]+)\s+([^\s()]+)\s*\)(?!\S)|(\([^()]*\)\S*|\S+)")
+
+
+def words_of(line: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of a line: each alone, or two together for a pair such as ``(0F3 1B1)``."""
+    for first, second, alone in _WORDS.findall(line):
+        yield (alone,) if alone else (first, second)
+
+
+def is_word(word: str) -> bool:
+    """Return whether a word spells an action."""
+    return ACTION.fullmatch(word) is not None
+
+
+def unread(word: str) -> str:
+    """Say what is wrong with a word that does not spell an action."""
+    if "(" in word or ")" in word:
+        return (
+            "is not a pair: write two actions in parentheses, with a space between them and "
+            "around the parentheses"
+        )
+    return "is not an action"
 
 
 class Action(NamedTuple):

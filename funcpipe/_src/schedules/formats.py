@@ -14,8 +14,7 @@ from typing import Any
 from funcpipe._src.core.errors import ScheduleError, raise_all
 from funcpipe._src.data.cost import Cost
 from funcpipe._src.data.kinds import SPELLING
-from funcpipe._src.data.schedule import Action, Pair, Schedule
-from funcpipe._src.data.spelling import is_word, unread, words_of
+from funcpipe._src.data.schedule import Action, Pair, Schedule, is_word, unread, words_of
 from funcpipe._src.schedules.legal import MOST_FAULTS
 
 VERSION = 1

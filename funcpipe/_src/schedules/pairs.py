@@ -1,6 +1,6 @@
 """Rules for pairs of overlapping actions: which actions may overlap, and which pairs can coexist.
 
-The public transforms `pair` and `unpair` are in `pairing`.
+The public transforms `pair` and `unpair` are in `transforms`.
 """
 
 from __future__ import annotations

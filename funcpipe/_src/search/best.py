@@ -16,7 +16,7 @@ from funcpipe._src.data.result import Timeline
 from funcpipe._src.data.schedule import Schedule
 from funcpipe._src.schedules.clock import coded
 from funcpipe._src.schedules.memory import residual_peak
-from funcpipe._src.schedules.pairing import pair, unpair
+from funcpipe._src.schedules.transforms import pair, unpair
 from funcpipe._src.search.bounds import LowerBound, lower_bound
 from funcpipe._src.search.exact import solve
 from funcpipe._src.search.found import Found

@@ -18,8 +18,7 @@ from funcpipe._src.search.climb import climb
 from funcpipe._src.search.exact import MOST
 from funcpipe._src.search.forms import forms
 from funcpipe._src.search.found import Found
-from funcpipe._src.search.problem import Budget, Objective, Problem, as_schedule
-from funcpipe._src.search.problems import problems_of
+from funcpipe._src.search.problem import Budget, Objective, Problem, as_schedule, problems_of
 
 _BEGINS = 0.4
 """The largest share of the seconds for published schedules."""
