@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe._src.compiled.backend import lies_as
+from funcpipe._src.compiled.source import lies_as
 from funcpipe._src.core import torch_names
 
 

@@ -84,8 +84,6 @@ class Kernel:
         graph.output(tuple(new[node] for node in outs))
         self.graph, self.backend = fx.GraphModule(module, graph), backend
         self._input_likes = [node.meta["val"] for node in reads]
-        self._output_likes = [node.meta["val"] for node in outs]
-        self._misplaced: list[int] | None = None
         self._function: Callable[..., Any] | None = None
 
     def build(self) -> Callable[..., Any]:
@@ -104,35 +102,8 @@ class Kernel:
             return self._function
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Run the function, built first if necessary. Results with another layout than in the
-        trace are copied."""
-        outs = (self._function or self.build())(*inputs)
-        if self._misplaced is None:
-            self._misplaced = [
-                number
-                for number, out in enumerate(outs)
-                if not lies_as(out, self._output_likes[number])
-            ]
-        if self._misplaced:
-            outs = list(outs)
-            for number in self._misplaced:
-                outs[number] = laid_out(outs[number], self._output_likes[number].stride())
-        return outs
-
-
-def lies_as(value: Any, traced: Any) -> bool:
-    """Whether a value has the layout of its trace; dimensions of size 1 do not matter."""
-    if not isinstance(value, Tensor) or not value.numel():
-        return True
-    rows = zip(value.shape, value.stride(), traced.stride(), strict=True)
-    return all(stride == expected for size, stride, expected in rows if size > 1)
-
-
-def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy with these strides."""
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
-        value
-    )
+        """Run the function, built first if necessary."""
+        return (self._function or self.build())(*inputs)
 
 
 def inductor(graph: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcpipe._src.compiled.backend import Backend, Kernel, laid_out, lies_as
+from funcpipe._src.compiled.backend import Backend, Kernel
 from funcpipe._src.compiled.cut import Part, gather, is_view, nodes_in, product
 from funcpipe._src.compiled.joint import NOT_GIVEN
 from funcpipe._src.core.errors import TraceError
@@ -35,11 +35,11 @@ last use."""
 
 
 class Line(NamedTuple):
-    """A line of a program, the values that it reads, and the value that it computes, if any."""
+    """A line of a program, the values that it reads, and the new values that it computes."""
 
     text: str
     reads: list[fx.Node]
-    gives: fx.Node | None
+    gives: list[fx.Node]
 
 
 class Code:
@@ -141,16 +141,12 @@ class Code:
                 kept.update(values)
         lines = [*self._head, f"del {', '.join(unread)}"] if unread else list(self._head)
         for number, (text, reads, gives) in enumerate(self._body):
-            if (
-                look
-                and gives is not None
-                and isinstance(gives.meta.get("val"), Tensor)
-                and not is_view(gives)
-            ):
-                text += f"; {gives.name} = look({self._bind('node', gives)}, {gives.name})"
-            elif gives is not None and gives in odd:
-                copy, stride = self._bind("laid_out", laid_out), gives.meta["val"].stride()
-                text += f"; {gives.name} = {copy}({gives.name}, {stride})"
+            for node in gives:
+                if look and isinstance(node.meta.get("val"), Tensor):
+                    text += f"; {node.name} = look({self._bind('node', node)}, {node.name})"
+                elif node in odd:
+                    copy, stride = self._bind("laid_out", laid_out), node.meta["val"].stride()
+                    text += f"; {node.name} = {copy}({node.name}, {stride})"
             dead = [
                 self._names[node]
                 for node in dict.fromkeys(reads)
@@ -196,7 +192,8 @@ class Code:
                 self.operations += 1
             else:
                 self._names[node] = node.name
-                self._line(f"{node.name} = {self._call(node)}", node.all_input_nodes, node)
+                new = [] if is_view(node) else [node]
+                self._line(f"{node.name} = {self._call(node)}", node.all_input_nodes, new)
                 self._add(node)
 
     def _hand_over(self, backend: Backend) -> None:
@@ -213,7 +210,7 @@ class Code:
             inputs = ", ".join(self._names[node] for node in reads)
             self._names.update((node, node.name) for node in outs)
             results = ", ".join(node.name for node in outs)
-            self._line(f"{results}, = {self._bind('built', self.kernel)}({inputs})", reads)
+            self._line(f"{results}, = {self._bind('built', self.kernel)}({inputs})", reads, outs)
         for node in dict.fromkeys(nodes_in(list(sums.values()))):
             self._add(node)
         for number, node in products.items():
@@ -238,8 +235,8 @@ class Code:
                 self._line(f"S[{number}].add_({self._names[node]})", [node])
                 self.operations += 1
 
-    def _line(self, text: str, reads: Iterable[fx.Node], gives: fx.Node | None = None) -> None:
-        self._body.append(Line(text, list(reads), gives))
+    def _line(self, text: str, reads: Iterable[fx.Node], gives: Sequence[fx.Node] = ()) -> None:
+        self._body.append(Line(text, list(reads), list(gives)))
 
     def _call(self, node: fx.Node) -> str:
         """The expression of an operation."""
@@ -325,6 +322,21 @@ def _look(odd: dict[fx.Node, None], node: fx.Node, value: Any) -> Any:
         return value
     odd[node] = None
     return laid_out(value, traced.stride())
+
+
+def lies_as(value: Any, traced: Any) -> bool:
+    """Whether a value has the layout of its trace; dimensions of size 1 do not matter."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return True
+    rows = zip(value.shape, value.stride(), traced.stride(), strict=True)
+    return all(stride == expected for size, stride, expected in rows if size > 1)
+
+
+def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
+    """A copy with these strides."""
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 def _plain_name(target: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from funcpipe._src.core.shown import count_text
 from funcpipe._src.data.result import Timeline
 from funcpipe._src.view import summary
 from funcpipe._src.view.align import aligned
@@ -121,7 +122,7 @@ def _counts(timeline: Timeline) -> tuple[str, ...]:
     slices = {span.action.slice for span in timeline.spans if span.action.slice is not None}
     counts = {"device": timeline.num_devices, "stage": len(stages), "microbatch": len(microbatches)}
     counts |= {"slice": len(slices)} if slices else {}
-    return tuple([summary.count_text(count, word) for word, count in counts.items()])
+    return tuple([count_text(count, word) for word, count in counts.items()])
 
 
 def frame_of(timelines: Sequence[Timeline], by: By) -> Frame:

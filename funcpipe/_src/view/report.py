@@ -16,10 +16,10 @@ from pathlib import Path
 from textwrap import indent, wrap
 
 from funcpipe._src.core.notebook import page
+from funcpipe._src.core.shown import count_text
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result, Timeline
-from funcpipe._src.view import summary
 from funcpipe._src.view.figure import Panel, memory_scale, panels_of
 from funcpipe._src.view.findings import Findings, findings
 from funcpipe._src.view.memory_levels import highest
@@ -178,7 +178,7 @@ def _charts(findings: Findings) -> list[str]:
     panels = panels_of(timelines, memory=False)
     if findings.held:
         peak = highest(findings.held) or 1.0
-        words = (summary.count_text(findings.measured.num_devices, "device"), memory_scale(peak))
+        words = (count_text(findings.measured.num_devices, "device"), memory_scale(peak))
         panels.append(
             Panel(findings.measured, "residuals held", ", measured", words, findings.held, peak)
         )

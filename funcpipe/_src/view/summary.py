@@ -7,8 +7,6 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 from unicodedata import east_asian_width
 
-from funcpipe._src.core.shown import count_text as count_text
-from funcpipe._src.core.shown import plural as plural
 from funcpipe._src.data.result import Timeline, imbalance_of, percent
 from funcpipe._src.data.schedule import Kind
 
