@@ -7,9 +7,8 @@ stage on the way down and one on the way up.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, repeat, zip_longest
+from itertools import accumulate, chain, zip_longest
 from operator import sub
 
 from funcpipe._src.data.schedule import Action, Kind
@@ -111,13 +110,10 @@ def _lengthened(codes: list[int], more: int) -> list[int]:
 
 
 def _actions(codes: list[int], down: int, up: int) -> Iterable[Action]:
-    words = [code % BLOCK for code in codes]
     stages = (down, up, up, down, up, down)
-    numbers = [code // BLOCK for code in codes]
-    fields = zip(
-        map(_KINDS.__getitem__, words), map(stages.__getitem__, words), numbers, repeat(None)
-    )
-    return map(tuple.__new__, repeat(Action), fields)  # two thirds of the time of Action(...)
+    for code in codes:
+        microbatch, word = divmod(code, BLOCK)
+        yield Action(_KINDS[word], stages[word], microbatch)
 
 
 def _fill(lane: Lane) -> Lane:
@@ -151,8 +147,6 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
     these W come later: no action waits for a W.
     """
     moved = [list(lane) for lane in lanes]
-    free = [[*(slot for slot, code in enumerate(lane) if code == FREE), _NEVER] for lane in lanes]
-    changes = [_changes(lane) for lane in lanes]
     residuals = [0] * len(lanes)  # by device, held before the present slot
     placed = [[_NEVER] * (max(lane) + 1) for lane in lanes]
     for slot, column in enumerate(zip_longest(*lanes, fillvalue=FREE)):
@@ -173,55 +167,22 @@ def _squeeze(lanes: Sequence[Lane], ceiling: int, *, drain: int) -> list[Lane]:
                 ready = slot_of[code - 1] + 1 if word else 0
             if code >= BLOCK and slot_of[code - BLOCK] >= ready:
                 ready = slot_of[code - BLOCK] + 1
-            best = slot
-            if late:
-                best = _earliest(
-                    moved[device], residuals[device], ready, slot, room=ceiling - (change > 0)
-                )
-            elif ready < slot:
-                holes = free[device]
-                best = holes[bisect_left(holes, ready)]
-                if change > 0 and best < slot:
-                    full = _last_full(changes[device], residuals[device], best, slot, ceiling)
-                    best = holes[bisect_left(holes, full + 1)]
-            if best < slot:
-                lane = moved[device]
-                displaced = lane[best]
-                lane[slot], lane[best] = displaced, code
-                if displaced == FREE:
-                    holes = free[device]
-                    del holes[bisect_left(holes, best)]
-                    insort(holes, slot)
-                changes[device][slot] = 0 if displaced == FREE else -1
-                changes[device][best] = change
-            slot_of[code] = best if best < slot else slot
+            lane, room = moved[device], ceiling - (change > 0)
+            best = _earliest(lane, residuals[device], ready, slot, room=room, weights=late)
+            lane[slot], lane[best] = lane[best], code
+            slot_of[code] = best
             residuals[device] += change
     return [_fill([FREE if code % BLOCK >= _W else code for code in lane]) for lane in moved]
 
 
-def _last_full(changes: list[int], residuals: int, first: int, slot: int, ceiling: int) -> int:
-    """Return the last slot in ``range(first, slot)`` after which a device's memory is full.
-
-    ``first - 1`` if there is none. An action that takes memory cannot move before such a slot.
-    """
-    span = changes[first + 1 : slot]
-    if residuals + span.count(-1) < ceiling:
-        return first - 1
-    levels = list(accumulate(reversed(span), sub, initial=residuals))
-    return slot - 1 - levels.index(ceiling) if ceiling in levels else first - 1
-
-
-def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -> int:
+def _earliest(
+    lane: Lane, residuals: int, ready: int, slot: int, *, room: int, weights: bool
+) -> int:
     """Return the first slot from ``ready`` to its own ``slot`` that an action can take.
 
-    The slot must be free, or belong to a W if memory has room for one more residual.
-
-    Args:
-        lane: the lane.
-        residuals: the residuals held just before ``slot``.
-        ready: the first slot after the action's inputs.
-        slot: the present slot of the action.
-        room: the most residuals that may be held between the two slots.
+    The slot must be free; with ``weights``, it may also belong to a W, if memory has room for one
+    more residual. Until ``slot``, at most ``room`` residuals may be held; ``residuals`` are held
+    just before it.
     """
     best, peak = slot, 0
     for early in range(slot - 1, ready - 1, -1):
@@ -233,7 +194,7 @@ def _earliest(lane: Lane, residuals: int, ready: int, slot: int, *, room: int) -
             best = early
             continue
         change = _CHANGE[occupant % BLOCK]
-        if change < 0 and peak < room:
+        if weights and change < 0 and peak < room:
             best = early
         residuals -= change
     return best

@@ -17,7 +17,6 @@ memory (arXiv 2405.15362); DualPipeV is DualPipe (arXiv 2412.19437) cut in half.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
@@ -269,38 +268,20 @@ def _spell(device: int, devices: int, phases: Sequence[_Phase]) -> list[Action]:
     forwards, backwards = [0, 0], [0, 0]  # done of each stage
     owed: list[tuple[int, int]] = []  # pending W, as (which stage, microbatch)
     order: list[Action] = []
-    # A schedule may have 100,000 actions; tuple.__new__ takes a third of the time of Action(...).
-    new = tuple.__new__
     for times, words in phases:
         spelled = [(_KINDS[word[0]], int(word[1:] or -1)) for word in words.split()]
-        if all(kind in (Kind.F, Kind.B) for kind, _ in spelled):
-            # No W depends on these words, so each word counts up independently. All actions of a
-            # word are made at once, then the columns are interleaved.
-            columns: list[list[Action]] = []
-            steps = Counter(spelled)
-            for kind, which in spelled:
-                counter, step = forwards if kind is Kind.F else backwards, steps[kind, which]
-                numbers = range(counter[which], counter[which] + step * times, step)
-                columns.append(
-                    [new(Action, (kind, stages[which], microbatch, None)) for microbatch in numbers]
-                )
-                counter[which] += 1
-            for (kind, which), step in steps.items():
-                (forwards if kind is Kind.F else backwards)[which] += step * (times - 1)
-            order.extend(chain.from_iterable(zip(*columns, strict=True)))
-            continue
         for kind, which in spelled * times:
             if kind is Kind.W:
                 at = 0
                 while which >= 0 and owed[at][0] != which:
                     at += 1
                 owner, microbatch = owed.pop(at)
-                order.append(new(Action, (kind, stages[owner], microbatch, None)))
+                order.append(Action(kind, stages[owner], microbatch))
                 continue
             counter = forwards if kind is Kind.F else backwards
             microbatch = counter[which]
             counter[which] = microbatch + 1
-            order.append(new(Action, (kind, stages[which], microbatch, None)))
+            order.append(Action(kind, stages[which], microbatch))
             if kind is Kind.I:
                 owed.append((which, microbatch))
     return order
