@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import funcpipe as fp
-from funcpipe._src.cli.show import COLUMNS, found, picture, proof, wrapped
+from funcpipe._src.cli.show import COLUMNS, found, picture, wrapped
 from funcpipe._src.cli.words import (
     COST,
     FAMILIES,
@@ -37,6 +37,7 @@ from funcpipe._src.cli.words import (
     source,
     writable,
 )
+from funcpipe._src.core.progress import gap_words
 from funcpipe._src.core.table import Table
 from funcpipe._src.data.result import NEGLIGIBLE
 
@@ -404,7 +405,7 @@ def _compare(
         peak = max(timeline.peak)
         if device_memory is not None and peak > device_memory * (1 + 1e-9):
             return _Row(name, timeline, f"no: needs {peak:g}, a device has {device_memory:g}")
-        return _Row(name, timeline, f"yes, {proof(result)}" if searched else "yes")
+        return _Row(name, timeline, f"yes, {gap_words(result.gap)}" if searched else "yes")
 
     rows = sorted((row(*maker) for maker in makers), key=lambda row: row.makespan)
     print(f"{stages} stages on {devices} devices, {microbatches} microbatches{', remat' * remat}\n")

@@ -128,11 +128,8 @@ def _has_tensors(model: Split | Plan, kind: str, stage: int) -> bool:
 
 
 def entries(model: Split | Plan, trees: Trees, here: Collection[int]) -> list[Entry]:
-    """List every place of every tensor that a checkpoint contains, in the model's order.
-
-    Raises:
-        CheckpointError: the trees do not fit the model, or two tensors have one name.
-    """
+    """List every place of every tensor that a checkpoint contains, in the model's order. Raises
+    CheckpointError if the trees do not fit the model, or two tensors have one name."""
     return _of_split(model, trees) if isinstance(model, Split) else _of_plan(model, trees, here)
 
 

@@ -6,8 +6,8 @@ and up to four stages on any number of lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from io import BytesIO
 from itertools import chain
@@ -285,10 +285,9 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
         if ranks is None and options.device == "cpu" and options.devices > 1
         else nullcontext(ranks)
     )
-    bar = progress(steps) if ranks is None or ranks.rank == 0 else nullcontext(lambda loss: None)
     last: tuple[Any, ...] = ()
     start = perf_counter()
-    with loader, lanes as executor, bar as advance:
+    with loader, lanes as executor:
         for step, batch in enumerate(loader):
             seed, is_last = fp.fold_in(options.seed, step), step == steps - 1
             if is_last:  # copies, because the step changes the params in place
@@ -307,7 +306,8 @@ def learn(options: DemoOptions, ranks: fp.typing.Ranks | None = None) -> Learned
             fp.step(optimizer, params, result, max_norm=1.0)
             rate.step()
             state = result.state
-            advance(float(result.loss))
+            if (ranks is None or ranks.rank == 0) and (is_last or step % max(1, steps // 10) == 0):
+                print(f"step {step + 1} of {steps}, loss {float(result.loss):.4f}")
         seconds = perf_counter() - start
         (old_params, old_state), batch, seed, result = last
         timeline = result.timeline if ranks is None else ranks.timeline(result)
@@ -433,33 +433,3 @@ def proof(expected: fp.Result, result: Learned) -> str:
         f"proven: loss {float(result.loss):.6f} and all {len(pairs)} gradients of the last batch "
         "equal the sequential oracle bit for bit"
     )
-
-
-@contextmanager
-def progress(total: int) -> Generator[Callable[[float], None]]:
-    """Show a progress bar with the loss: rich's bar if rich is installed, else some lines."""
-    try:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-    except ImportError:
-        done = 0
-
-        def tell(loss: float) -> None:
-            nonlocal done
-            done += 1
-            if done % max(1, total // 10) == 0 or done == total:
-                print(f"step {done} of {total}, loss {loss:.4f}")
-
-        yield tell
-        return
-    loss_column = TextColumn("loss {task.fields[loss]:.4f}")
-    with Progress(
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss_column
-    ) as bar:
-        task = bar.add_task("training", total=total, loss=float("nan"))
-        yield lambda loss: bar.update(task, advance=1, loss=loss)

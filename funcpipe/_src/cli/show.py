@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 
 import funcpipe as fp
+from funcpipe._src.core.progress import gap_words
 from funcpipe._src.core.table import Table
 from funcpipe._src.data.result import imbalance_of, percent
 from funcpipe._src.view import summary
@@ -142,14 +143,10 @@ def found(result: fp.typing.Found) -> None:
         ),
         ("idle", ", ".join(filter(None, (percent(timeline.idle), imbalance_of(timeline))))),
         ("peak memory", f"{max(result.peak):.6g}"),
-        ("lower bound", f"{result.lower_bound:.6g} of the {result.objective}: {proof(result)}"),
+        (
+            "lower bound",
+            f"{result.lower_bound:.6g} of the {result.objective}: {gap_words(result.gap)}",
+        ),
         ("ended by", f"{result.ended}, {result.evaluations} schedules timed{hint}"),
     )
     print(Table("Found", (), facts, words=(0, 1)).text() + "\n")
-
-
-def proof(result: fp.typing.Found) -> str:
-    """Say how far a schedule is from the shortest."""
-    return (
-        f"at most {result.gap:.2%} above the shortest" if result.gap else "nothing shorter exists"
-    )

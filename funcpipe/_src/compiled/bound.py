@@ -43,20 +43,6 @@ _ALL_THERE: frozenset[int] = frozenset()
 """Every root has a gradient."""
 
 
-class _Identity:
-    """A hashable key of an object, equal only for the same object. It keeps the object alive, so
-    the id stays unique."""
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-
 class CompiledBound:
     """A stage that runs its programs, as ``compiled`` makes them.
 
@@ -179,7 +165,8 @@ class CompiledBound:
     def _words(self) -> Hashable:
         """The part of the signature that is the same for all forwards of a run."""
         eager, params = self.eager, self.params
-        flags = (eager.train, eager.backwards, tuple(params.trainable), _Identity(eager.loss))
+        # `PythonValues` of this signature keep the loss alive, so its id stays unique.
+        flags = (eager.train, eager.backwards, tuple(params.trainable), id(eager.loss))
         leaves = (*params.leaves, *params.state_leaves)
         return (flags, switches_key(), params.spec, eager.state_spec, *map(leaf_key, leaves))
 

@@ -72,12 +72,13 @@ class CallProgress(NamedTuple):
         if self.best is not None:
             words.append(f"best {self.best:.6g}")
         if self.gap is not None:
-            words.append(
-                f"at most {self.gap:.2%} above the shortest"
-                if self.gap
-                else "nothing shorter exists"
-            )
+            words.append(gap_words(self.gap))
         return f"{self.call}: {', '.join(words)}"
+
+
+def gap_words(gap: float) -> str:
+    """Say how far a schedule is from the shortest."""
+    return f"at most {gap:.2%} above the shortest" if gap else "nothing shorter exists"
 
 
 ProgressTo: TypeAlias = bool | Callable[[CallProgress], object]

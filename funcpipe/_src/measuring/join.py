@@ -24,11 +24,7 @@ def join(row: Sequence[Measured], popped: set[str]) -> Measured:
 
     A stage keeps its borders (inputs, skips, outputs) from its forward to its backward, whether
     autograd needs them or not. Between the borders it keeps the tensors that autograd keeps, each
-    once.
-
-    Args:
-        row: the layers.
-        popped: the names of the skips that other stages pop.
+    once. Other stages pop the skips ``popped``.
     """
     if len(row) == 1:
         only = row[0]

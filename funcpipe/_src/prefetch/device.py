@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import UserDict
 from copy import copy as shallow_copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -24,20 +24,13 @@ Pin: TypeAlias = Literal["auto"] | bool
 class ToDevice:
     """The batch stage that `to_device` makes, which describes the fields.
 
-    ``pin`` is "warn" in a stage without its own thread.
+    ``pin`` is "warn" in a thread that queues all work, which must not wait while memory is locked.
     """
 
     devices: Tree
     pin: Pin | Literal["warn"] = "auto"
     warned: list[str] = field(default_factory=list[str], repr=False)
     __name__ = "to_device"
-
-    def without_waiting(self) -> ToDevice:
-        """Return a stage for a thread that queues all work.
-
-        Such a thread must not wait while memory is page-locked, so the stage warns instead.
-        """
-        return replace(self, pin="warn") if self.pin == "auto" else self
 
     def __call__(self, batch: Tree) -> Tree:
         """Copy a batch to its devices. Leaves that are already there stay the same objects.

@@ -129,8 +129,8 @@ def overlap(
     for stage in named:
         threaded = depth > 0 and (thread if stage.thread is None else stage.thread)
         fn: Any = stage.fn
-        if isinstance(fn, ToDevice) and not threaded:
-            fn = fn.without_waiting()
+        if isinstance(fn, ToDevice) and fn.pin == "auto" and not threaded:
+            fn = replace(fn, pin="warn")
         listed.append(replace(stage, fn=fn, thread=threaded))
     plan = plan_of(listed, fold, depth, thread=thread, streamed=bool(streamed))
     if any(row.thread for row in plan.rows) and (modes := not_carried()):

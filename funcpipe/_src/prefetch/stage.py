@@ -261,15 +261,9 @@ def plan_of(
 
     A lead of None becomes a lead that decreases evenly from ``depth`` at the first stage to 0 at
     the fold or the loop. It is at least the largest lead of a later stage, and at most the lead of
-    the stage before and the stage's own lag.
+    the stage before and the stage's own lag. ``thread``: whether the source has a thread.
 
-    Args:
-        stages, fold, depth: as given to `overlap`.
-        thread: whether the source has a thread.
-        streamed: whether some device has streams.
-
-    Raises:
-        PlanError: a lead is larger than the depth, or than the lead of the stage before.
+    Raises PlanError if a lead is larger than the depth, or than the lead of the stage before.
     """
     rows: list[TickRow] = []
     limit = depth

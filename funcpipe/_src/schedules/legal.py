@@ -257,15 +257,8 @@ def _incomplete(
 def _miscounted(
     action: Action, device: int, times: int, begun: Action | None, once: Action | None
 ) -> list[str]:
-    """Return the faults of a U.
-
-    Args:
-        action: the U.
-        device: its device.
-        times: the number of earlier U of its stage.
-        begun: the first other action of its stage, if there was one.
-        once: the G or S of its stage, if there was one.
-    """
+    """Return the faults of a U, after ``times`` earlier U of its stage, the stage's first other
+    action, and its G or S."""
     if once is not None:
         return [
             (

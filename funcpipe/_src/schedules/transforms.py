@@ -23,15 +23,8 @@ _Inserted = dict[int, list[Action]]
 def refuse_unfit(
     name: str, schedule: object, kinds: Collection[Kind] = (), *, because: str, once: str = ""
 ) -> None:
-    """Raise ScheduleError for an object that a transform cannot take.
-
-    Args:
-        name: the name of the transform.
-        schedule: the object: a schedule with backwards and without the kinds is accepted.
-        kinds: the kinds that the transform inserts.
-        because: the reason why backwards are needed, for the message.
-        once: advice on how to apply the transform once, for the message.
-    """
+    """Raise ScheduleError unless the object is a schedule with backwards and without ``kinds``,
+    which the transform inserts. ``because`` and ``once`` end the messages."""
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"{name} takes a schedule; got a {type(schedule).__name__} (of a plan: "

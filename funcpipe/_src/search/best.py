@@ -142,13 +142,10 @@ class Best:
         self.schedule, self._timeline = schedule, timeline
 
     def _peaks(self, problem: Problem, schedule: Schedule) -> Sequence[float]:
-        """Return the most memory of each device.
-
-        Without offload, skips and outputs, memory depends on the order alone, so no simulation is
-        needed.
-        """
+        """Return the most memory of each device."""
         if _handed(problem) or problem.offload:
             return simulate(schedule, problem.cost).peak
+        # Otherwise memory depends on the order alone, so no simulation is needed.
         return [residual_peak(order, schedule, problem.cost) for order in schedule.orders]
 
     def _time(self, problem: Problem, schedule: Schedule) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from funcpipe._src.core.progress import gap_words
 from funcpipe._src.core.shown import guarded
 from funcpipe._src.data.result import Timeline, shares
 from funcpipe._src.data.schedule import Action, Schedule
@@ -68,14 +69,9 @@ class Found:
         return gap_of(self.value, self.lower_bound)
 
     def __str__(self) -> str:
-        proof = (
-            "nothing shorter exists"
-            if not self.gap
-            else f"at most {self.gap:.2%} above the shortest"
-        )
         head = f"{self.schedule.name}: {self.objective} {self.value:.6g}"
         return (
-            f"{head}, {proof}; bound by {self.binds}; {shares(self.timeline)}; peak "
+            f"{head}, {gap_words(self.gap)}; bound by {self.binds}; {shares(self.timeline)}; peak "
             f"{max(self.peak):.6g}; {self.evaluations} schedules timed, ended by {self.ended}"
         )
 

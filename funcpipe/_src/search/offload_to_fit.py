@@ -19,13 +19,7 @@ def offload_to_fit(
 
     Each round looks at the peak of each device above its limit, and offloads the residual of that
     moment with the longest wait. The residual leaves directly after its forward, and is back when
-    its backward starts.
-
-    Args:
-        problem: limits and costs.
-        schedule: a legal schedule.
-        time: the function that simulates a schedule.
-        budget: the budget; the function gives up when its time is over.
+    its backward starts. ``time`` simulates a schedule.
     """
     away: set[Action] = set()
     bare = schedule

@@ -11,16 +11,7 @@ SHAPES = ("line", "loop", "v")
 
 
 def placed(shape: str | Sequence[int], num_stages: int, num_devices: int) -> tuple[int, ...]:
-    """Return the device of each stage.
-
-    Args:
-        shape: "line" (neighbouring stages on each device, evenly), "loop" (stage s on device ``s
-            mod D``), "v" (down the devices and back up), or the device of each stage.
-        num_stages, num_devices: the counts.
-
-    Raises:
-        ScheduleError: the counts do not allow the placement.
-    """
+    """Return the device of each stage for `search`'s ``placement=``. Raises ScheduleError."""
     if not isinstance(shape, str):
         device_of = tuple(shape)
         numbers = all(type(device) is int for device in device_of)

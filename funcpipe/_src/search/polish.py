@@ -288,15 +288,8 @@ def bounds_of(lane: Sequence[CodedAction], position: int) -> tuple[int, int]:
 def polish(
     bench: Bench, lanes: Sequence[OrderedLane], rng: Random, budget: Budget, *, good: float
 ) -> Iterator[list[OrderedLane]]:
-    """Make random changes and keep those that do not lengthen the schedule. Yield each new best.
-
-    Args:
-        bench: scores the orders.
-        lanes: the lanes to begin with; not modified.
-        rng: the random numbers that choose changes.
-        budget: the evaluations and seconds to spend.
-        good: the value at which to stop.
-    """
+    """Make random changes and keep those that do not lengthen the schedule. Yield each new best,
+    until the budget is spent or ``good`` is reached."""
     lanes = list(lanes)
     joined = [lane.joined for lane in lanes]
     best = bench.score([lane.actions for lane in lanes], joined)

@@ -115,13 +115,7 @@ def sharpened(
 ) -> float:
     """Raise a lower bound by bisection: refute that a schedule of at most some length exists.
 
-    Args:
-        problem: the problem.
-        bound: a lower bound.
-        value: the value of the best schedule.
-        late: returns whether the time is over.
-        steps: the number of bisection steps. The first step asks whether any schedule is shorter
-            than ``value``.
+    ``value`` is that of the best schedule, and ``late`` returns whether the time is over.
     """
     # The first question: is the best schedule optimal, so that the search can end?
     low, high, middle = bound, value, value * (1 - 2 * ROUNDING)

@@ -127,12 +127,8 @@ class Play:
         """The free (lane, slot), with the time when their sender learns of it."""
 
     def run(self) -> None:
-        """Run all instructions. Takes linear time.
-
-        Raises:
-            FuncpipeError: an instruction waits for a later instruction. `make_plan` does not make
-                such programs.
-        """
+        """Run all instructions, in linear time. Raises FuncpipeError if one waits for a later one,
+        which programs of `make_plan` do not."""
         for number, instruction, values in self.program.walk():
             self.step(self.lanes[number], instruction, values)
 
@@ -219,12 +215,7 @@ class Play:
     def _hold(self, lane: LaneTimes, span: Span, run: Run, share: float, later: int) -> None:
         """Record the span of an action, and the residuals that it takes and frees.
 
-        Args:
-            lane: the lane.
-            span: the span.
-            run: the instruction.
-            share: the action's share of a microbatch's memory.
-            later: the number of actions after which it frees: 1 for the first of a pair.
+        ``later`` is the number of actions after which it frees: 1 for the first of a pair.
         """
         at, (kind, stage, _, _) = len(lane.spans), span.action
         lane.spans.append(span)

@@ -69,12 +69,8 @@ class TextLayout(NamedTuple):
 
 
 def width_of(width: int | None, word: str) -> int:
-    """Return the width to print: the given width, or the width of the terminal.
-
-    Raises:
-        TypeError: ``width`` is not a whole number.
-        ValueError: ``width`` is less than `LEAST_WIDTH`.
-    """
+    """Return the width to print: the given width, or the width of the terminal. Raises TypeError
+    or ValueError for a width that is no whole number, or less than `LEAST_WIDTH`."""
     if width is None:
         # In a terminal narrower than any drawing, lines wrap. Printing must not raise there.
         return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
