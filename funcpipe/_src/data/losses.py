@@ -68,59 +68,30 @@ ALIKE = Counts(known=True, alike=True)
 """The plain mean over microbatches, as in torch.distributed.pipelining."""
 
 
-_MODULES = tuple(
-    getattr(nn, f"{name}Loss")
-    for name in (
-        *(
-            "BCE",
-            "BCEWithLogits",
-            "CTC",
-            "CosineEmbedding",
-            "CrossEntropy",
-            "GaussianNLL",
-            "HingeEmbedding",
-            "Huber",
-        ),
-        *(
-            "KLDiv",
-            "L1",
-            "MSE",
-            "MarginRanking",
-            "MultiLabelMargin",
-            "MultiLabelSoftMargin",
-            "MultiMargin",
-            "NLL",
-        ),
-        *("PoissonNLL", "SmoothL1", "SoftMargin", "TripletMargin", "TripletMarginWithDistance"),
-    )
-)
-_FUNCTIONS = (
-    *(
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.cosine_embedding_loss,
-        F.cross_entropy,
-        F.ctc_loss,
-    ),
-    *(
-        F.gaussian_nll_loss,
-        F.hinge_embedding_loss,
-        F.huber_loss,
-        F.kl_div,
-        F.l1_loss,
-        F.margin_ranking_loss,
-    ),
-    *(
-        F.mse_loss,
-        F.multi_margin_loss,
-        F.multilabel_margin_loss,
-        F.multilabel_soft_margin_loss,
-        F.nll_loss,
-    ),
-    *(F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss),
-    F.triplet_margin_with_distance_loss,
-)
-_KNOWN = {*_FUNCTIONS, *(module.forward for module in _MODULES)}
+_LOSSES = {
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.cosine_embedding_loss: nn.CosineEmbeddingLoss,
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.ctc_loss: nn.CTCLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.l1_loss: nn.L1Loss,
+    F.margin_ranking_loss: nn.MarginRankingLoss,
+    F.mse_loss: nn.MSELoss,
+    F.multi_margin_loss: nn.MultiMarginLoss,
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss,
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+    F.triplet_margin_loss: nn.TripletMarginLoss,
+    F.triplet_margin_with_distance_loss: nn.TripletMarginWithDistanceLoss,
+}
+_KNOWN = {*_LOSSES, *(module.forward for module in _LOSSES.values())}
 """Torch's losses: functions, and the forwards of modules. The divisor of a mean is proportional to
 the rows, except for the losses in `_INDEXED`."""
 

@@ -85,9 +85,8 @@ class Best:
         """Whether the best schedule is as short as the lower bound."""
         return self.value <= self.bound * (1 + ROUNDING)
 
-    def begin(self, problems: Sequence[Problem], budget: Budget | None = None) -> None:
+    def begin(self, problems: Sequence[Problem], budget: Budget) -> None:
         """Offer the published schedules."""
-        budget = budget or self.budget
         self.budget.told.phase("published")
         for problem in problems:
             for source, schedule in starting_points(problem):
