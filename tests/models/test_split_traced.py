@@ -778,6 +778,22 @@ def test_models_that_no_way_takes():
         fp.split(spread, 2)
 
 
+def test_a_forward_that_computes_gradients_is_said_to_be_no_program():
+    """The model runs; torch.export cannot trace it, and the message says what to do."""
+
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.energy = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            x = self.first(x).detach().requires_grad_()
+            return x + torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    with pytest.raises(fp.PlanError, match=r"(?s)cannot be traced.*split\(model, num_stages\)"):
+        fp.split(Force(), 2, example=torch.randn(4, 4))
+
+
 def test_example_that_does_not_fit():
     model = net(lambda s, x: s.b(s.a(x)))
     with pytest.raises(fp.PlanError, match="the model itself fails on the example: .*3x5 and 8x8"):

@@ -228,3 +228,16 @@ def test_faults_are_data():
     assert FaultAt(1, 2, "F") == FaultAt(1, 2, fp.Kind.F)
     assert "FaultAt(stage=1, microbatch=2, kind=<Kind.F: 'F'>" in repr(FaultAt(1, 2, "F"))
     assert fp.Kind.F is FaultAt(1, 2, "F").kind
+
+
+def test_a_changed_model_is_refused_beneath_a_fault():
+    """As without one: stages compute with copies, which do not have the change."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    stage, params, _ = fp.from_module(model, name="part")
+    stages = FaultAt(0, 0, "R")([stage])  # the schedule has no R
+    plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss)
+    x = torch.randn(4, 3)
+    fp.run(plan, (params,), (x, x), seed=0)
+    model[1].p = 0.1
+    with pytest.raises(fp.PlanError, match="attributes of this .* were changed"):
+        fp.run(plan, (params,), (x, x), seed=0)

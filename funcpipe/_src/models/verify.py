@@ -154,8 +154,12 @@ def try_once(model: nn.Module, inputs: Any) -> None:
     states = [get() for _, get, _ in generators]
     drawn: list[str] = []
     try:
-        with torch.no_grad():
-            _call(shell(model), clones(model), inputs)
+        try:
+            with torch.no_grad():
+                _call(shell(model), clones(model), inputs)
+        except RuntimeError:  # perhaps the forward computes gradients itself
+            with torch.enable_grad():
+                _call(shell(model), clones(model), inputs)
     except PlanError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from funcpipe._src.core.tree import Tree
-from funcpipe._src.data.stage import Bindable, BoundFn, Stage
+from funcpipe._src.data.stage import Bindable, BoundFn, Origin, Stage
 
 StageCall: TypeAlias = Callable[[Tree, Tree, dict[str, Any]], Any]
 """``(params, input, extras) -> result of the stage``. A bound stage ignores params."""
@@ -42,6 +42,10 @@ class HookedFn(Bindable):
     def parts(self) -> Iterable[Stage]:
         """The parts of the stage."""
         return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
+
+    def origins(self) -> Iterable[Origin]:
+        """The models of the stage."""
+        return self.stage.origins()
 
 
 def hooked(stage: Stage, hook: Hook) -> Stage:
