@@ -30,7 +30,10 @@ import funcpipe as fp
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks.md"]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / page for page in ("index.md", "benchmarks.md", "internals/size.md")),
+]
 WORKLOADS = {
     "mlp": ("Linear and GELU", []),
     "gpt2": ("transformer", ["--width", "128", "--batch", "32"]),
@@ -230,6 +233,22 @@ def planning() -> str:
     return f"{table(head, rows)}\n\n{measured([record])}"
 
 
+def size() -> str:
+    """The size of the package by folder, before the folders were arranged anew and now."""
+    head = ["Folder", "lines", "code alone", "files", "longest function", "comments"]
+    parts = []
+    for record in read(FOLDER / "size.json"):
+        rows = []
+        for row in sorted(record.rows, key=lambda row: (row["folder"] == "all", -row["lines"])):
+            code = row["lines"] - row["docstrings"] - row["blank"] - row["comments"]
+            comments = f"{row['comments'] / row['lines']:.1%}"
+            numbers = [f"{row['lines']:,}", f"{code:,}", row["files"], row["longest"]]
+            rows.append([row["folder"], *map(str, numbers), comments])
+        when = f"At {record.option('at', '')}" if "--at" in record.options else "Now"
+        parts.append(f"{when}:\n\n{table(head, rows)}\n\n{measured([record])}")
+    return "\n\n".join(parts)
+
+
 def gpu() -> str:
     """One GPU: the time of a step over that of an accumulation loop."""
     step, joined = read(FOLDER / "h200.json")
@@ -312,7 +331,7 @@ def memory_chart() -> str:
 
 REGIONS: dict[str, Callable[..., str]] = {
     made.__name__: made
-    for made in (readme, families, speed, memory, processes, overhead, planning, gpu)
+    for made in (readme, families, speed, memory, processes, overhead, planning, gpu, size)
 }
 CHARTS = {"speed.svg": speed_chart, "memory.svg": memory_chart}
 
@@ -336,6 +355,8 @@ def measure() -> None:
     ]
     calls.append(["bench_overhead.py", "--repeats", "80", "--json", str(FOLDER / "overhead.json")])
     calls.append(["bench_plan.py", "--json", str(FOLDER / "planning.json")])
+    size = ["bench_size.py", "--json", str(FOLDER / "size.json")]
+    calls += [[*size, "--at", "7389999"], size]
     for script, *options in calls:
         words = [sys.executable, str(Path(__file__).parent / script), *options]
         subprocess.run(words, check=True, cwd=ROOT)
