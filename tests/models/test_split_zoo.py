@@ -58,14 +58,14 @@ class ByRows:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "ties"), CASES)
 def test_loss_and_gradients_equal_the_model(name, way, ties):
-    """2, 3 and 4 stages, 1F1B and zero-bubble: to 1e-10."""
+    """2 and 4 stages, 1F1B and zero-bubble: to 1e-10."""
     if way == "layers" and name in TRACED_ONLY:
         with pytest.raises(fp.PlanError, match="example="):
             cut(name, way, 2)
         return
     given = batch(name, sum(PARTS))
     loss, grads = reference(zoo(name), given, PARTS)
-    for count in (2, 3, 4):
+    for count in (2, 4):
         model, made = cut(name, way, count, ties=ties)
         assert bool(made.ties) == (name in TIED and ties == "replicate")
         for family in (fp.schedules.one_f_one_b, fp.schedules.zero_bubble):
@@ -94,12 +94,12 @@ def test_loss_and_gradients_equal_the_model(name, way, ties):
     [(name, way) for name, way in product(sorted(ZOO), ("traced", "layers")) if ZOO[name].draws],
 )
 def test_dropout_does_not_depend_on_the_cuts(name, way):
-    """2, 3 and 4 stages agree bit for bit."""
+    """2 and 4 stages agree bit for bit."""
     if way == "layers" and name in TRACED_ONLY:
         pytest.skip("cannot be cut so")
     given = batch(name, 4)
     seen = {}
-    for count in (2, 3, 4):
+    for count in (2, 4):
         _, made = cut(name, way, count, dropout=0.2)
         plan = fp.make_plan(
             made.stages,
@@ -114,10 +114,9 @@ def test_dropout_does_not_depend_on_the_cuts(name, way):
             float(result.loss),
             {key: one for key, one in merged.items() if key not in made.rest},
         )
-    for count in (3, 4):
-        assert seen[count][0] == seen[2][0]
-        for key, one in seen[count][1].items():
-            if name in SUMS_DIFFER:
-                torch.testing.assert_close(one, seen[2][1][key], rtol=0, atol=1e-14)
-            else:
-                assert torch.equal(one, seen[2][1][key]), key
+    assert seen[4][0] == seen[2][0]
+    for key, one in seen[4][1].items():
+        if name in SUMS_DIFFER:
+            torch.testing.assert_close(one, seen[2][1][key], rtol=0, atol=1e-14)
+        else:
+            assert torch.equal(one, seen[2][1][key]), key
