@@ -83,12 +83,17 @@ class Pool:
         """The results of a task that does not fail."""
         results = self.run(task, *args, seconds=seconds)
         wrong = [
-            f"rank {rank}: {each and each.trace}"
+            f"rank {rank}: {self._end_of(rank) if each is None else each.trace}"
             for rank, each in enumerate(results)
             if each is None or isinstance(each, Failed)
         ]
         assert not wrong, "\n".join(wrong)
         return results
+
+    def _end_of(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join(1.0)
+        return "hangs" if process.is_alive() else f"its process ended with {process.exitcode}"
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
