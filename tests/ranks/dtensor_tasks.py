@@ -9,7 +9,12 @@ from common import same
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import funcpipe as fp
 
@@ -327,3 +332,59 @@ def not_finite(rank: int, size: int) -> None:
     x[1, -1] = float("nan")
     fp_stages = [fp.stage(partial(block, over=[Shard(1)], first=stage == 0)) for stage in range(2)]
     two(rank, fp_stages, params, squares, (x, x), check="finite")
+
+
+class Pair(torch.nn.Module):
+    """Two layers for torch's tensor parallelism; what the second returns is handed on as it is."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.shape = shape
+
+    def forward(self, *x: Tensor) -> Any:
+        h = torch.tanh(self.up(sum(x)))
+        return (self.down(h), self.down(h)) if self.shape == "several" else self.down(h)
+
+
+def with_styles(rank: int, size: int, shape: str) -> list[str]:
+    """Stages that end in `RowwiseParallel`: their outputs come from a collective that may still
+    run."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def loss(y: Any, target: Any) -> Tensor:
+        return F.mse_loss(sum(map(entire, y)) if isinstance(y, tuple) else entire(y), target)
+
+    def parts() -> list[Pair]:
+        torch.manual_seed(0)
+        return [Pair(shape).double() for _ in range(2)]
+
+    torch.manual_seed(1)
+    x, target = (torch.randn(8, 8, dtype=torch.float64) for _ in range(2))
+    whole, y = parts(), (x,)
+    for part in whole:
+        y = part(*y)
+        y = y if isinstance(y, tuple) else (y,)
+    expected = F.mse_loss(sum(y), target)
+    expected.backward()
+    cut = parts()
+    for part in cut:
+        last = RowwiseParallel(use_local_output=shape != "dtensor")
+        parallelize_module(part, mesh["tp"], {"up": ColwiseParallel(), "down": last})
+    stages, params, _ = zip(*[fp.from_module(part) for part in cut], strict=True)
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 4), loss=loss, devices="cpu")
+    wrong: list[str] = []
+    with fp.ranks(plan, mesh["pp"], timeout=30.0) as ranks:
+        for how in ("serial", ranks):
+            own = [
+                tree if how == "serial" or s in ranks.stages else None
+                for s, tree in enumerate(params)
+            ]
+            result = fp.run(plan, own, (x, target), executor=how)
+            torch.testing.assert_close(result.loss, expected.detach())
+            for stage, tree in enumerate(result.grads):
+                for name, gradient in (tree or {}).items():
+                    known = whole[stage].get_parameter(name).grad
+                    if not torch.allclose(entire(gradient), known):
+                        wrong.append(f"{how}: {stage} {name}")
+    return wrong

@@ -48,6 +48,13 @@ def test_a_mesh_that_is_not_found_is_named_with_its_stage(pools, what, stage, wo
         assert f"F0 of stage {stage}" in (failed.notes[0] if own else failed.text)
 
 
+@pytest.mark.parametrize("shape", ["local", "dtensor", "several"])
+def test_a_stage_may_end_in_a_style_of_tensor_parallelism(pools, shape):
+    """Outputs of collectives that may still run are waited for before they are sent."""
+    for wrong in pools(4).all("dtensor_tasks.with_styles", shape):
+        assert [] == wrong
+
+
 def test_skips_feeds_and_losses_may_be_dtensors(pools):
     for wrong in pools(4).all("dtensor_tasks.detailed"):
         assert [] == wrong
