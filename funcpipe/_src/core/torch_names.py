@@ -255,15 +255,20 @@ transforms: Callable[[], Any] = private(
 must be fast. Without it: None."""
 
 _LOST = "stages with forward-mode derivatives are not refused on threads"
+_dual_levels: Any = private("torch._functorch.predispatch", instead=None, lost=_LOST)
+_ENTER = "_enter_dual_level_impl"
 FORWARD_MODE: Sequence[tuple[Any, str]] = [
-    (private("torch._functorch.predispatch", instead=None, lost=_LOST), "_enter_dual_level_impl"),
+    # Torch 2.11 has the public function alone.
+    (_dual_levels, _ENTER)
+    if hasattr(_dual_levels, _ENTER)
+    else (torch.autograd.forward_ad, "enter_dual_level"),
     (
         private("torch.autograd.forward_ad._set_fwd_grad_enabled", instead=None, lost=_LOST),
         "__init__",
     ),
 ]
-"""(owner, attribute) of the functions through which all forward-mode derivatives begin. Without it:
-the owner is None."""
+"""(owner, attribute) of the functions through which all forward-mode derivatives begin. Without
+them: the public function, and None as an owner."""
 
 _FUNC = "models cut at their blocks do not run under torch.func"
 _is_wrapped: Callable[[Tensor], bool] = private(
