@@ -75,9 +75,8 @@ def sendable(leaf: Any, number: int = 0, spreads: dict[int, Spread] | None = Non
             if spreads is not None and hasattr(leaf, "device_mesh"):
                 spreads[number] = Spread.of(leaf)
                 return sendable(dense(leaf.to_local()))  # pyright: ignore[reportAttributeAccessIssue]
-            if hasattr(
-                leaf, "wait"
-            ):  # of a collective that may still run, as tensor parallelism does
+            # Styles of tensor parallelism return results of collectives that may still run.
+            if hasattr(leaf, "wait"):
                 return sendable(dense(leaf.wait()))  # pyright: ignore[reportAttributeAccessIssue]
             raise PlanError(
                 f"a {type(leaf).__name__} ({leaf.layout}) cannot go to another process; pass plain, "

@@ -115,7 +115,8 @@ def sharpened(
 ) -> float:
     """Raise a lower bound by bisection: refute that a schedule of at most some length exists.
 
-    ``value`` is that of the best schedule, and ``late`` returns whether the time is over.
+    ``value`` is the value of the best schedule, ``late`` returns whether the time is over, and
+    ``steps`` is the number of bisection steps.
     """
     # The first question: is the best schedule optimal, so that the search can end?
     low, high, middle = bound, value, value * (1 - 2 * ROUNDING)

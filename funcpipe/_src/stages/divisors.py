@@ -149,40 +149,39 @@ def why_not_mean(
     # Not compiled: other numbers of rows and double precision would compile the loss again.
     eager = uncompiled(fn)
 
-    def value(first_rows: list[Any], start: int, stop: int, counts: bool) -> float:
+    def value(few: list[Any], start: int, stop: int, count_of: int | None) -> float:
         # Copies, because a loss may work in place.
         parts = [
-            leaf[start:stop].clone()
-            if cut
-            else stop - start
-            if counts and type(leaf) is int and leaf == rows
-            else leaf
-            for leaf, cut in zip(first_rows, is_cut, strict=True)
+            leaf[start:stop].clone() if cut else leaf for leaf, cut in zip(few, is_cut, strict=True)
         ]
+        parts = [stop - start if type(leaf) is int and leaf == count_of else leaf for leaf in parts]
         loss = read_loss(eager(*unflatten(spec, parts)))[1]
         if loss.weight is not None:
             raise ValueError("a loss with a weight is no mean")
         return loss.sum.item()
 
-    def compare(counts: bool) -> str:
+    def compare(count_of: int | None) -> str:
+        """Compare a few rows with their parts. Ints equal to ``count_of`` are numbers of rows."""
         # Some losses need two rows, such as the mean of the two hardest rows. Others need single
         # precision, such as a loss with a layer of its own.
         tries = [(most, 1, is_small), (_ROWS, 2, is_small), (most, 1, False), (_ROWS, 2, False)]
-        for count, cut, exact in tries:
+        for count, first, exact in tries:
             with suppress(Exception), torch.no_grad():
                 few = [
-                    _rows(leaf, count, exact=exact) if cuts else leaf
-                    for leaf, cuts in zip(leaves, is_cut, strict=True)
+                    _rows(leaf, count, exact=exact) if cut else leaf
+                    for leaf, cut in zip(leaves, is_cut, strict=True)
                 ]
-                whole = value(few, 0, count, counts)
-                parts = value(few, 0, cut, counts), value(few, cut, count, counts)
-                return _difference(whole, parts, (count, cut), 1e-6 if exact else single)
+                whole = value(few, 0, count, count_of)
+                parts = value(few, 0, first, count_of), value(few, first, count, count_of)
+                return _difference(whole, parts, (count, first), 1e-6 if exact else single)
         return ""
 
-    # An int equal to the rows may be their number: a traced model passes it on to its last stage.
-    reason = compare(counts=in_model)
+    # A traced model passes the number of rows on to its last stage. In an output that the loss
+    # reads, an int equal to the rows may also be a constant, so both readings must show a sum or no
+    # mean.
+    reason = compare(rows if in_model else None)
     if reason and not in_model and any(type(leaf) is int and leaf == rows for leaf in leaves):
-        reason = compare(counts=True)
+        reason = compare(rows)
     if weight is None and not reason.startswith(_SUM):
         return ""
     remedy = "make_plan(weight=lambda target: len(target))"

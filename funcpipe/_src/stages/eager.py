@@ -368,7 +368,9 @@ class EagerBound:
         """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
 
         The stage runs in evaluation mode, because batch norm in training compares rows. Each call
-        gets a newly bound function, so that no attribute which a forward keeps reaches another.
+        gets a newly bound function, so that an attribute which a forward keeps reaches no other
+        call. The function is not released, because `release` compares such attributes with those
+        of earlier runs.
         """
         stage, loss = self.stage, self.loss
         assert loss is not None

@@ -127,8 +127,8 @@ class Play:
         """The free (lane, slot), with the time when their sender learns of it."""
 
     def run(self) -> None:
-        """Run all instructions, in linear time. Raises FuncpipeError if one waits for a later one,
-        which programs of `make_plan` do not."""
+        """Run all instructions, in linear time. Raises FuncpipeError if an instruction waits for a
+        later instruction. `make_plan` does not make such programs."""
         for number, instruction, values in self.program.walk():
             self.step(self.lanes[number], instruction, values)
 
