@@ -19,8 +19,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 import funcpipe as fp
+from funcpipe._src.devices.ranges import named_range
 from funcpipe._src.engine import execute
-from funcpipe._src.engine.ranges import named_range
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 ALL_THREADS = _ExperimentalConfig(profile_all_threads=True)

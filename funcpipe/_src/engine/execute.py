@@ -36,12 +36,11 @@ from funcpipe._src.engine.failures import (
     whole_pair,
 )
 from funcpipe._src.engine.finish import commit, commits, finish, release, statistics_of
-from funcpipe._src.engine.lane import Lane
+from funcpipe._src.engine.lane import Lane, ranged
 from funcpipe._src.engine.mail import Inbox, Mailbox, PoolLevel
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.part import PlanPart, whole
 from funcpipe._src.engine.prepare import Prepared, prepare
-from funcpipe._src.engine.ranges import ranged
 from funcpipe._src.engine.steps import make_step
 from funcpipe._src.optimizing.stepping import Stepping
 from funcpipe._src.replicas.gathered import holding

@@ -32,9 +32,9 @@ from funcpipe._src.data.schedule import Kind
 from funcpipe._src.devices.device_graph import Recorded, Unrecordable
 from funcpipe._src.devices.devices import plan_devices, same_device
 from funcpipe._src.devices.stream import Place
+from funcpipe._src.engine.arguments import checked_seed, split_batch
 from funcpipe._src.engine.executors import Serial, suiting
 from funcpipe._src.engine.options import RunOptions
-from funcpipe._src.engine.prepare import checked_seed, split_batch
 from funcpipe._src.stages.context import RUNNING, checked_plan, not_carried, refuse_transforms
 from funcpipe._src.stages.trainable import trainable_leaves
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from funcpipe._src.core.border import Border
 from funcpipe._src.data.program import CALLER, LaneProgram, Receive, Run, Send
 from funcpipe._src.data.schedule import Action
 from funcpipe._src.devices.device_clock import LaneClock
+from funcpipe._src.devices.ranges import named_range
 from funcpipe._src.devices.stream import Channel, Place, Ticket
 from funcpipe._src.engine.mail import Mailbox, PoolLevel
 from funcpipe._src.engine.steps import Step
@@ -191,3 +194,14 @@ def _measured(
         return results
 
     return measured
+
+
+def ranged(step: Step, program: LaneProgram, device: torch.device) -> Step:
+    """Wrap a step in a range with the name of its action, such as ``action 2F3``."""
+
+    def ranged(reads: list[Any], run: Run) -> Sequence[Any]:
+        # Without the word, profilers take a name such as 2F0 for a C++ symbol and show F0.
+        with named_range(f"action {program.action(run)}", device):
+            return step(reads, run)
+
+    return ranged

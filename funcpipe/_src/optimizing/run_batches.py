@@ -18,11 +18,11 @@ from funcpipe._src.core.errors import PlanError, StageError
 from funcpipe._src.core.tree import Tree
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
+from funcpipe._src.engine.arguments import checked_seed
 from funcpipe._src.engine.execute import LaneExecutor
 from funcpipe._src.engine.executors import executor_for
 from funcpipe._src.engine.failures import add_note, in_batch
 from funcpipe._src.engine.options import Executor, ExecutorLike, RunOptions
-from funcpipe._src.engine.prepare import checked_seed
 from funcpipe._src.optimizing.optim import check_options, steps_by_leaf
 from funcpipe._src.optimizing.rates import Rates, refuse_scheduler
 from funcpipe._src.optimizing.stepping import held_by

@@ -20,7 +20,7 @@ from torch import Tensor
 from funcpipe._src.core.errors import FuncpipeError, PlanError, Where, at_batch
 from funcpipe._src.core.torch_names import version
 from funcpipe._src.core.tree import Tree, flatten, locations
-from funcpipe._src.engine.ranges import named_range
+from funcpipe._src.devices.ranges import named_range
 from funcpipe._src.engine.worker import compute_with
 from funcpipe._src.prefetch.stage import BatchStage, Fold, TickRow
 from funcpipe._src.prefetch.stats import StageStats

@@ -1,16 +1,12 @@
-"""``ranges=True``: make each action a range of torch.profiler, and of NVTX on CUDA devices."""
+"""Named ranges of torch.profiler, and of NVTX on CUDA devices."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch.profiler import record_function
-
-from funcpipe._src.data.program import LaneProgram, Run
-from funcpipe._src.engine.steps import Step
 
 
 def named_range(name: str, device: torch.device) -> AbstractContextManager[object]:
@@ -27,14 +23,3 @@ def _for_both(name: str) -> Generator[None]:
             yield
     finally:
         torch.cuda.nvtx.range_pop()
-
-
-def ranged(step: Step, program: LaneProgram, device: torch.device) -> Step:
-    """Wrap a step in a range with the name of its action, such as ``action 2F3``."""
-
-    def ranged(reads: list[Any], run: Run) -> Sequence[Any]:
-        # Without the word, profilers take a name such as 2F0 for a C++ symbol and show F0.
-        with named_range(f"action {program.action(run)}", device):
-            return step(reads, run)
-
-    return ranged
