@@ -60,6 +60,10 @@ def test_unknown_options_are_refused(plan):
         fp.value_and_grad(plan, has_aux=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'has_aux'"):
         fp.value_and_grad(plan)(PARAMS, BATCH, has_aux=True)
+    with pytest.raises(
+        TypeError, match=r"takes \(params, batch\), where batch is \(inputs, target\)"
+    ):
+        fp.value_and_grad(plan)(PARAMS, *BATCH)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "GPipe", "ScheduleGPipe", "AFAB"])

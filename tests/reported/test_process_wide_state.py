@@ -4,6 +4,7 @@ derivatives."""
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -340,6 +341,31 @@ def test_every_switch_is_refused_on_threads_and_put_back(switch):
         getattr(switch.owner, switch.setter)(*now[:1])
     switch.write(*now)
     assert now == switch.read()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        fp.run_sequential,
+        partial(fp.run, executor="serial"),
+        partial(fp.run, executor="threads"),
+    ],
+    ids=["sequential", "serial", "threads"],
+)
+def test_a_stage_that_seeds_torch(run):
+    """The seed would have no effect, because each draw has a key."""
+
+    def seeded(p, x):
+        try:
+            torch.manual_seed(3)
+        except fp.PlanError:
+            pass  # swallowed, and raised again after the action
+        return x @ p["w"] + torch.randn(4)
+
+    plan = plan_of(seeded)
+    with pytest.raises(fp.PlanError, match="calls torch.manual_seed, which has no effect within"):
+        run(plan, params(), (X, X), seed=0)
+    torch.manual_seed(3)  # works again outside of runs
 
 
 def test_check_stage_names_the_switch():

@@ -180,7 +180,8 @@ def value_and_grad(
 
     Raises:
         PlanError: the plan has no loss, or its schedule has no backwards.
-        TypeError: `run` has no option of this name.
+        TypeError: `run` has no option of this name. The returned function raises it for more than
+            two positional arguments.
     """
     if not isinstance(plan, Plan) or plan.loss is None or not plan.schedule.has_backward:
         raise PlanError(
@@ -192,8 +193,13 @@ def value_and_grad(
         raise TypeError(f"value_and_grad got an option that fp.run does not have: {unknown[0]!r}")
 
     def computed(
-        params: Sequence[Tree], batch: Any, **more: Any
+        params: Sequence[Tree], batch: Any, *others: Any, **more: Any
     ) -> tuple[tuple[Tensor, Result], tuple[Tree, ...]]:
+        if others:
+            raise TypeError(
+                "the function of value_and_grad takes (params, batch), where batch is (inputs, "
+                f"target); got {2 + len(others)} positional arguments"
+            )
         result = run(plan, params, batch, **(options | more))
         assert result.loss is not None
         assert result.grads is not None

@@ -32,6 +32,7 @@ class Switch(NamedTuple):
         owner, setter: the object and the attribute where torch looks up the setter.
         read: returns the setter's arguments for the present setting; None: torch has no getter.
         write: restores a setting.
+        refusal: why a stage may never call the setter, or "".
     """
 
     name: str
@@ -39,6 +40,7 @@ class Switch(NamedTuple):
     setter: str
     read: Callable[[], tuple[Any, ...]] | None
     write: Callable[..., Any]
+    refusal: str = ""
 
 
 _SWITCHES = {
@@ -73,6 +75,13 @@ _SWITCHES = {
     ),
 }
 """The words in the names of setters that `switch_of` knows, by the public call that calls them."""
+
+
+_NO_SEEDS = (
+    "which has no effect within a run, because the run's seed and the layer determine each draw; "
+    "give fp.run(..., seed=), or, for the same numbers in each call, draw them when you make the "
+    "model and register a buffer"
+)
 
 
 @cache
@@ -113,6 +122,10 @@ def switches() -> Sequence[Switch]:
         ),
         Switch(
             "torch.set_flush_denormal", torch, "set_flush_denormal", None, torch.set_flush_denormal
+        ),
+        *(
+            Switch("torch.manual_seed", owner, "manual_seed", None, torch.manual_seed, _NO_SEEDS)
+            for owner in (torch, torch.random)
         ),
     ]
     for name, words in _SWITCHES.items():
@@ -178,6 +191,8 @@ class SwitchWatch:
     def before(self, switch: Switch, values: tuple[Any, ...]) -> None:
         """Note that a stage is about to change a switch. Raises PlanError if other stages would see the
         change."""
+        if switch.refusal:
+            self._refuse(f"the stage calls {switch.name}, {switch.refusal}")
         present = None if switch.read is None else switch.read()
         if present == values or (present is not None and present[: len(values)] == values):
             return  # torch.compile sets switches to their present values
