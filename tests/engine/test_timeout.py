@@ -70,6 +70,21 @@ def test_a_stage_that_never_returns(executor, kind, action):
     assert fp.run(good, PARAMS, (X, X), executor=executor, timeout=5).loss == 0
 
 
+def test_a_stage_in_a_folder_with_the_name_of_the_package():
+    """Only files of the package itself are left out of the stack."""
+    space = {"time": time}
+    code = "def stage(p, x):\n    for _ in range(1000):\n        time.sleep(0.02)\n    return x"
+    exec(compile(code, "/home/user/funcpipe/train.py", "exec"), space)
+    plan = fp.make_plan(
+        [fp.stage(space["stage"]), fp.stage(lambda p, x: x * p)],
+        fp.schedules.one_f_one_b(S, M),
+        loss=F.mse_loss,
+        devices="cpu",
+    )
+    with pytest.raises(fp.RunTimeout, match=r'"/home/user/funcpipe/train\.py", line 3, in stage'):
+        fp.run(plan, PARAMS, (X, X), executor="threads", timeout=0.5)
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_slow_is_not_stuck(executor):
     """Every action takes less than the timeout, the run takes longer."""

@@ -231,7 +231,8 @@ def located(error: BaseException, where: Where) -> BaseException:
     return new
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1])
+"""The folder of this package's code, whose frames are left out of tracebacks and stacks."""
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -242,7 +243,7 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     others: list[TracebackType] = []
     step = None if os.environ.get("FUNCPIPE_TRACEBACKS") == "full" else trace
     while step is not None:
-        others += [] if step.tb_frame.f_code.co_filename.startswith(_PACKAGE) else [step]
+        others += [] if step.tb_frame.f_code.co_filename.startswith(PACKAGE) else [step]
         step = step.tb_next
     shorter: TracebackType | None = None
     for step in reversed(others):

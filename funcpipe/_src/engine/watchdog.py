@@ -13,7 +13,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Self
 
-from funcpipe._src.core.errors import RunTimeout
+from funcpipe._src.core.errors import PACKAGE, RunTimeout
 from funcpipe._src.data.program import Receive
 from funcpipe._src.engine.execute import Execution
 from funcpipe._src.engine.lane import Lane
@@ -177,7 +177,7 @@ def describe(executions: Sequence[Execution], seconds: float) -> str:
             shown = [
                 entry
                 for entry in traceback.extract_stack(frame)
-                if "/funcpipe/" not in entry.filename.replace("\\", "/")
+                if not entry.filename.startswith(PACKAGE)
                 and not entry.filename.endswith("threading.py")
             ]
             if shown:
