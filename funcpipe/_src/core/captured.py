@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+from funcpipe._src.core.torch_names import children_of
 
 
 def captured_values(fn: Any) -> dict[str, Any]:
@@ -55,6 +58,74 @@ def lent_modules(fn: Any) -> dict[int, tuple[str, nn.Module]]:
     elif not isinstance(fn, nn.Module) and callable(fn):
         values |= getattr(getattr(fn, "__self__", fn), "__dict__", {})
     return {id(net): (str(name), net) for name, net in values.items() if _lends(net)} | inner
+
+
+def attribute_reads(fn: Any) -> tuple[set[str], dict[int, nn.Module]]:
+    """Return the names of the attributes that a function may read, and the modules that it reaches.
+
+    Follows functions and methods that it calls, except those of torch and other packages that are
+    not the user's. Modules are by id, with all modules inside.
+    """
+    names, modules, seen = {"__call__", "forward"}, dict[int, nn.Module](), dict[int, Any]()
+    objects: list[Any] = []
+    todo = [fn]
+    while todo:
+        value = todo.pop()
+        if id(value) not in seen and not isinstance(value, type):
+            seen[id(value)] = value  # kept alive: otherwise another object could get its id
+            if isinstance(value, FunctionType):
+                if not is_foreign(value):
+                    names |= _attributes(value.__code__)
+                    todo += captured_values(value).values()
+                    todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            elif isinstance(value, partial):
+                todo += [value.func, *value.args, *value.keywords.values()]  # pyright: ignore[reportUnknownMemberType]
+            elif isinstance(value, MethodType):
+                todo += [value.__func__, value.__self__]
+            elif isinstance(value, (list, tuple)):
+                todo += value[:_FEW]  # pyright: ignore[reportUnknownArgumentType]
+            elif isinstance(value, dict):
+                todo += [*value.values()][:_FEW]  # pyright: ignore[reportUnknownArgumentType]
+            elif isinstance(value, nn.Module) and value is not fn:
+                modules |= {id(module): module for module in value.modules()}
+            elif not is_foreign(type(value)):
+                objects.append(value)
+                todo += getattr(value, "__dict__", {}).values()
+                todo += children_of(value).values() if isinstance(value, nn.Module) else ()
+        if not todo:  # methods of the objects, if the code found so far has their names
+            todo += [
+                method
+                for each in objects
+                for name, method in vars(type(each)).items()
+                if name in names and id(method) not in seen
+            ]
+    return names, modules
+
+
+_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
+"""Packages whose functions are not followed."""
+
+
+def is_foreign(value: Any) -> bool:
+    """Return whether a function or a class is of one of the packages that are not followed."""
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in _OTHERS
+
+
+_FEW = 100
+"""The most entries of a container that are followed."""
+
+
+def _attributes(code: CodeType) -> set[str]:
+    """Return the names of the attributes that code reads, also in inner functions."""
+    found = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    }
+    if "getattr" in code.co_names:
+        found |= {constant for constant in code.co_consts if isinstance(constant, str)}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found.union(*map(_attributes, inner))
 
 
 def _lends(value: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -64,6 +64,13 @@ class Origin(Protocol):
 
     def replaced(self) -> Mapping[str, Any]:
         """Return the parameters that the model had then, and now has no longer, by their names."""
+        ...
+
+    def written_by_forwards(
+        self, names: Collection[str], modules: Collection[int]
+    ) -> Iterable[str]:
+        """Return the paths of attributes with these names that forwards write, in some modules (by
+        id)."""
         ...
 
 

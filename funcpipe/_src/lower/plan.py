@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from funcpipe._src.core.captured import rebound_names
+from funcpipe._src.core.captured import attribute_reads, rebound_names
 from funcpipe._src.core.errors import PlanError, raise_all
 from funcpipe._src.core.remembered import Remembered
 from funcpipe._src.core.tree import flatten
@@ -130,6 +130,7 @@ def make_plan(
             counts = counts_of(loss)
         except PlanError as error:
             faults.append(str(error))
+        faults += _stale_reads(loss, stages)
     if weight is not None and loss is None:
         faults.append("weight= is the share of each microbatch in the loss, but there is no loss=")
     raise_all("no such plan:", faults)
@@ -214,6 +215,30 @@ def _carry(carry: Any, stages: Sequence[Any], schedule: Any) -> list[str]:
             "keyword carry, or split the model with slices=True"
         ]
     return []
+
+
+def _stale_reads(loss: Callable[..., Any], stages: Sequence[Stage]) -> list[str]:
+    """Return a fault if the loss reads attributes that a model's forward writes.
+
+    Stages compute with copies of the model, so the model itself keeps the old values.
+    """
+    origins = {id(origin): origin for part in stages for origin in part.origins()}
+    names, modules = attribute_reads(loss) if origins else ((), ())
+    places = sorted(
+        {
+            place
+            for origin in origins.values()
+            for place in origin.written_by_forwards(names, modules)
+        }
+    )
+    if not places:
+        return []
+    return [
+        f"the loss reads {', '.join(map(repr, places))} of the model, which its forward writes, but "
+        "stages compute with copies of the model, so the loss would see old values. Return such a "
+        "value beside the output, through all later layers, and take it from y in the loss; for a "
+        "function stage: fp.Out(y, loss=(term, 1.0))"
+    ]
 
 
 def _whole(stages: Sequence[Any], schedule: Any) -> list[str]:

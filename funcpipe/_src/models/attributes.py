@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -269,6 +269,19 @@ class ModuleAttributes:
                 if old is not None and now.get(name) is not old:
                     out[f"{path}.{name}" if path else name] = old
         return out
+
+    def written_by_forwards(
+        self, names: Collection[str], modules: Collection[int]
+    ) -> Iterable[str]:
+        """Return the paths of attributes with these names that forwards write, in some modules (by
+        id)."""
+        found: list[str] = []
+        for path, reference, _, _ in self.children:
+            module = reference()
+            if module is not None and id(module) in modules:
+                written = sorted(uses_of(type(module)).written.intersection(names))
+                found += [f"{path}.{name}" if path else name for name in written]
+        return found
 
     def _changes(self) -> Iterator[Change]:
         for path, reference, names, children in self.children:

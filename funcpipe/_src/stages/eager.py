@@ -54,7 +54,13 @@ from funcpipe._src.stages.context import autocasting, no_autocast
 from funcpipe._src.stages.divisors import WatchDivisors, note_passed, refuse_left_out, why_not_mean
 from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
-from funcpipe._src.stages.foreign import refuse_backward, refuse_foreign, refuse_in_loss
+from funcpipe._src.stages.foreign import (
+    mark_owner,
+    refuse_backward,
+    refuse_foreign,
+    refuse_in_loss,
+    refuse_other_stages,
+)
 from funcpipe._src.stages.global_draws import Recomputations
 from funcpipe._src.stages.params import StageParams, versions
 from funcpipe._src.stages.reported import detached_side, is_empty, kept_statistics
@@ -177,8 +183,7 @@ class EagerBound:
         return out
 
     def _check_graph(self, residual: EagerResidual) -> None:
-        """Check that each leaf of a graph is a parameter or an input. A run gives other leaves no
-        gradient.
+        """Check that each leaf of a graph is a parameter or an input. Others get no gradient.
 
         The first run of a stage checks the first two graphs, and later runs check the second one.
         """
@@ -189,6 +194,7 @@ class EagerBound:
         input_ids = {id(leaf) for leaf in inputs}
         if self.is_first_run:
             self._check_first_graphs(roots)
+        mark_owner((*self.params.inputs, *inputs), self.index)
         if has_foreign_leaf(roots, self.params.input_ids, input_ids):
             self._refuse_foreign(residual, self.params.input_ids | input_ids)
         else:  # otherwise the forward made the leaves itself, so check the next graph, too
@@ -208,12 +214,9 @@ class EagerBound:
             self.reentrant = True
 
     def _refuse_foreign(self, residual: EagerResidual, known: Collection[int]) -> None:
-        """Refuse foreign leaves of the stage and of the loss. Leaves that only the loss reaches
-        belong to the loss.
-
-        Raises:
-            PlanError: names the leaves.
-        """
+        """Raise PlanError for foreign leaves of the stage and of the loss. Leaves that only the
+        loss reaches belong to the loss."""
+        refuse_other_stages(self.index, leaves_behind(residual.roots()))
         of_stage = {
             id(leaf): leaf
             for leaf in leaves_behind(residual.roots(loss=False))

@@ -54,6 +54,31 @@ def refuse_foreign(stage: Stage, fn: Any, foreign: Sequence[Tensor]) -> None:
     refs[:] = map(weakref.ref, foreign)
 
 
+_OWNER = "_funcpipe_stage"
+"""The attribute of a parameter's alias, or of an input, with the number of its stage."""
+
+
+def mark_owner(leaves: Iterable[Tensor], stage: int) -> None:
+    """Mark leaves of a stage's graph, for `refuse_other_stages`."""
+    for leaf in leaves:
+        setattr(leaf, _OWNER, stage)
+
+
+def refuse_other_stages(stage: int, leaves: Iterable[Tensor]) -> None:
+    """Raise PlanError if a graph contains leaves of another stage.
+
+    A hook or a list may have kept a value of that stage. A backward gives its leaves no gradient.
+    """
+    others = sorted({getattr(leaf, _OWNER, stage) for leaf in leaves} - {stage})
+    if others:
+        raise PlanError(
+            f"stage {stage} or its loss computes with a value of stage {others[0]} that a hook, an "
+            "attribute or a list has kept, and no gradient flows back to that stage from here; "
+            "return the value beside the output, or as a skip (Out(stash=...), pop=), or keep it "
+            "detached"
+        )
+
+
 def hidden_in(module: nn.Module | None) -> dict[int, str]:
     """Return the names of tensors in plain attributes of a module, by id.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import deque
 from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -11,11 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from funcpipe._src.core.captured import captured_values
+from funcpipe._src.core.captured import captured_values, is_foreign
 from funcpipe._src.data.stage import Stage
-
-_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
-"""Packages whose objects are not searched."""
 
 _MANY = 1000
 """Containers with more entries are not searched; only their length is recorded."""
@@ -60,7 +56,7 @@ class Reached:
         elif hasattr(value, "skeleton"):  # a module stage: its tensors are arguments, not captured
             for layer in value.skeleton.modules():
                 self._look(name, type(layer).forward)
-        elif not _foreign(type(value)) and hasattr(value, "__dict__"):
+        elif not is_foreign(type(value)) and hasattr(value, "__dict__"):
             if callable(value):
                 self._look(name, type(value).__call__)
             for key, attribute in vars(value).items():
@@ -99,14 +95,10 @@ class Reached:
             self._look("", type(layer).forward)
 
     def _function(self, fn: FunctionType) -> None:
-        if _foreign(fn):
+        if is_foreign(fn):
             return
         for key, value in captured_values(fn).items():
             self._look(key, value)
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             if not isinstance(default, (bool, int, float, str, type(None))):
                 self._look(f"a default of {fn.__name__}", default)
-
-
-def _foreign(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").split(".")[0] in _OTHERS

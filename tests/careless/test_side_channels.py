@@ -1,0 +1,180 @@
+"""Values that reach a loss, or another stage, without the run: attributes, hooks and lists."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import EXECUTORS
+from torch import nn
+
+import funcpipe as fp
+
+
+class Expert(nn.Module):
+    """A layer that keeps an auxiliary loss in an attribute, as fairseq's and DeepSpeed's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.l_aux = torch.zeros(())
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.l_aux = y.square().mean()
+        return torch.tanh(y)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Expert(), Expert()])
+        self.head = nn.Linear(8, 4)
+        self.classes = 4
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sequential():
+    return nn.Sequential(Expert(), Expert(), nn.Linear(8, 4))
+
+
+def batch():
+    return torch.randn(8, 8), torch.randint(0, 4, (8,))
+
+
+def plan_of(model, loss, num_stages=2):
+    split = fp.split(model, num_stages)
+    schedule = fp.schedules.one_f_one_b(num_stages, 4)
+    return split, fp.make_plan(split, schedule, loss=loss, devices="cpu")
+
+
+def by_closure(model):
+    def total(modules):
+        return sum(layer.l_aux for layer in modules if isinstance(layer, Expert))
+
+    return lambda y, target: F.cross_entropy(y, target) + total(model.modules())
+
+
+def by_method(model):
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+
+        def loss(self, y, target):
+            return F.cross_entropy(y, target) + self.auxiliary()
+
+        def auxiliary(self):
+            return sum(getattr(layer, "l_aux", 0.0) for layer in self.model.modules())
+
+    return Trainer(model).loss
+
+
+def by_module(model):
+    class Criterion(nn.Module):
+        def __init__(self, expert):
+            super().__init__()
+            self.expert = expert
+
+        def forward(self, y, target):
+            return F.cross_entropy(y, target) + self.expert.l_aux
+
+    return Criterion(next(each for each in model.modules() if isinstance(each, Expert)))
+
+
+def by_argument(model):
+    def loss(y, target, *, layer):
+        return F.cross_entropy(y, target) + layer.l_aux
+
+    return partial(loss, layer=next(each for each in model.modules() if isinstance(each, Expert)))
+
+
+@pytest.mark.parametrize("loss", [by_closure, by_method, by_module, by_argument])
+@pytest.mark.parametrize("make", [sequential, Blocks])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_loss_that_reads_what_a_forward_leaves_in_the_model(make, loss, num_stages):
+    """Stages compute with copies, so the loss would read the value from before the run."""
+    model = make()
+    with pytest.raises(fp.PlanError, match=r"the loss reads '(layers\.)?0\.l_aux'"):
+        plan_of(model, loss(model), num_stages)
+
+
+def test_a_loss_may_read_settings_of_the_model():
+    model = Blocks()
+
+    def loss(y, target):
+        return F.cross_entropy(y.view(-1, model.classes), target)
+
+    x, target = batch()
+    split, plan = plan_of(model, loss)
+    result = fp.run(plan, split.params, (x, target))
+    torch.testing.assert_close(result.loss, loss(model(x), target).detach())
+
+
+def hooked():
+    """A model whose first layer gives its output to a list, and a loss that takes it."""
+    kept = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[0].register_forward_hook(lambda _module, _args, out: kept.append(out))
+    return model, kept
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_hook_that_gives_a_value_to_the_loss_of_another_stage(executor):
+    """The loss is right, but its gradient would not reach the stage of the value."""
+    model, kept = hooked()
+
+    def loss(y, target):
+        return F.cross_entropy(y, target) + kept.pop(0).square().mean()
+
+    split, plan = plan_of(model, loss)
+    with pytest.raises(fp.PlanError, match=r"stage 1 or its loss computes with a value of stage 0"):
+        fp.run(plan, split.params, batch(), executor=executor)
+
+
+def test_a_hook_that_gives_a_value_to_the_loss_of_its_own_stage():
+    model, kept = hooked()
+
+    def loss(y, target):
+        return F.cross_entropy(y, target) + kept.pop().square().mean()
+
+    x, target = batch()
+    loss(model(x), target).backward()
+    split, plan = plan_of(model, loss, 1)
+    (grads,) = fp.run(plan, split.params, (x, target), executor="serial").grads
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def test_a_stage_that_keeps_a_value_for_another_stage():
+    """A value that passes without gradients is free to; one with a graph is refused."""
+    kept = []
+
+    def first(p, x):
+        y = x * p
+        kept.append(y)
+        return y
+
+    def second(p, x):
+        return x * p + kept.pop(0)
+
+    def detached(p, x):
+        return x * p + kept.pop(0).detach()
+
+    params, given = (torch.ones(3), torch.ones(3)), (torch.ones(4, 3), torch.zeros(4, 3))
+    schedule = fp.schedules.fill_drain(2, 2)
+    plan = fp.make_plan(
+        [fp.stage(first), fp.stage(second)], schedule, loss=F.mse_loss, devices="cpu"
+    )
+    with pytest.raises(fp.PlanError, match="stage 1 or its loss computes with a value of stage 0"):
+        fp.run(plan, params, given, executor="serial")
+    kept.clear()
+    plan = fp.make_plan(
+        [fp.stage(first), fp.stage(detached)], schedule, loss=F.mse_loss, devices="cpu"
+    )
+    assert fp.run(plan, params, given, executor="serial").loss == 4
