@@ -69,6 +69,8 @@ def setup(app: Any) -> None:
     """Hooks of the build."""
     app.connect("doctree-read", mark_columns)
     app.connect("doctree-read", mark_options)
+    app.connect("doctree-read", shorten_types)
+    app.connect("autodoc-process-signature", shorten_defaults)
     app.connect("html-page-context", mend_links_of_sources)
     app.connect("autodoc-skip-member", skip_tuple_field)
     app.connect(
@@ -97,6 +99,22 @@ def mark_options(app: Any, doctree: nodes.document) -> None:
             code["classes"].append("option")
 
 
+def shorten_types(app: Any, doctree: nodes.document) -> None:
+    """Show a type by its last name also beside a Literal, where Sphinx makes no link of it."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text.startswith("~funcpipe."):
+            text.parent.replace(text, nodes.Text(text.rpartition(".")[2]))
+
+
+def shorten_defaults(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: Any, returned: Any
+) -> tuple[Any, Any] | None:
+    """Show dots in place of a default that has no text of its own, such as a function."""
+    inner = r"(?:[^()<]|\([^()]*\))*"
+    unprintable = rf"=(?:\w+\({inner}<{inner}.*?\)(?=[,)])|<\w+>)"
+    return (re.sub(unprintable, "=...", signature), returned) if signature else None
+
+
 def mend_links_of_sources(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:
     """Let each [docs] of a page with source text find its entry: viewcode assumes that all names of
     a file are public in one module, and ours are in several."""
@@ -122,10 +140,12 @@ _COLON = "\0"
 
 
 def hide_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in the text of an attribute for its type; ours is
-    prose."""
-    if what in ("attribute", "property") and lines:
-        lines[0] = lines[0].replace(":", _COLON)
+    """Napoleon takes what stands before a colon in the text of an attribute or of Returns for its
+    type; ours is prose."""
+    for number, line in enumerate(lines):
+        first = number == 0 and what in ("attribute", "property")
+        if first or (number and lines[number - 1].strip() == "Returns:"):
+            lines[number] = line.replace(":", _COLON)
 
 
 def show_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
