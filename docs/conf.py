@@ -109,7 +109,8 @@ def shorten_types(app: Any, doctree: nodes.document) -> None:
 def shorten_defaults(
     app: Any, what: str, name: str, thing: Any, options: Any, signature: Any, returned: Any
 ) -> tuple[Any, Any] | None:
-    """Show dots in place of a default that has no text of its own, such as a function."""
+    """Show a default that is a class by its name, and dots for one that has no text of its own."""
+    signature = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature or "") or None
     inner = r"(?:[^()<]|\([^()]*\))*"
     unprintable = rf"=(?:\w+\({inner}<{inner}.*?\)(?=[,)])|<\w+>)"
     return (re.sub(unprintable, "=...", signature), returned) if signature else None
