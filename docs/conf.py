@@ -68,6 +68,10 @@ copybutton_prompt_is_regexp = True
 def setup(app: Any) -> None:
     """Hooks of the build."""
     app.connect("doctree-read", mark_columns)
+    app.connect("doctree-read", mark_options)
+    app.connect("doctree-read", shorten_types)
+    app.connect("autodoc-process-signature", shorten_defaults)
+    app.connect("html-page-context", mend_links_of_sources)
     app.connect("autodoc-skip-member", skip_tuple_field)
     app.connect(
         "autodoc-process-docstring", hide_colon, priority=400
@@ -79,12 +83,50 @@ def setup(app: Any) -> None:
 
 
 def mark_columns(app: Any, doctree: nodes.document) -> None:
-    """Give printed text with columns, as of tables and pictures, a class of its own: it is
-    scrolled, not wrapped."""
+    """Give printed text with columns, as of tables, pictures and programs, a class of its own: it
+    is scrolled, not wrapped."""
     for block in doctree.findall(nodes.literal_block):
-        gaps = sum(bool(re.search(r"\S {2,}\S", line)) for line in block.astext().splitlines())
-        if gaps > 1 or "│" in block.astext():
+        text = block.astext()
+        gaps = sum(bool(re.search(r"\S {2,}\S", line)) for line in text.splitlines())
+        if gaps > 1 or "│" in text or re.match(r"def \w+\(", text):
             block["classes"].append("columns")
+
+
+def mark_options(app: Any, doctree: nodes.document) -> None:
+    """Give options such as ``--no-progress`` a class of their own: they are not broken."""
+    for code in doctree.findall(nodes.literal):
+        if re.match(r"--\w", code.astext()):
+            code["classes"].append("option")
+
+
+def shorten_types(app: Any, doctree: nodes.document) -> None:
+    """Show a type by its last name also beside a Literal, where Sphinx makes no link of it."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text.startswith("~funcpipe."):
+            text.parent.replace(text, nodes.Text(text.rpartition(".")[2]))
+
+
+def shorten_defaults(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: Any, returned: Any
+) -> tuple[Any, Any] | None:
+    """Show a default that is a class by its name, and dots for one that has no text of its own."""
+    signature = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", signature or "") or None
+    inner = r"(?:[^()<]|\([^()]*\))*"
+    unprintable = rf"=(?:\w+\({inner}<{inner}.*?\)(?=[,)])|<\w+>)"
+    return (re.sub(unprintable, "=...", signature), returned) if signature else None
+
+
+def mend_links_of_sources(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:
+    """Let each [docs] of a page with source text find its entry: viewcode assumes that all names of
+    a file are public in one module, and ours are in several."""
+    known = app.env.domains.python_domain.objects
+
+    def mended(found: re.Match[str]) -> str:
+        own = re.sub(r"^(?:[a-z_]+\.)+", "", found[0])  # without the module
+        return next((n for n in (found[0], *known) if n in known and n.endswith(own)), found[0])
+
+    if page.startswith("_modules/funcpipe"):
+        context["body"] = re.sub(r'(?<=#)funcpipe[\w.]+(?=">\[docs\])', mended, context["body"])
 
 
 def skip_tuple_field(
@@ -99,10 +141,12 @@ _COLON = "\0"
 
 
 def hide_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in the text of an attribute for its type; ours is
-    prose."""
-    if what in ("attribute", "property") and lines:
-        lines[0] = lines[0].replace(":", _COLON)
+    """Napoleon takes what stands before a colon in the text of an attribute or of Returns for its
+    type; ours is prose."""
+    for number, line in enumerate(lines):
+        first = number == 0 and what in ("attribute", "property")
+        if first or (number and lines[number - 1].strip() == "Returns:"):
+            lines[number] = line.replace(":", _COLON)
 
 
 def show_colon(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

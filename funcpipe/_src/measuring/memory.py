@@ -36,13 +36,15 @@ class LayerMemory:
 
     Attributes:
         name: the layer's name; for a stage, the names of its first and last layer.
-        parameters, buffers: the layer's own. Parameters that an earlier layer has too count there.
+        parameters: the layer's own. Parameters that an earlier layer has too count there.
+        buffers: the layer's own.
         gradients: the gradient sums of the trained parameters.
         optimizer: the state of the optimizer.
         activations: for a layer: the bytes that it adds to the residual of a stage, for one
             microbatch. For a stage: its whole residual. A residual is what autograd keeps, and the
             inputs and outputs.
-        input, output: the inputs and outputs of one microbatch, with skips.
+        input: the inputs of one microbatch, with skips.
+        output: the outputs of one microbatch, with skips.
         forward: the peak during the forward, without the input.
         backward: the peak that the backward adds while it runs, without the memory before it and
             the gradient of the output.

@@ -76,8 +76,8 @@ def profile_plan(
 
     Returns:
         A `Cost` in seconds with one number per stage: means over the microbatches of a run, medians
-            over runs. ``comm`` is the time of a hop. For stages that run B: in eager stages I has
-            the whole time and W none, as in a run. In compiled stages I and W have half of it each.
+        over runs. ``comm`` is the time of a hop. For stages that run B: in eager stages I has
+        the whole time and W none, as in a run. In compiled stages I and W have half of it each.
 
     Raises:
         PlanError: wrong ``repeats`` or ``warmup``, or as in `run`.

@@ -89,7 +89,7 @@ def from_module(
 
     Returns:
         The stage; the module's own parameters by the module's own names; copies of the module's
-            buffers by name, or ``()`` without buffers.
+        buffers by name, or ``()`` without buffers.
 
     Raises:
         PlanError: the argument is not a module, has uninitialised parameters or cannot be copied;

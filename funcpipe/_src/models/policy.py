@@ -80,7 +80,7 @@ def by_time(cost: Cost) -> Policy:
 
     Returns:
         A policy. It raises PlanError if ``num_stages`` is None, or if the cost does not have one
-            number per unit.
+        number per unit.
 
     Raises:
         PlanError: the argument is not a `Cost`.
@@ -113,8 +113,8 @@ def by_memory(limit: float) -> Policy:
 
     Returns:
         A policy. With ``num_stages=None`` it makes as few stages as possible. With a number it
-            divides the parameters as evenly as `by_parameters`. The policy raises PlanError if the
-            units do not fit.
+        divides the parameters as evenly as `by_parameters`. The policy raises PlanError if the
+        units do not fit.
     """
 
     def policy(units: Units, num_stages: int | None) -> Sequence[int]:

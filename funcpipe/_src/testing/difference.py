@@ -97,7 +97,7 @@ def record_values(
         options: further options of the run, such as ``state`` and ``seed``.
 
     Raises:
-        What the run raises.
+        FuncpipeError: as in `funcpipe.run`.
     """
     values: dict[tuple[Action, str], Tree] = {}
 
