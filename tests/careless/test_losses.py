@@ -458,3 +458,33 @@ def test_a_sum_of_your_own_is_refused(name):
 @pytest.mark.parametrize("name", NO_SUMS)
 def test_means_with_sums_inside_are_exact(name):
     assert_exact(NO_SUMS[name], f64(10, 3), f64(10, 3))
+
+
+class Annealed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, y, target):
+        self.calls += 1
+        return F.mse_loss(y, target) * 0.9**self.calls
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, y, target):
+        loss = F.mse_loss(y - self.center, target)
+        self.center.mul_(0.9).add_(y.detach().mean(0) * 0.1)
+        return loss
+
+
+@pytest.mark.parametrize("loss", [Annealed(), Centered()], ids=lambda loss: type(loss).__name__)
+def test_a_loss_with_a_state_of_its_own_is_refused(loss):
+    """Its result would depend on the order of the microbatches."""
+    x, target = f64(8, 5), f64(8, 5)
+    with pytest.raises(fp.BatchError, match="in a second call with the same rows .* keeps a state"):
+        fp.run(plan_of(loss), numbers(), (x, target))
+    fp.run(plan_of(loss, weight=len), numbers(), (x, target))

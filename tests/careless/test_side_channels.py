@@ -104,6 +104,17 @@ def test_a_loss_that_reads_what_a_forward_leaves_in_the_model(make, loss, num_st
         plan_of(model, loss(model), num_stages)
 
 
+def test_a_loss_that_reads_running_statistics():
+    """Training puts new statistics into the result, not into the model."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def loss(y, target):
+        return F.cross_entropy(y, target) + model[1].running_mean.square().sum()
+
+    with pytest.raises(fp.PlanError, match=r"the loss reads '1\.running_mean' of the model"):
+        plan_of(model, loss)
+
+
 def test_a_loss_may_read_settings_of_the_model():
     model = Blocks()
 

@@ -328,6 +328,11 @@ class OtherForward(nn.Sequential):
         return super().forward(x) + x
 
 
+class OtherCall(nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(x) + x
+
+
 def hooked():
     model = nn.Sequential(nn.ReLU())
     model.register_forward_hook(lambda *_: None)
@@ -343,7 +348,11 @@ REFUSED = {
     ),
     "its own forward": (
         OtherForward(nn.ReLU()),
-        "got OtherForward: its class overrides the forward of nn.Sequential",
+        "got OtherForward: its class overrides forward or __call__ of nn.Sequential",
+    ),
+    "its own call": (
+        OtherCall(nn.ReLU()),
+        r"got OtherCall: .* use fp.split\(model, num_stages, example=example\)",
     ),
     "hooks": (
         hooked(),
@@ -384,9 +393,17 @@ def test_what_is_no_row_is_one_layer():
     inner.register_forward_hook(lambda module, args, y: y + 1)
     owning = nn.Sequential(nn.ReLU())
     owning.register_buffer("kept", torch.ones(1))
-    model = nn.Sequential(OtherForward(nn.ReLU(), nn.ReLU()), inner, owning)
-    assert ["0", "1", "2"] == [path for path, _ in units_of(model, flat=True)]
+    model = nn.Sequential(
+        OtherForward(nn.ReLU(), nn.ReLU()), inner, owning, OtherCall(nn.Tanh(), nn.ReLU())
+    )
+    assert ["0", "1", "2", "3"] == [path for path, _ in units_of(model, flat=True)]
     x = torch.randn(4, 2)
-    stages, params, state = zip(*cut_sequential(model, [1, 2], flat=True), strict=True)
+    stages, params, state = zip(*cut_sequential(model, [1, 3], flat=True), strict=True)
     plan = fp.make_plan(stages, fp.schedules.fill_drain(2, 2, backward=False), devices="cpu")
     assert torch.equal(model(x), fp.run(plan, params, x, state=state).outputs)
+
+
+def test_a_model_that_overrides_its_call_cannot_be_traced():
+    """A trace follows forward alone."""
+    with pytest.raises(fp.PlanError, match="OtherCall overrides __call__, but a trace follows"):
+        fp.split(OtherCall(nn.Linear(2, 2), nn.ReLU()), 2, example=torch.ones(2, 2))

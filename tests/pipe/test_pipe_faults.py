@@ -161,6 +161,11 @@ class Own(nn.Sequential):
         return super().forward(x) + 1
 
 
+class OwnCall(nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
 def with_a_parameter():
     model = linears()
     model.register_parameter("scale", nn.Parameter(torch.ones(1)))
@@ -178,11 +183,12 @@ def hooked():
     [
         (nn.Linear(1, 1), r"must be an nn\.Sequential.*got a Linear.*fp\.split"),
         (Own(nn.Linear(1, 1)), "Own has a forward of its own"),
+        (OwnCall(nn.Linear(1, 1)), "OwnCall has a __call__ of its own"),
         (hooked(), "has hooks of its own"),
         (with_a_parameter(), r"has tensors of its own \(scale\)"),
         (nn.Sequential(nn.LazyLinear(3)), "not initialised yet"),
     ],
-    ids=["no-sequential", "own-forward", "hooks", "tensors", "lazy"],
+    ids=["no-sequential", "own-forward", "own-call", "hooks", "tensors", "lazy"],
 )
 def test_modules_that_are_refused(module, words):
     with pytest.raises(fp.PlanError, match=words):

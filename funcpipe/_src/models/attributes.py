@@ -20,8 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import raise_all
-from funcpipe._src.core.torch_names import FLAT_WEIGHTS, TABLES, children_of, parameters_of, version
+from funcpipe._src.core.torch_names import (
+    FLAT_WEIGHTS,
+    TABLES,
+    buffers_of,
+    children_of,
+    parameters_of,
+    version,
+)
 from funcpipe._src.models.attribute_uses import AttributeUses, uses_of
+from funcpipe._src.models.norms.norm_layers import is_deferrable
 
 _PLAIN = (
     int,
@@ -274,13 +282,14 @@ class ModuleAttributes:
         self, names: Collection[str], modules: Collection[int]
     ) -> Iterable[str]:
         """Return the paths of attributes with these names that forwards write, in some modules (by
-        id)."""
+        id). Among them are the running statistics of batch norm."""
         found: list[str] = []
         for path, reference, _, _ in self.children:
             module = reference()
             if module is not None and id(module) in modules:
-                written = sorted(uses_of(type(module)).written.intersection(names))
-                found += [f"{path}.{name}" if path else name for name in written]
+                statistics = buffers_of(module) if is_deferrable(module) else {}
+                written = uses_of(type(module)).written.union(statistics).intersection(names)
+                found += [f"{path}.{name}" if path else name for name in sorted(written)]
         return found
 
     def _changes(self) -> Iterator[Change]:

@@ -187,15 +187,15 @@ class SequentialPart(nn.Module):
 def _units(module: nn.Module, flat: bool) -> list[Unit]:
     """The units of a Sequential. Raises PlanError if the module does more than call its layers
     in order."""
-    if not _is_row(module):
+    if not is_row(module):
         reason = (
-            "its class overrides the forward of nn.Sequential or fp.models.PipeSequential"
+            "its class overrides forward or __call__ of nn.Sequential or fp.models.PipeSequential"
             if isinstance(module, nn.Sequential)
             else "it is not an nn.Sequential"
         )
         raise PlanError(
             "only an nn.Sequential can be cut by counting its layers; got "
-            f"{type(module).__name__}: {reason}. To cut other models, use fp.split"
+            f"{type(module).__name__}: {reason}. To cut other models, use fp.split(model, num_stages, example=example)"
         )
     faults = [
         f"the Sequential itself has {kind}, which stages would not run; register them on a layer"
@@ -218,7 +218,7 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
         if (
             flat
             and layer is not None
-            and _is_row(layer)
+            and is_row(layer)
             and children_of(layer)
             and not (hooks_of(layer) or _has_tensors(layer))
         ):
@@ -227,12 +227,13 @@ def _inside(container: nn.Module, path: str, spread: bool, flat: bool) -> Iterat
             yield Unit(f"{path}{name}", layer, spreads)  # pyright: ignore[reportArgumentType]
 
 
-def _is_row(module: nn.Module) -> bool:
-    """Whether a call of the module only calls its children in order."""
+def is_row(module: nn.Module) -> bool:
+    """Return whether a call of the module only calls its children in order."""
     forward = type(module).forward
     return (
         isinstance(module, nn.Sequential)
         and "forward" not in vars(module)
+        and type(module).__call__ is nn.Module.__call__
         and forward in (nn.Sequential.forward, PipeSequential.forward)
     )
 

@@ -33,7 +33,7 @@ from funcpipe._src.engine.vjp import vjp
 from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.models.example import bare
 from funcpipe._src.models.module import unfit
-from funcpipe._src.models.sequential import PipeSequential
+from funcpipe._src.models.sequential import PipeSequential, is_row
 from funcpipe._src.pipe.border import (
     attach,
     count_microbatches,
@@ -404,12 +404,11 @@ def _module_faults(sequential: Any) -> list[str]:
         ]
     kind = type(sequential)
     faults = unfit(sequential)
-    if kind.forward not in (nn.Sequential.forward, PipeSequential.forward) or "forward" in vars(
-        sequential
-    ):
+    if not is_row(sequential):
+        name = "forward" if kind.__call__ is nn.Module.__call__ else "__call__"
         faults.append(
-            f"{kind.__name__} has a forward of its own, which would never be called; give "
-            "nn.Sequential(*layers), and move the code of the forward into a layer"
+            f"{kind.__name__} has a {name} of its own, which would never be called; give "
+            f"nn.Sequential(*layers), and move the code of the {name} into a layer"
         )
     if names := [*parameters_of(sequential), *buffers_of(sequential)]:
         faults.append(

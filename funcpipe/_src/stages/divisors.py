@@ -173,7 +173,10 @@ def why_not_mean(
                 ]
                 whole = value(few, 0, count, count_of)
                 parts = value(few, 0, first, count_of), value(few, first, count, count_of)
-                return _difference(whole, parts, (count, first), 1e-6 if exact else single)
+                reason = _difference(whole, parts, (count, first), 1e-6 if exact else single)
+                if reason and (again := value(few, 0, count, count_of)) != whole:
+                    return _STATEFUL.format(whole, again)
+                return reason
         return ""
 
     # A traced model passes the number of rows on to its last stage. In an output that the loss
@@ -191,6 +194,12 @@ def why_not_mean(
 
 
 _SUM = "the loss returned a sum over the microbatch"
+_STATEFUL = (
+    "the loss returned {:.6g}, and in a second call with the same rows {:.6g}: it keeps a state, or "
+    "draws random numbers that torch does not draw, so the loss of the batch would depend on the "
+    "order of the microbatches. Change the state in your training loop, after the run, and give its "
+    "value with the target; or weigh the microbatches as they are, {{remedy}}"
+)
 
 
 def _difference(

@@ -160,6 +160,11 @@ def capture(
     """
     from torch.export.graph_signature import InputKind
 
+    if type(model).__call__ is not nn.Module.__call__:
+        raise PlanError(
+            f"{type(model).__name__} overrides __call__, but a trace follows forward alone; move "
+            "the code into forward, or call the model in the forward of another module"
+        )
     canonical = first_names(all_tensors(model))
     commits = _commits(model, commit or {}, canonical)
     copy = shell(model)
