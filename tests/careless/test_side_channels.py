@@ -189,3 +189,101 @@ def test_a_stage_that_keeps_a_value_for_another_stage():
         [fp.stage(first), fp.stage(detached)], schedule, loss=F.mse_loss, devices="cpu"
     )
     assert fp.run(plan, params, given, executor="serial").loss == 4
+
+
+class Body(nn.Module):
+    """Hands on a hidden state, and a view of it, such as the token of a class."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.linear, self.view = nn.Linear(4, 4), view
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h, self.view(h)
+
+
+class Head(nn.Module):
+    def __init__(self, *, inplace):
+        super().__init__()
+        self.act = nn.ReLU(inplace=inplace)
+
+    def forward(self, both):
+        h, view = both
+        return self.act(h).sum(1, keepdim=True) + view.sum()
+
+
+VIEWS = {
+    "itself": lambda h: h,
+    "column": lambda h: h[:, :1],
+    "row": lambda h: h[0],
+    "transposed": lambda h: h.T,
+    "flat": lambda h: h.view(-1),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_write_into_memory_that_a_stage_hands_on_twice(view, compiled):
+    """In the uncut model the view would change, too."""
+    model = nn.Sequential(Body(VIEWS[view]), Head(inplace=True))
+    split = fp.split(model, 2)
+    stages = [fp.compile_stage(each) for each in split.stages] if compiled else split.stages
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    plan = fp.make_plan(stages, schedule, loss=F.mse_loss, devices="cpu")
+    with pytest.raises(fp.PlanError, match="whose memory the stage before, or the batch, handed"):
+        fp.run(plan, split.params, (torch.randn(6, 4), torch.randn(6, 1)))
+    reading = fp.split(nn.Sequential(model[0], Head(inplace=False)), 2)
+    plan = fp.make_plan(reading, schedule, loss=F.mse_loss, devices="cpu")
+    fp.run(plan, reading.params, (torch.randn(6, 4), torch.randn(6, 1)))
+
+
+def test_parts_of_one_memory_may_be_written_apart():
+    """Chunks have no number in common."""
+
+    def chunks(p, x):
+        return (x * p).chunk(2, 1)
+
+    def writing(p, x):
+        a, b = x
+        return a.mul_(p) + b
+
+    stages, params = [fp.stage(chunks), fp.stage(writing)], (torch.ones(4), torch.tensor(2.0))
+    plan = fp.make_plan(
+        stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu", outputs=True
+    )
+    x = torch.randn(6, 4)
+    found = fp.run(plan, params, (x, torch.zeros(6, 2))).outputs
+    torch.testing.assert_close(found, 2 * x[:, :2] + x[:, 2:])
+
+
+def test_a_write_into_a_tensor_that_the_batch_has_twice():
+    def doubled(p, x):
+        a, b = x
+        return (a.mul_(2) + b) @ p
+
+    plan = fp.make_plan(
+        [fp.stage(doubled)], fp.schedules.one_f_one_b(1, 3), loss=F.mse_loss, devices="cpu"
+    )
+    x, target = torch.randn(2, 12, 4)
+    with pytest.raises(fp.PlanError, match="whose memory the stage before, or the batch, handed"):
+        fp.run(plan, (torch.eye(4),), ((x, x), target))
+    fp.run(plan, (torch.eye(4),), ((x, x.clone()), target))
+
+
+@pytest.mark.parametrize("alias", [lambda w: w.detach(), lambda w: w.T], ids=["detached", "T"])
+def test_a_weight_of_two_stages_behind_another_tensor(alias):
+    """Each of the two tensors would get a part of the gradient alone."""
+    weight, ids = torch.randn(8, 8), torch.arange(8)
+    stages = [
+        fp.stage(lambda p, i: F.embedding(i, p["e"])),
+        fp.stage(lambda p, x: x @ p["h"]),
+    ]
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.cross_entropy, devices="cpu")
+    params = {"e": weight}, {"h": alias(weight)}
+    with pytest.raises(fp.PlanError, match=r"at 'h' are two tensors in one memory.* ties=\["):
+        fp.run(plan, params, (ids, ids))
+    fp.run(plan, params, (ids, ids), trainable=({"e": True}, {"h": False}))
+    flat = torch.randn(128)  # parts of one buffer are parameters of their own
+    params = {"e": flat[:64].view(8, 8)}, {"h": flat[64:].view(8, 8)}
+    fp.run(plan, params, (ids, ids))

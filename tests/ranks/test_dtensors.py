@@ -67,7 +67,10 @@ def test_a_gradient_finds_the_mesh_of_the_value_that_was_sent(pools):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("twice", "whose memory the stage before handed on twice"), ("later", "after it had handed")],
+    [
+        ("twice", "whose memory the stage before, or the batch, handed on twice"),
+        ("later", "after it had handed"),
+    ],
 )
 def test_writes_into_dtensors_are_refused(pools, what, words):
     for failed in pools(4).run("dtensor_tasks.written", what):

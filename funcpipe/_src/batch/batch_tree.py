@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.batch.registry import Rowed, with_rowed
-from funcpipe._src.core.border import LEAF, Border, given, mark_shared
+from funcpipe._src.core.border import LEAF, Border, given, mark_shared, sharing_memory
 from funcpipe._src.core.cache_key import border_key_or_none
 from funcpipe._src.core.tree import (
     Path,
@@ -213,7 +213,10 @@ class BatchTree:
         """
         if self.ready is not None:
             self.handles = _marked(leaf for tree in self.ready for leaf in flatten(tree)[0])
-            return [given(tree) for tree in self.ready]
+            borders = [given(tree) for tree in self.ready]
+            for border in borders:
+                border.shared = sharing_memory(border.leaves)
+            return borders
         self.handles = _marked(self.leaves)
         if any(isinstance(leaf, Rowed) for leaf in self.leaves):
             return self._cut_rowed(parts)
@@ -237,10 +240,12 @@ class BatchTree:
             ]
         rows = zip(*columns, strict=True) if columns else repeat((), len(parts))
         flags = (False,) * len(self.leaves)
+        shared = sharing_memory(self.leaves) if len(self.leaves) > 1 else ()
         out: list[Border] = []
         keys: dict[tuple[int, int], Hashable] = {}
         for size, row in zip(parts, rows, strict=True):
             border = Border(list(row), self.spec, flags)
+            border.shared = shared
             if self.has_cache_keys:
                 # Pieces of equal size have equal shapes and layouts, so they share one key.
                 length = slices[len(out) % len(slices)] if slices else 0

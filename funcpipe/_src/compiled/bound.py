@@ -21,7 +21,6 @@ from funcpipe._src.core.border import (
     Border,
     add_gradients,
     dense,
-    mark_memory_handed_on_twice,
 )
 from funcpipe._src.core.cache_key import border_key, border_key_or_none, leaf_key, switches_key
 from funcpipe._src.core.errors import TraceError
@@ -114,8 +113,6 @@ class CompiledBound:
         result = self._run(programs, program, leaves, *keys)
         outs, kept = result if keep else (result, [])
         y, report, stash = _close(joint.spec, outs)
-        if len(y.leaves) > 1:
-            mark_memory_handed_on_twice(y)
         if (
             self.eager.guessed
             and programs.means
@@ -277,6 +274,7 @@ def _close(
         )
 
     y, stash = border(*spec.y), {name: border(*part) for name, part in spec.stash.items()}
+    y.shared = spec.shared
     return (
         y,
         _NOTHING if spec.report is None else ForwardReport(*unflatten(spec.report, list(rest))),

@@ -59,6 +59,7 @@ class OutputSpec(NamedTuple):
         leaves: all leaves; leaves that are not tensors as they are.
         slots: the indices of the tensors.
         plain: whether the output is a single tensor, with no report except a loss that is a mean.
+        shared: as in `Border`, for the output.
     """
 
     y: tuple[Spec, tuple[bool, ...]]
@@ -67,6 +68,7 @@ class OutputSpec(NamedTuple):
     leaves: list[Any]
     slots: list[int]
     plain: bool
+    shared: Sequence[int] = ()
 
 
 @dataclass
@@ -356,6 +358,7 @@ def _output(out: StageOut) -> tuple[OutputSpec, list[Tensor]]:
         and out.y.spec is LEAF
         and not out.stash
         and slots == list(range(1 if silent else 2)),
+        shared=out.y.shared,
     )
     return spec, [leaves[number] for number in slots]
 

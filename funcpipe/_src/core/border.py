@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -78,23 +79,66 @@ class Border:
         return border
 
 
-def mark_memory_handed_on_twice(border: Border) -> None:
-    """List the leaves of a border that share memory. Does not compare with skips."""
+def sharing_memory(leaves: Sequence[Any]) -> list[int]:
+    """Return the leaves (by number) that have numbers in common with other leaves.
+
+    Pass the leaves before `dense`, which copies views.
+    """
     places: dict[int, list[int]] = {}
-    for index, leaf in enumerate(border.leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is _strided and leaf.numel():
             places.setdefault(storage_number(here(leaf).untyped_storage()), []).append(index)
-    border.shared = [index for found in places.values() if len(found) > 1 for index in found]
+    pairs = [pair for found in places.values() for pair in combinations(found, 2)]
+    found = [pair for pair in pairs if _overlap(*(here(leaves[index]) for index in pair))]
+    return sorted({index for pair in found for index in pair})
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two views of one memory may have a number in common.
+
+    Exact for slices, transposes and chunks of one dense tensor. True for others in doubt.
+    """
+    strides = sorted({*_long_strides(one), *_long_strides(other)} - {0}, reverse=True)
+    first, second = _digits(one, strides), _digits(other, strides)
+    if first is None or second is None:
+        return True
+    pairs = zip(first, second, strict=True)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs)
+
+
+def _long_strides(view: Tensor) -> list[int]:
+    """Return the strides of the dimensions that have several entries."""
+    return [stride for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1]
+
+
+def _digits(view: Tensor, strides: Sequence[int]) -> list[range] | None:
+    """Write the places of a view's numbers with one digit per stride: the range of each digit.
+
+    None for expanded views, windows, and views whose rows do not fit between two strides.
+    """
+    own = _long_strides(view)
+    if 0 in own or len({*own}) < len(own):
+        return None
+    sizes = {stride: n for n, stride in zip(view.shape, view.stride(), strict=True) if n > 1}
+    digits: list[range] = []
+    rest, larger = view.storage_offset(), 0
+    for stride in strides:
+        first, rest = divmod(int(rest), stride)
+        digits.append(range(first, first + int(sizes.get(stride, 1))))
+        if larger and digits[-1].stop * stride > larger:
+            return None
+        larger = stride
+    return [*digits, range(int(rest), int(rest) + 1)]
 
 
 def refuse_shared_writes(border: Border, opened: Sequence[Any]) -> None:
     """Raise PlanError if a stage wrote in place into leaves that share memory with other leaves."""
     if any(version(opened[index]) for index in border.shared):
         raise PlanError(
-            "the stage writes in place into a value whose memory the stage before handed on "
-            "twice, so the results would depend on the place of the cut: in the uncut model, the "
-            "other value would change too. Write into a copy (x = x.clone(), inplace=False), or "
-            "return copies from the stage before"
+            "the stage writes in place into a value whose memory the stage before, or the batch, "
+            "handed on twice, so the results would depend on the place of the cut: in the uncut "
+            "model, the other value would change too. Write into a copy (x = x.clone(), "
+            "inplace=False), or return copies from the stage before"
         )
 
 

@@ -19,9 +19,9 @@ from funcpipe._src.core.border import (
     LEAF,
     Border,
     close_border,
-    mark_memory_handed_on_twice,
     open_border,
     refuse_shared_writes,
+    sharing_memory,
 )
 from funcpipe._src.core.errors import BatchError, PlanError, raise_all
 from funcpipe._src.core.gradient_graph import (
@@ -280,7 +280,7 @@ class EagerBound:
             self._check_stash({})
         y, graph = close_border(returned, "y", stays=self.loss is not None)
         if self.loss is None and len(y.leaves) > 1:
-            mark_memory_handed_on_twice(y)
+            y.shared = sharing_memory(flatten(returned)[0])
         total, loss = (None, None) if self.loss is None else self._loss(self.loss, args, y, graph)
         report = _NOTHING
         if loss is not None or side is not None or not (stats is _EMPTY or is_empty(stats)):

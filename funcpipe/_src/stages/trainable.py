@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from funcpipe._src.core.errors import PlanError, Where, fail, raise_all
+from funcpipe._src.core.plain_tensors import address
 from funcpipe._src.core.tensor_layout import TensorLayout
+from funcpipe._src.core.torch_names import is_shared_lazily
 from funcpipe._src.core.tree import Path, Tree, flatten, is_differentiable, paths
 from funcpipe._src.core.words import similar
 from funcpipe._src.data.plan import Plan
@@ -173,26 +176,50 @@ def refuse_undeclared_ties(
     trained: list[list[bool]],
     ties: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
-    """Raise PlanError for a tensor in two stages without a tie: its gradients would not be
-    summed."""
+    """Raise PlanError for a tensor in two stages without a tie: its gradients would not be summed.
+
+    Also for two tensors in one memory, such as a detached or a transposed weight.
+    """
+    if len(trees) == 1:
+        return
     declared = {member: number for number, group in enumerate(ties) for member in group}
     first: dict[int, tuple[int, int]] = {}
     for stage, row in enumerate(leaves):
         for number, leaf in enumerate(row):
             if not trained[stage][number]:
                 continue
-            other = first.setdefault(id(leaf), (stage, number))
+            other = first.setdefault(_memory_of(leaf), (stage, number))
             if other[0] == stage:
                 continue
             group = declared.get((stage, number))
             if group is None or group != declared.get(other):
                 here, there = paths(trees[stage])[number], paths(trees[other[0]])[other[1]]
-                raise PlanError(
+                places = (
                     f"params[{other[0]}] at {key_of(there)!r} and params[{stage}] at "
-                    f"{key_of(here)!r} are one tensor in two stages; tie them, so that their "
-                    f"gradients are summed: make_plan(..., ties=[(({other[0]}, "
-                    f"{key_of(there)!r}), ({stage}, {key_of(here)!r}))])"
+                    f"{key_of(here)!r}"
                 )
+                tie = (
+                    f"make_plan(..., ties=[(({other[0]}, {key_of(there)!r}), ({stage}, "
+                    f"{key_of(here)!r}))])"
+                )
+                if leaves[other[0]][other[1]] is leaf:
+                    raise PlanError(
+                        f"{places} are one tensor in two stages; tie them, so that their gradients "
+                        f"are summed: {tie}"
+                    )
+                raise PlanError(
+                    f"{places} are two tensors in one memory, such as a detached or transposed "
+                    "weight, and each would get a part of the gradient alone. Give both stages the "
+                    f"same tensor, transpose it within the stage, and tie it: {tie}; or give each "
+                    "stage a copy"
+                )
+
+
+def _memory_of(leaf: Tensor) -> int:
+    """Return the address of a leaf's first number; its id if it has no memory of its own."""
+    plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
+    start = address(leaf) if plain and not is_shared_lazily(leaf) else 0
+    return start + leaf.storage_offset() * leaf.itemsize if start else id(leaf)
 
 
 def key_of(path: Path) -> Any:
