@@ -283,6 +283,24 @@ class Quit(BaseException):
 EXITS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Quit]
 
 
+def test_an_interruption_while_lanes_are_being_ended(monkeypatch):
+    """Row 4: Ctrl-C during the clean-up of a failure leaves no lane that waits."""
+
+    def interrupted(self, error):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fp.typing.Lanes, "ending", interrupted)
+    stages = FaultAt(0, 2, "F", error=Boom("first"))([fp.stage(lambda p, x: x * p)] * S)
+    plan = fp.make_plan(stages, SCHEDULES[0], loss=F.mse_loss, devices="cpu")
+    x, params = torch.ones(4, 3), tuple(torch.ones(3) for _ in range(S))
+    with pytest.raises(KeyboardInterrupt), fp.lanes(plan) as lanes:
+        fp.run(plan, params, (x, x), executor=lanes)
+    deadline = time.monotonic() + 5
+    while any(each.name.startswith("funcpipe lane") for each in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("make", EXITS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_exits_leave_nothing_behind(rig, kind, make, executor):

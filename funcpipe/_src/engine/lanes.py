@@ -63,6 +63,7 @@ class Lanes(LaneExecutor):
         self.count = count
         self._cores = cores()
         self._workers: list[Worker] = []
+        self._running: Sequence[Execution] = ()
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False
@@ -93,6 +94,7 @@ class Lanes(LaneExecutor):
     def close(self) -> None:
         """End all threads. A later run with these lanes raises `FuncpipeError`."""
         self.closed = True
+        _stop(self._running)  # Ctrl-C may have interrupted the end of a run
         self._end()
 
     def _end(self, wait: float | None = None) -> None:
@@ -145,6 +147,7 @@ class Lanes(LaneExecutor):
         atexit.register(leaving)
         watch = None if timeout is None else LaneWatch(executions, timeout)
         try:
+            self._running = executions
             # Within the try: Ctrl-C between two starts must stop the threads already started.
             self._start()
             for seat, worker in enumerate(self._workers):
@@ -163,11 +166,13 @@ class Lanes(LaneExecutor):
             if watch is not None:  # in the finally, because Ctrl-C may come during watch.start()
                 watch.end()
             if not finished:
-                self.ending(failures[0][1] if failures else sys.exception())
                 # With timeout= the caller waits no longer than that, even for a stuck lane.
-                self._halt(
-                    executions, wait=timeout if watch is None or not watch.report else _PATIENCE
-                )
+                wait = timeout if watch is None or not watch.report else _PATIENCE
+                try:
+                    self.ending(failures[0][1] if failures else sys.exception())
+                finally:  # also if Ctrl-C interrupts `ending`
+                    self._halt(executions, wait=wait)
+            self._running = ()
         if watch is not None and watch.report and not finished:
             raise RunTimeout(watch.report)
         if failures:
@@ -202,10 +207,7 @@ class Lanes(LaneExecutor):
         Leave threads behind that do not end within ``wait`` seconds, because Python cannot end
         them. None waits without limit.
         """
-        for execution in executions:
-            execution.stopped = True
-            for box in execution.boxes.values():
-                box.stop()
+        _stop(executions)
         # Wait before interrupting: an interruption may arrive in some object's __del__, where
         # Python prints and drops it.
         end_all(self._workers, _PATIENCE)
@@ -258,6 +260,14 @@ class Lanes(LaneExecutor):
             lane.thread = 0
             # Last: the caller reads `failures` as soon as it gets this number.
             done.put(lane.program.lane)
+
+
+def _stop(executions: Sequence[Execution]) -> None:
+    """Let all lanes end: a waiting lane at once, another one before its next action."""
+    for execution in executions:
+        execution.stopped = True
+        for box in execution.boxes.values():
+            box.stop()
 
 
 def _is_inside(thread: int) -> bool:

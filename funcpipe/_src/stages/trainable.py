@@ -219,7 +219,7 @@ def _memory_of(leaf: Tensor) -> int:
     """Return the address of a leaf's first number; its id if it has no memory of its own."""
     plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
     start = address(leaf) if plain and not is_shared_lazily(leaf) else 0
-    return start + leaf.storage_offset() * leaf.itemsize if start else id(leaf)
+    return start + int(leaf.storage_offset()) * leaf.itemsize if start else id(leaf)
 
 
 def key_of(path: Path) -> Any:
