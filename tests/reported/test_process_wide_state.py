@@ -150,6 +150,22 @@ def test_forward_mode_derivatives_outside_of_the_run():
     assert all(torch.equal(each, X.cos()) for each in found)
 
 
+@pytest.mark.parametrize("dual", ["params", "batch"])
+def test_dual_tensors_of_the_caller(dual):
+    """A run would drop their tangents; without dual tensors a dual level is harmless."""
+    plan, given = plan_of(lambda p, x: x @ p["w"]), params()
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, X) if dual == "batch" else X
+        trees = (
+            tuple({"w": forward_ad.make_dual(p["w"], p["w"])} for p in given)
+            if dual == "params"
+            else given
+        )
+        with pytest.raises(fp.PlanError, match="params or batch contain dual tensors"):
+            fp.run(plan, trees, (x, X))
+        fp.run(plan, given, (X, X))
+
+
 def attend(p, x):
     with sdpa_kernel([SDPBackend.MATH], set_priority=True):
         y = (x @ p["w"])[None, None]

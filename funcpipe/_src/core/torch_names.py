@@ -270,6 +270,12 @@ FORWARD_MODE: Sequence[tuple[Any, str]] = [
 """(owner, attribute) of the functions through which all forward-mode derivatives begin. Without
 them: the public function, and None as an owner."""
 
+
+def in_forward_mode() -> bool:
+    """Return whether any thread computes forward-mode derivatives now."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
 _FUNC = "models cut at their blocks do not run under torch.func"
 _is_wrapped: Callable[[Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor", instead=lambda _: False, lost=_FUNC

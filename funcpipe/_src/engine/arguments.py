@@ -35,6 +35,7 @@ from funcpipe._src.engine.refusals import (
     refuse_meta,
     refuse_modes,
     refuse_options,
+    refuse_tangents,
     refuse_unsaid_axes,
     refuse_unstepped,
 )
@@ -157,6 +158,7 @@ def check_arguments(
     named = NamedTrees(by_name)
     if all(device.type != "meta" for device in devices):
         refuse_meta(named)
+    refuse_tangents(leaves, named)
     if plan.schedule.has_backward and not halves:
         refuse_attached(named)
     uncut = microbatch.look(plan, inputs, target, feeds, here)

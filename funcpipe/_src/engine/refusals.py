@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from funcpipe._src.batch import microbatch
 from funcpipe._src.batch.marks import Axis, Microbatches, Replicate
 from funcpipe._src.core.errors import BatchError, PlanError, raise_all
-from funcpipe._src.core.torch_names import has_gradient_hooks
+from funcpipe._src.core.torch_names import has_gradient_hooks, in_forward_mode
 from funcpipe._src.core.tree import Leaves, Tree, flatten, locations
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.stage import Bindable, Stage
@@ -153,6 +154,21 @@ def refuse_frozen(leaves: Sequence[Leaves], trainable: Trainable, *, marked: boo
             "every parameter is frozen (requires_grad is False), so there is nothing to train; "
             "call leaf.requires_grad_() on the parameters to train, or run(..., trainable=True) "
             "for gradients of all; to evaluate: fp.make_plan(stages, schedule.forwards())"
+        )
+
+
+def refuse_tangents(leaves: Sequence[Leaves], trees: NamedTrees) -> None:
+    """Raise PlanError for forward-mode derivatives of the caller, which a run would drop."""
+    if not in_forward_mode():
+        return
+
+    def is_dual(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and unpack_dual(leaf).tangent is not None
+
+    if any(is_dual(leaf) for row in leaves for leaf in row) or trees.found(is_dual):
+        raise PlanError(
+            "params or batch contain dual tensors of torch.autograd.forward_ad, whose tangents a "
+            "run would drop; compute forward-mode derivatives of fp.apply(stages, params, inputs)"
         )
 
 
