@@ -251,6 +251,15 @@ SEARCH = (
 )
 
 
+def test_files_of_windows_editors(capsys):
+    """A byte order mark is no part of a schedule, and another encoding is named with the file."""
+    text = str(fp.schedules.fill_drain(2, 2))
+    Path("marked.txt").write_text(text, encoding="utf-8-sig")
+    assert shown(capsys, "draw marked.txt")
+    Path("wide.txt").write_text(text, encoding="utf-16")
+    assert "wide.txt is not UTF-8" in refused(capsys, "draw wide.txt")
+
+
 def test_search_says_what_it_found(capsys):
     text = shown(capsys, f"{SEARCH} --device-memory 5 --evaluations 60 --width 100")
     cost = fp.Cost(5, 6, 4, comm=1)

@@ -84,6 +84,18 @@ def source(
     return fp.schedules.remat(result) if remat else result
 
 
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8, with or without a byte order mark, as editors of Windows write it.
+
+    Raises:
+        ScheduleError: the file is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise fp.ScheduleError(f"{path} is not UTF-8: {error}; save it as UTF-8") from None
+
+
 def read(name: str) -> fp.Schedule:
     """Read the schedule of a file, in the format of the file's ending."""
     path = Path(name)
@@ -94,7 +106,7 @@ def read(name: str) -> fp.Schedule:
         raise fp.FuncpipeError(
             f"{name!r} is neither a family nor a file that ends in .json, .csv or .txt{hint}"
         )
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         match suffix:
             case ".json":
@@ -198,7 +210,7 @@ def as_cost(text: str) -> fp.Cost:
 
     try:
         if "=" not in text:
-            loaded = fp.schedules.from_json(Path(text).read_text(encoding="utf-8"))
+            loaded = fp.schedules.from_json(read_text(Path(text)))
             return (
                 loaded
                 if isinstance(loaded, fp.Cost)
@@ -217,7 +229,7 @@ def as_cost(text: str) -> fp.Cost:
             except ValueError:
                 refuse(f"{name} is a number; got {number!r}")
         return fp.Cost(**fields)
-    except (fp.ScheduleError, OSError, UnicodeError) as error:
+    except (fp.ScheduleError, OSError) as error:
         refuse(line(error))
 
 
