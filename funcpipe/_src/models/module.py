@@ -44,6 +44,7 @@ from funcpipe._src.models.norms.written_buffers import (
     refuse_writes,
     version,
 )
+from funcpipe._src.models.shared_memory import refuse_shared_memory
 from funcpipe._src.models.skip_scope import carrying
 from funcpipe._src.models.skippable import Skips, skips_of
 
@@ -93,7 +94,7 @@ def from_module(
 
     Raises:
         PlanError: the argument is not a module, has uninitialised parameters or cannot be copied;
-            stashes and pops do not match; or the forward does not have the keyword ``carry``.
+            a buffer shares memory with a parameter; stashes and pops do not match; or the forward does not have the keyword ``carry``.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(
@@ -101,6 +102,7 @@ def from_module(
             "fp.stage(fn))"
         )
     refuse_lazy(module)
+    refuse_shared_memory(module)
     check_carry(module, carry, feeds)
     options: dict[str, Any] = {
         "deferred": deferred,

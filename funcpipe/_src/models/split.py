@@ -28,6 +28,7 @@ from funcpipe._src.models.losses import ModelLoss, as_loss
 from funcpipe._src.models.module import devices_fault, named_tensors, refuse_lazy
 from funcpipe._src.models.policy import Policy, Units, by_memory, by_parameters, by_time
 from funcpipe._src.models.sequential import cut_sequential, units_of
+from funcpipe._src.models.shared_memory import refuse_shared_memory
 from funcpipe._src.models.split_model import Split, assemble
 from funcpipe._src.models.traced import graph as traced_graph
 from funcpipe._src.models.traced.bonds import joining_buffers
@@ -437,6 +438,7 @@ def _check_model(model: Any) -> None:
             "fp.stage)"
         )
     refuse_lazy(model)
+    refuse_shared_memory(model)
     named = named_tensors(model)
     faults = [
         (
