@@ -287,3 +287,33 @@ def test_a_weight_of_two_stages_behind_another_tensor(alias):
     flat = torch.randn(128)  # parts of one buffer are parameters of their own
     params = {"e": flat[:64].view(8, 8)}, {"h": flat[64:].view(8, 8)}
     fp.run(plan, params, (ids, ids))
+
+
+class Aliased(nn.Module):
+    """Reads its weight through a buffer in the same memory."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", change(self.linear.weight.detach()))
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.seen.T
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: fp.from_module(model),
+        lambda model: fp.split(nn.Sequential(model, nn.Linear(4, 4)), 2),
+        lambda model: fp.split(model, 2, example=torch.ones(2, 4)),
+    ],
+    ids=["from_module", "split", "traced"],
+)
+def test_a_buffer_in_the_memory_of_a_parameter(make):
+    """The buffer of a stage is a copy, which would keep the old numbers after a step."""
+    with pytest.raises(fp.PlanError, match="'(0.)?seen' shares memory with the parameter"):
+        make(Aliased(lambda weight: weight))
+    with pytest.raises(fp.PlanError, match="'(0.)?seen' shares memory with the parameter"):
+        make(Aliased(lambda weight: weight[1:].T))
+    make(Aliased(torch.clone))

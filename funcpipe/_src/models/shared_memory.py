@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from funcpipe._src.core.errors import raise_all
+from funcpipe._src.core.torch_names import storage_number
 from funcpipe._src.models.norms.written_buffers import has_numbers
 
 
@@ -37,8 +38,8 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Return a tensor's storage, and the first byte and the end of the tensor; None without
-    memory."""
+    """Return the number of a tensor's storage, and the first byte and the end of the tensor in it;
+    None without memory."""
     if (
         not has_numbers(tensor)
         or nn.parameter.is_lazy(tensor)
@@ -46,7 +47,7 @@ def _bounds(tensor: Tensor) -> tuple[int, int, int] | None:
         or not tensor.numel()
     ):
         return None
-    storage = tensor.untyped_storage().data_ptr()
     span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return (storage, start, start + (span + 1) * tensor.element_size()) if storage else None
+    start = int(tensor.storage_offset())
+    ends = start * tensor.itemsize, (start + span + 1) * tensor.itemsize
+    return storage_number(tensor.untyped_storage()), *ends
