@@ -407,3 +407,29 @@ def in_place_behind_a_border(rank, size, inplace):
         return told(
             lambda: fp.run(plan, params, rows(4), executor=ranks, trainable=True).loss.item()
         )
+
+
+def arguments_refused(rank, size, how):
+    """Give the schedule of one rank wrong arguments in the third of five batches, catch the error
+    and go on: return each batch's loss or error, and the loss of the plain model."""
+    model, heard = net(0), []
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        schedule = ranks.schedule(fp.place(plan, split.params, ranks))
+        for number in range(5):
+            x, target = rows(8 + 4 * number)
+            wrong, own = number == 2, {}
+            if rank == 0:
+                own["arg_mbs"] = [(part,) for part in x.chunk(3 if wrong and how == "step" else 4)]
+            else:
+                own["target_mbs"] = target.chunk(4)
+                own["loss_kwargs"] = 7 if wrong and how == "keywords" else None
+            call = schedule.eval if how == "keywords" else schedule.step
+            try:
+                with torch.set_grad_enabled(not (wrong and how == "no_grad" and rank == 0)):
+                    call(**own)
+                heard.append((float(schedule.result.loss), float(F.mse_loss(model(x), target))))
+            except Exception as error:
+                heard.append((type(error).__name__, getattr(error, "rank", None), str(error)))
+    return heard

@@ -133,6 +133,28 @@ def test_gradients_of_several_steps_add_up(two, scale_grads):
     assert max(two.all("process_tasks.as_torch", "a function that sums", scale_grads, 2)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("how", "wrong", "kind", "text"),
+    [
+        ("step", 0, "BatchError", "arg_mbs has 3 entries, but the plan has 4 microbatches"),
+        ("no_grad", 0, "FuncpipeError", "call schedule.eval there"),
+        ("keywords", 1, "TypeError", "'int' object is not iterable"),
+    ],
+)
+def test_wrong_arguments_of_a_schedule_are_told_and_the_next_batches_fit(
+    two, how, wrong, kind, text
+):
+    """A loop that goes on after the error must not give batch k + 1 to run k of the others."""
+    heard = two.all("process_tasks.arguments_refused", how)
+    assert (kind, text) == (heard[wrong][2][0], heard[wrong][2][2][-len(text) :])
+    other = heard[1 - wrong].pop(2)
+    assert ("PeerError", wrong) == other[:2]
+    assert text in other[2]
+    heard[wrong].pop(2)
+    for loss, plain in heard[0] + heard[1]:
+        assert loss == pytest.approx(plain)
+
+
 def test_each_replica_gets_the_losses_of_its_own_microbatches(two):
     for number, (want, *got) in enumerate(two.all("process_tasks.losses_of_replicas")):
         assert len(want) == (3 if number else 2)
