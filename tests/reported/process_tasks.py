@@ -433,3 +433,36 @@ def arguments_refused(rank, size, how):
             except Exception as error:
                 heard.append((type(error).__name__, getattr(error, "rank", None), str(error)))
     return heard
+
+
+def clipped_otherwise(rank, size, values, scaled):
+    """Step with a max_norm of this rank, then with one max_norm: return the first error, whether
+    the parameters stayed until then, and the greatest difference from the plain step."""
+    model, error = net(0), None
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    x, target = rows(8)
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        before = [leaf.clone() for leaf in fp.leaves(params)]
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        result = fp.run(
+            plan, params, (x, target), executor=ranks, loss_scale=4.0 if scaled else 1.0
+        )
+        try:
+            fp.step(optimizer, params, result, max_norm=values[rank], scaler=scaler)
+        except fp.FuncpipeError as raised:
+            error = type(raised).__name__, str(raised)
+        kept = all(map(torch.equal, before, fp.leaves(params)))
+        fp.step(optimizer, params, result, max_norm=0.1, scaler=scaler)
+    F.mse_loss(model(x), target).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    want = {
+        name: (leaf - leaf.grad).detach() if kept else None
+        for name, leaf in model.named_parameters()
+    }
+    pairs = [
+        (leaf, want[name]) for tree in params if tree is not None for name, leaf in tree.items()
+    ]
+    return error, kept, max(float((a - b).abs().max()) for a, b in pairs) if kept else None

@@ -285,6 +285,23 @@ def test_a_class_that_this_process_has_sent_comes_back():
     assert unpack(data) == Local(3)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("values", [(0.1, None), (0.1, 0.5)])
+def test_ranks_with_another_max_norm_are_refused_before_any_steps(two, values, scaled):
+    """Each rank would clip by another factor."""
+    for error, kept, apart in two.all("process_tasks.clipped_otherwise", values, scaled):
+        assert error[0] == "RanksError", error
+        assert all(f"fp.step(max_norm={value})" in error[1] for value in values), error
+        assert kept
+        assert apart < 1e-6
+
+
+def test_ranks_may_write_one_max_norm_as_an_int_and_a_float(two):
+    for error, kept, _ in two.all("process_tasks.clipped_otherwise", (1, 1.0), False):
+        assert error is None
+        assert not kept
+
+
 def test_a_class_that_only_one_process_makes_travels_where_the_plans_code_names_it(two):
     assert two.all("process_tasks.boxes") == [True, True]
 

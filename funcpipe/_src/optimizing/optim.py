@@ -87,6 +87,7 @@ def step(
             ``grads`` differ in structure; a gradient has another shape, type or device than its
             parameter; no leaf of the optimizer has a gradient; the optimizer needs a closure, such
             as LBFGS, or sparse gradients; or an option has a wrong value.
+        RanksError: the ranks give different ``max_norm``, or make other calls. Nothing has stepped.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
     # Tell errors: otherwise the other ranks would go on, one step ahead of this one.
@@ -152,7 +153,11 @@ def _stepped(
     if scale != 1.0:
         for entry in entries:
             entry.gradient = entry.gradient / scale
-    norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
+    norm = norm_of(
+        [(entry.stage, entry.gradient) for entry in entries if entry.counts],
+        exchange,
+        _about("the norm of the gradients", max_norm),
+    )
     if optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
         apply_gradients(optimizer, stepped, norm, max_norm)
     return norm
@@ -193,7 +198,9 @@ def _scaler_step(
     try:
         for entry in stepped:
             entry.leaf.grad = entry.gradient = entry.gradient.clone()
-        _unscale(scaler, optimizer, entries, stepped, exchange)
+        about = _about("the scaler's unscaling", max_norm)
+        finite = exchange.finite(about, [entry.gradient for entry in entries])
+        _unscale(scaler, optimizer, entries, stepped, finite=finite)
         norm = norm_of(
             [(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange
         )
@@ -205,6 +212,11 @@ def _scaler_step(
         for entry in stepped:
             entry.leaf.grad = None
     return norm
+
+
+def _about(subject: str, max_norm: float | None) -> str:
+    """Name an exchange with its ``max_norm``, so that ranks with different ones raise RanksError."""
+    return f"{subject} for fp.step(max_norm={None if max_norm is None else float(max_norm)})"
 
 
 def _writable(gradient: Tensor, optimizer: torch.optim.Optimizer, *, clips: bool) -> Tensor:
@@ -379,14 +391,14 @@ def _unscale(
     optimizer: torch.optim.Optimizer | None,
     entries: list[LeafGradient],
     stepped: list[LeafGradient],
-    exchange: Exchange,
+    *,
+    finite: bool,
 ) -> None:
     """Divide all gradients by the scale. Gradients of the optimizer's leaves are divided in place.
 
     A scaler looks for inf and NaN only in gradients of the optimizer's leaves. But all stages step
-    or none does. So if another gradient is not finite, one gradient of the optimizer gets a NaN.
+    or none does. So if any gradient is not ``finite``, one gradient of the optimizer gets a NaN.
     """
-    finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
     if optimizer is None:  # the scalers of all ranks must see the same steps, so use a dummy leaf
         nothing = torch.zeros(1, requires_grad=True)
         nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))
