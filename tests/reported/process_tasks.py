@@ -5,6 +5,7 @@ import faulthandler
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -466,3 +467,34 @@ def clipped_otherwise(rank, size, values, scaled):
         (leaf, want[name]) for tree in params if tree is not None for name, leaf in tree.items()
     ]
     return error, kept, max(float((a - b).abs().max()) for a, b in pairs) if kept else None
+
+
+def steps_of_bare_gradients(rank, size):
+    """Give the gradients of one rank without their result, then with it. Then step a plan of this
+    process alone, in which functions have None as parameters, while ranks are open."""
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+        result = fp.run(plan, params, rows(8), executor=ranks)
+        before = [leaf.clone() for leaf in fp.leaves(params)]
+        refused = [
+            told(lambda: fp.step(optimizer, params, result.grads)),
+            told(lambda: fp.step(optimizer, params, result.grads, max_norm=0.1)),
+            told(lambda: fp.global_norm(result.grads)),
+        ]
+        kept = all(map(torch.equal, before, fp.leaves(params)))
+        halves = [tree and {name: leaf / 2 for name, leaf in tree.items()} for tree in result.grads]
+        halved = replace(result, grads=tuple(halves))
+        norms = [float(fp.global_norm(result)), 2 * float(fp.step(optimizer, params, halved))]
+        stages = [fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: x.relu())]
+        small = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+        alone = []
+        for without in (None, ()):
+            own = (torch.tensor(2.0, requires_grad=True), without)
+            found = fp.run(small, own, (torch.ones(4), torch.zeros(4)))
+            alone.append(float(fp.step(torch.optim.SGD(fp.leaves(own[0]), lr=0.1), own, found)))
+        alone.append(float(fp.global_norm(found.grads)))
+    alone.append(float(fp.global_norm((torch.tensor(4.0), None))))
+    return refused, kept, norms, alone

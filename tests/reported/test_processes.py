@@ -302,6 +302,24 @@ def test_ranks_may_write_one_max_norm_as_an_int_and_a_float(two):
         assert not kept
 
 
+def test_gradients_of_one_rank_without_their_result_are_refused(two):
+    """Each rank would clip by the norm of its own stages."""
+    model = process_tasks.net(0)
+    x, target = process_tasks.rows(8)
+    F.mse_loss(model(x), target).backward()
+    want = float(torch.nn.utils.get_total_norm([leaf.grad for leaf in model.parameters()]))
+    for number, (refused, kept, norms, alone) in enumerate(
+        two.all("process_tasks.steps_of_bare_gradients")
+    ):
+        for kind, text in refused:
+            assert kind == "PlanError"
+            assert f"grads has None for stages [{1 - number}], which other ranks have" in text
+            assert "give the result" in text
+        assert kept
+        assert norms == pytest.approx([want, want])
+        assert alone == [4.0] * 4
+
+
 def test_a_class_that_only_one_process_makes_travels_where_the_plans_code_names_it(two):
     assert two.all("process_tasks.boxes") == [True, True]
 

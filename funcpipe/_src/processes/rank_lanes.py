@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funcpipe._src.core.errors import FuncpipeError, PeerError, PlanError, RunTimeout
 from funcpipe._src.core.tree import Tree
-from funcpipe._src.data.exchange import Exchange
+from funcpipe._src.data.exchange import Exchange, open_pipelines
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.program import LaneProgram
@@ -133,6 +133,8 @@ class Ranks(Lanes):
     def __enter__(self) -> Self:
         with Telling(self._failed):
             self._open()
+        if self.size > 1:
+            open_pipelines.add(self)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -143,6 +145,7 @@ class Ranks(Lanes):
 
     def close(self) -> None:
         """End all threads and connections, and tell the other ranks that this rank has closed."""
+        open_pipelines.discard(self)
         self._end_team(told=True)
         super().close()
 
