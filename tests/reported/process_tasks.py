@@ -498,3 +498,23 @@ def steps_of_bare_gradients(rank, size):
         alone.append(float(fp.global_norm(found.grads)))
     alone.append(float(fp.global_norm((torch.tensor(4.0), None))))
     return refused, kept, norms, alone
+
+
+def saves_on_one_rank(rank, size, folder):
+    """Save on rank 0 only, and go on: return the error of this rank, and the losses of the runs
+    after it on all ranks and of the plain model."""
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    x, target = rows(8)
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+
+        def run():
+            return float(fp.run(plan, params, (x, target), executor=ranks).loss)
+
+        losses = [run()]
+        error = told(
+            run if rank else lambda: fp.save(folder, split, params, step=1, ranks=ranks) and "saved"
+        )
+        losses.append(run())
+    return error, losses, float(F.mse_loss(net(0)(x), target))

@@ -320,6 +320,21 @@ def test_gradients_of_one_rank_without_their_result_are_refused(two):
         assert alone == [4.0] * 4
 
 
+def test_a_save_on_one_rank_is_refused_on_all(tmp_path):
+    """Rank 1 has never saved, so it does not know the class of what rank 0 sends."""
+    pool = Pool(2)
+    try:
+        found = pool.all("process_tasks.saves_on_one_rank", str(tmp_path))
+    finally:
+        pool.end()
+    for (kind, text), losses, plain in found:
+        assert kind == "RanksError"
+        assert "the ranks make different calls: rank 0 is at what a checkpoint has" in text
+        assert "rank 1 is at the start of a run" in text
+        assert losses == pytest.approx([plain] * 2)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_class_that_only_one_process_makes_travels_where_the_plans_code_names_it(two):
     assert two.all("process_tasks.boxes") == [True, True]
 

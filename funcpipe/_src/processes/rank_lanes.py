@@ -57,7 +57,7 @@ from funcpipe._src.processes.surroundings import (
     refuse_other_devices,
 )
 from funcpipe._src.processes.team import Team
-from funcpipe._src.processes.wire_format import pack_message, unpack_message
+from funcpipe._src.processes.wire_format import pack_message, unpack_message, unpack_tree
 from funcpipe._src.replicas.replicas import GiveSums, Replicas, Sharding, Told
 from funcpipe._src.replicas.same_numbers import ComparedLeaves
 from funcpipe._src.replicas.spread import cuts_of, whole_of
@@ -310,12 +310,13 @@ class Ranks(Lanes):
             self._at = f"at {about} ({self.runs})"
             sent = pack_message(self.runs, about, mine)
             known = [unpack_message(data) for data in self._open().exchange(sent)]
-            self._over = about == agreement.END
             self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
-        if len({(run, what) for run, what, _ in known}) > 1:
-            self.runs = max(run for run, *_ in known)
-            raise agreement.other_places(known, self.names)
-        return [given for *_, given in known]
+            if len({(run, what) for run, what, _ in known}) > 1:
+                self.runs = max(run for run, *_ in known)
+                raise agreement.other_places(known, self.names)
+            values = [unpack_tree(data) for *_, data in known]
+            self._over = about == agreement.END
+        return values
 
     def agree(self, word: agreement.Word, limit: int) -> agreement.Agreed:
         """Exchange the facts of all ranks, and return the facts that follow from them."""
