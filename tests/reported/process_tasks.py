@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -518,3 +519,71 @@ def saves_on_one_rank(rank, size, folder):
         )
         losses.append(run())
     return error, losses, float(F.mse_loss(net(0)(x), target))
+
+
+def closed_over(factor):
+    def loss(y, target):
+        return F.mse_loss(factor * y, factor * target)
+
+    return loss
+
+
+def replica_of(what, other):
+    """Return the model, the loss and the options of a split on a replica, ``other`` or the
+    first."""
+    middle = {
+        "layer": nn.ReLU() if other else nn.GELU(),
+        "traced layer": nn.ReLU() if other else nn.GELU(),
+        "rate": nn.Dropout(0.9 if other else 0.1),
+    }.get(what, nn.Tanh())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), middle, nn.Linear(6, 6))
+    if what == "count" and other:
+        model.append(nn.Identity())
+    if what == "mode" and other:
+        model.eval()
+    loss = {
+        "loss": F.l1_loss if other else F.mse_loss,
+        "later loss": F.l1_loss if other else F.mse_loss,
+        "partial": partial(F.smooth_l1_loss, beta=2.0 if other else 1.0),
+        "module": nn.HuberLoss(delta=2.0 if other else 1.0),
+        "lambdas": lambda y, target: F.mse_loss(y, target),
+        "closures": closed_over(1.0),
+    }.get(what, F.mse_loss)
+    return model, loss, {"example": torch.ones(2, 6)} if what == "traced layer" else {}
+
+
+def replicas_compute_otherwise(rank, size, what, alike):
+    """Run two replicas, whose functions differ unless ``alike``: return the error or "ran"."""
+    model, loss, options = replica_of(what, rank == 1 and not alike)
+    split = fp.split(model, 2, **options)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    given = fp.make_plan(split, plan.schedule, loss=loss, devices="cpu")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def job():
+        first = plan if what == "later loss" else given
+        with fp.ranks(first, mesh, dp="dp", timeout=20.0) as ranks:
+            params = fp.place(plan, split.params, ranks)
+            fp.run(given, params, rows(4), executor=ranks, seed=0)
+        return "ran"
+
+    return told(job)
+
+
+def elsewhere(p, x):
+    raise ArithmeticError("this stage is on another rank")
+
+
+def ranks_have_placeholders(rank, size):
+    """Run a pipeline whose ranks know only the functions of their own stages."""
+    own, other = fp.stage(lambda p, x: x * p, name="part"), fp.stage(elsewhere, name="part")
+    stages = [own if stage == rank else other for stage in range(2)]
+    loss = F.mse_loss if rank else F.l1_loss
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+        x, target = rows(4)
+        return float(fp.run(plan, params, (x, target), executor=ranks).loss), float(
+            F.mse_loss(6 * x, target)
+        )

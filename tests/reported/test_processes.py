@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe._src.data.identity import words_of_function
 from funcpipe._src.processes.peer import FrameKind
 from funcpipe._src.processes.wire_format import pack, unpack, unpack_form
 
@@ -79,6 +80,59 @@ def test_ranks_with_other_batches_are_refused_until_the_first_run_with_one_batch
             assert "other numbers on rank 1 than on rank 0" in text
             assert "the same seed" in text
         assert right[0] == right[1] == later > 0
+
+
+COMPUTE_OTHERWISE = {
+    "loss": "the loss: rank 1 has torch.nn.functional.l1_loss, rank 0 has torch.nn.functional.mse_",
+    "later loss": "the loss: rank 1 has torch.nn.functional.l1_loss",
+    "partial": "rank 1 has torch.nn.functional.smooth_l1_loss(beta=2.0), rank 0 has",
+    "module": "rank 1 has torch.nn.modules.loss.HuberLoss(reduction='mean', delta=2.0)",
+    "layer": "the layers of stage 0 ('0-1'): rank 1 has 1 ReLU(inplace=False), rank 0 has 1 GELU(",
+    "traced layer": "the layers of stage 0 ('0..1'): rank 1 has 1 aten::relu(), rank 0 has 1 aten:",
+    "rate": "rank 1 has 1 Dropout(p=0.9, inplace=False), rank 0 has 1 Dropout(p=0.1, inplace=Fals",
+    "mode": "rank 1 has 1 Linear(in_features=6, out_features=6, bias=True) in evaluation mode, 1",
+    "count": "the plan's stages: rank 1 has 2: 0-1 | 2-3, rank 0 has 2: 0-1 | 2",
+}
+
+
+@pytest.mark.parametrize("what", COMPUTE_OTHERWISE)
+def test_replicas_that_compute_otherwise_are_refused(two, what):
+    for kind, text in two.all("process_tasks.replicas_compute_otherwise", what, False):
+        assert kind == "RanksError"
+        assert COMPUTE_OTHERWISE[what] in text
+        assert "the plan: " not in text  # a hash
+    assert two.all("process_tasks.replicas_compute_otherwise", what, True) == ["ran"] * 2
+
+
+@pytest.mark.parametrize("what", ["lambdas", "closures"])
+def test_lambdas_and_closures_of_one_program_are_alike(two, what):
+    assert two.all("process_tasks.replicas_compute_otherwise", what, False) == ["ran"] * 2
+
+
+def test_ranks_need_only_the_functions_of_their_own_stages(two):
+    for loss, plain in two.all("process_tasks.ranks_have_placeholders"):
+        assert loss == pytest.approx(plain)
+
+
+def test_words_about_functions_have_no_facts_of_one_process():
+    def closed():
+        pass
+
+    class Layer(torch.nn.Module):
+        def extra_repr(self):
+            return f"fn={closed}, device=cuda:3, table=/tmp/x, p=2"
+
+    class Broken(torch.nn.Module):
+        def extra_repr(self):
+            return self.nowhere
+
+    words = words_of_function(Layer())
+    assert not any(each in words for each in ("0x", "/tmp", ":3")), words
+    assert words.endswith("device=cuda,  p=2)"), words
+    assert words_of_function(Broken()).endswith("Broken()")
+    assert words_of_function(max) == "builtins.max"
+    renamed = type("Loss", (), {"__module__": "__mp_main__", "__call__": max})
+    assert words_of_function(renamed()) == "__main__.Loss"
 
 
 def test_tied_weights_of_two_processes_that_begin_apart_are_refused_without_place(two):

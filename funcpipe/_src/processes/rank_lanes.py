@@ -508,7 +508,8 @@ class Ranks(Lanes):
     def _hello(self) -> dict[str, Any]:
         """Return the facts of this process that the others need."""
         same, devices = agreement.alike(self.plan, self.rank_of), identities_of(self, self.plan)
-        return {"same": same, "machine": machine(), "devices": devices}
+        functions = agreement.functions_of(self.plan, self.stages if self.replicas > 1 else ())
+        return {"same": same, "functions": functions, "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:
         """Return whether a lane is in an action, and what all lanes do, for tables in errors."""
