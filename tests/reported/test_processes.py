@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcpipe as fp
-from funcpipe._src.data.identity import words_of_function
+from funcpipe._src.data.identity import summed_up, words_of_function
 from funcpipe._src.processes.peer import FrameKind
 from funcpipe._src.processes.wire_format import pack, unpack, unpack_form
 
@@ -129,6 +129,10 @@ def test_words_about_functions_have_no_facts_of_one_process():
     words = words_of_function(Layer())
     assert not any(each in words for each in ("0x", "/tmp", ":3")), words
     assert words.endswith("device=cuda,  p=2)"), words
+    first, second = (
+        summed_up([("0", f"Layer({words})")]) for words in ("{'a', 'b'}, p=2", "{'b', 'a'}, p=2")
+    )
+    assert first[0] == second[0]
     assert words_of_function(Broken()).endswith("Broken()")
     assert words_of_function(max) == "builtins.max"
     renamed = type("Loss", (), {"__module__": "__mp_main__", "__call__": max})

@@ -70,11 +70,17 @@ def summed_up(entries: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     ('2 Linear()', '1 GELU()')
     """
     entries = [*entries]
-    digest = hashlib.blake2b(repr(entries).encode(), digest_size=8).hexdigest()
+    lines = "\n".join([f"{path}: {_ordered(words)}" for path, words in entries])
+    digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
     counts = Counter(words for _, words in entries)
     listed = [f"{count} {_short(words)}" for words, count in counts.items()]
     listed = [entries[0][1]] if len(entries) == 1 else listed
     return (digest, *listed[:_LISTED])
+
+
+def _ordered(words: str) -> str:
+    """Return words with sorted parts if they have braces: processes write sets in other orders."""
+    return " ".join(sorted(re.split(r"[\s,{}]+", words))) if "{" in words else words
 
 
 def _is_plain(value: Any) -> bool:
@@ -98,7 +104,7 @@ def _options_of(module: nn.Module) -> str:
         names = [name for name in getattr(module, "__constants__", ()) if isinstance(name, str)]
         values = {name: getattr(module, name, None) for name in names}
         words = ", ".join(f"{name}={value!r}" for name, value in values.items() if _is_plain(value))
-    return _LOCAL.sub("", words)
+    return _LOCAL.sub("", words).replace("__mp_main__", "__main__")
 
 
 def _short(words: str) -> str:
