@@ -11,7 +11,7 @@ import pytest
 import funcpipe as fp
 from funcpipe._src.batch.shares import Weighed
 from funcpipe._src.engine.agreement import Agreed, PreviousWords, Word, agree
-from funcpipe._src.processes.wire_format import pack_message, unpack_message
+from funcpipe._src.processes.wire_format import pack_message, unpack_message, unpack_tree
 
 
 def word(**facts: Any) -> Word:
@@ -96,10 +96,11 @@ def test_after_an_error_of_all_the_words_before_still_count() -> None:
 
 def test_messages_of_exchanges() -> None:
     for tree in (None, (1, "x"), {"a": None}):
-        assert unpack_message(pack_message(7, "the start", tree)) == (7, "the start", tree)
+        *place, data = unpack_message(pack_message(7, "the start", tree))
+        assert (place, unpack_tree(data)) == ([7, "the start"], tree)
     assert len(pack_message(7, "", None)) == 12
     for data in (b"", b"\0" * 11, pack_message(7, "\u00e9", None)[:-1]):
         with pytest.raises(fp.PlanError, match="a message from another process is damaged"):
             unpack_message(data)
     with pytest.raises(fp.PlanError, match="is damaged"):
-        unpack_message(pack_message(7, "the start", (1, 2))[:-3])
+        unpack_tree(unpack_message(pack_message(7, "the start", (1, 2))[:-3])[-1])

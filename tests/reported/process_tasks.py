@@ -5,6 +5,8 @@ import faulthandler
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -406,4 +408,182 @@ def in_place_behind_a_border(rank, size, inplace):
     with fp.ranks(plan, timeout=20.0) as ranks:
         return told(
             lambda: fp.run(plan, params, rows(4), executor=ranks, trainable=True).loss.item()
+        )
+
+
+def arguments_refused(rank, size, how):
+    """Give the schedule of one rank wrong arguments in the third of five batches, catch the error
+    and go on: return each batch's loss or error, and the loss of the plain model."""
+    model, heard = net(0), []
+    split = fp.split(model, 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 4), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        schedule = ranks.schedule(fp.place(plan, split.params, ranks))
+        for number in range(5):
+            x, target = rows(8 + 4 * number)
+            wrong, own = number == 2, {}
+            if rank == 0:
+                own["arg_mbs"] = [(part,) for part in x.chunk(3 if wrong and how == "step" else 4)]
+            else:
+                own["target_mbs"] = target.chunk(4)
+                own["loss_kwargs"] = 7 if wrong and how == "keywords" else None
+            call = schedule.eval if how == "keywords" else schedule.step
+            try:
+                with torch.set_grad_enabled(not (wrong and how == "no_grad" and rank == 0)):
+                    call(**own)
+                heard.append((float(schedule.result.loss), float(F.mse_loss(model(x), target))))
+            except Exception as error:
+                heard.append((type(error).__name__, getattr(error, "rank", None), str(error)))
+    return heard
+
+
+def clipped_otherwise(rank, size, values, scaled):
+    """Step with a max_norm of this rank, then with one max_norm: return the first error, whether
+    the parameters stayed until then, and the greatest difference from the plain step."""
+    model, error = net(0), None
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    x, target = rows(8)
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        before = [leaf.clone() for leaf in fp.leaves(params)]
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        result = fp.run(
+            plan, params, (x, target), executor=ranks, loss_scale=4.0 if scaled else 1.0
+        )
+        try:
+            fp.step(optimizer, params, result, max_norm=values[rank], scaler=scaler)
+        except fp.FuncpipeError as raised:
+            error = type(raised).__name__, str(raised)
+        kept = all(map(torch.equal, before, fp.leaves(params)))
+        fp.step(optimizer, params, result, max_norm=0.1, scaler=scaler)
+    F.mse_loss(model(x), target).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    want = {
+        name: (leaf - leaf.grad).detach() if kept else None
+        for name, leaf in model.named_parameters()
+    }
+    pairs = [
+        (leaf, want[name]) for tree in params if tree is not None for name, leaf in tree.items()
+    ]
+    return error, kept, max(float((a - b).abs().max()) for a, b in pairs) if kept else None
+
+
+def steps_of_bare_gradients(rank, size):
+    """Give the gradients of one rank without their result, then with it. Then step a plan of this
+    process alone, in which functions have None as parameters, while ranks are open."""
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+        optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+        result = fp.run(plan, params, rows(8), executor=ranks)
+        before = [leaf.clone() for leaf in fp.leaves(params)]
+        refused = [
+            told(lambda: fp.step(optimizer, params, result.grads)),
+            told(lambda: fp.step(optimizer, params, result.grads, max_norm=0.1)),
+            told(lambda: fp.global_norm(result.grads)),
+        ]
+        kept = all(map(torch.equal, before, fp.leaves(params)))
+        halves = [tree and {name: leaf / 2 for name, leaf in tree.items()} for tree in result.grads]
+        halved = replace(result, grads=tuple(halves))
+        norms = [float(fp.global_norm(result)), 2 * float(fp.step(optimizer, params, halved))]
+        stages = [fp.stage(lambda p, x: x * p), fp.stage(lambda p, x: x.relu())]
+        small = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+        alone = []
+        for without in (None, ()):
+            own = (torch.tensor(2.0, requires_grad=True), without)
+            found = fp.run(small, own, (torch.ones(4), torch.zeros(4)))
+            alone.append(float(fp.step(torch.optim.SGD(fp.leaves(own[0]), lr=0.1), own, found)))
+        alone.append(float(fp.global_norm(found.grads)))
+    alone.append(float(fp.global_norm((torch.tensor(4.0), None))))
+    return refused, kept, norms, alone
+
+
+def saves_on_one_rank(rank, size, folder):
+    """Save on rank 0 only, and go on: return the error of this rank, and the losses of the runs
+    after it on all ranks and of the plain model."""
+    split = fp.split(net(0), 2)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    x, target = rows(8)
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, split.params, ranks)
+
+        def run():
+            return float(fp.run(plan, params, (x, target), executor=ranks).loss)
+
+        losses = [run()]
+        error = told(
+            run if rank else lambda: fp.save(folder, split, params, step=1, ranks=ranks) and "saved"
+        )
+        losses.append(run())
+    return error, losses, float(F.mse_loss(net(0)(x), target))
+
+
+def closed_over(factor):
+    def loss(y, target):
+        return F.mse_loss(factor * y, factor * target)
+
+    return loss
+
+
+def replica_of(what, other):
+    """Return the model, the loss and the options of a split on a replica, ``other`` or the
+    first."""
+    middle = {
+        "layer": nn.ReLU() if other else nn.GELU(),
+        "traced layer": nn.ReLU() if other else nn.GELU(),
+        "rate": nn.Dropout(0.9 if other else 0.1),
+    }.get(what, nn.Tanh())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), middle, nn.Linear(6, 6))
+    if what == "count" and other:
+        model.append(nn.Identity())
+    if what == "mode" and other:
+        model.eval()
+    loss = {
+        "loss": F.l1_loss if other else F.mse_loss,
+        "later loss": F.l1_loss if other else F.mse_loss,
+        "partial": partial(F.smooth_l1_loss, beta=2.0 if other else 1.0),
+        "module": nn.HuberLoss(delta=2.0 if other else 1.0),
+        "lambdas": lambda y, target: F.mse_loss(y, target),
+        "closures": closed_over(1.0),
+    }.get(what, F.mse_loss)
+    return model, loss, {"example": torch.ones(2, 6)} if what == "traced layer" else {}
+
+
+def replicas_compute_otherwise(rank, size, what, alike):
+    """Run two replicas, whose functions differ unless ``alike``: return the error or "ran"."""
+    model, loss, options = replica_of(what, rank == 1 and not alike)
+    split = fp.split(model, 2, **options)
+    plan = fp.make_plan(split, fp.schedules.one_f_one_b(2, 2), loss=F.mse_loss, devices="cpu")
+    given = fp.make_plan(split, plan.schedule, loss=loss, devices="cpu")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+
+    def job():
+        first = plan if what == "later loss" else given
+        with fp.ranks(first, mesh, dp="dp", timeout=20.0) as ranks:
+            params = fp.place(plan, split.params, ranks)
+            fp.run(given, params, rows(4), executor=ranks, seed=0)
+        return "ran"
+
+    return told(job)
+
+
+def elsewhere(p, x):
+    raise ArithmeticError("this stage is on another rank")
+
+
+def ranks_have_placeholders(rank, size):
+    """Run a pipeline whose ranks know only the functions of their own stages."""
+    own, other = fp.stage(lambda p, x: x * p, name="part"), fp.stage(elsewhere, name="part")
+    stages = [own if stage == rank else other for stage in range(2)]
+    loss = F.mse_loss if rank else F.l1_loss
+    plan = fp.make_plan(stages, fp.schedules.one_f_one_b(2, 2), loss=loss, devices="cpu")
+    with fp.ranks(plan, timeout=20.0) as ranks:
+        params = fp.place(plan, (torch.tensor(2.0), torch.tensor(3.0)), ranks)
+        x, target = rows(4)
+        return float(fp.run(plan, params, (x, target), executor=ranks).loss), float(
+            F.mse_loss(6 * x, target)
         )

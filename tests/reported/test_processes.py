@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import funcpipe as fp
+from funcpipe._src.data.identity import summed_up, words_of_function
 from funcpipe._src.processes.peer import FrameKind
 from funcpipe._src.processes.wire_format import pack, unpack, unpack_form
 
@@ -81,6 +82,63 @@ def test_ranks_with_other_batches_are_refused_until_the_first_run_with_one_batch
         assert right[0] == right[1] == later > 0
 
 
+COMPUTE_OTHERWISE = {
+    "loss": "the loss: rank 1 has torch.nn.functional.l1_loss, rank 0 has torch.nn.functional.mse_",
+    "later loss": "the loss: rank 1 has torch.nn.functional.l1_loss",
+    "partial": "rank 1 has torch.nn.functional.smooth_l1_loss(beta=2.0), rank 0 has",
+    "module": "rank 1 has torch.nn.modules.loss.HuberLoss(reduction='mean', delta=2.0)",
+    "layer": "the layers of stage 0 ('0-1'): rank 1 has 1 ReLU(inplace=False), rank 0 has 1 GELU(",
+    "traced layer": "the layers of stage 0 ('0..1'): rank 1 has 1 aten::relu(), rank 0 has 1 aten:",
+    "rate": "rank 1 has 1 Dropout(p=0.9, inplace=False), rank 0 has 1 Dropout(p=0.1, inplace=Fals",
+    "mode": "rank 1 has 1 Linear(in_features=6, out_features=6, bias=True) in evaluation mode, 1",
+    "count": "the plan's stages: rank 1 has 2: 0-1 | 2-3, rank 0 has 2: 0-1 | 2",
+}
+
+
+@pytest.mark.parametrize("what", COMPUTE_OTHERWISE)
+def test_replicas_that_compute_otherwise_are_refused(two, what):
+    for kind, text in two.all("process_tasks.replicas_compute_otherwise", what, False):
+        assert kind == "RanksError"
+        assert COMPUTE_OTHERWISE[what] in text
+        assert "the plan: " not in text  # a hash
+    assert two.all("process_tasks.replicas_compute_otherwise", what, True) == ["ran"] * 2
+
+
+@pytest.mark.parametrize("what", ["lambdas", "closures"])
+def test_lambdas_and_closures_of_one_program_are_alike(two, what):
+    assert two.all("process_tasks.replicas_compute_otherwise", what, False) == ["ran"] * 2
+
+
+def test_ranks_need_only_the_functions_of_their_own_stages(two):
+    for loss, plain in two.all("process_tasks.ranks_have_placeholders"):
+        assert loss == pytest.approx(plain)
+
+
+def test_words_about_functions_have_no_facts_of_one_process():
+    def closed():
+        pass
+
+    class Layer(torch.nn.Module):
+        def extra_repr(self):
+            return f"fn={closed}, device=cuda:3, table=/tmp/x, p=2"
+
+    class Broken(torch.nn.Module):
+        def extra_repr(self):
+            return self.nowhere
+
+    words = words_of_function(Layer())
+    assert not any(each in words for each in ("0x", "/tmp", ":3")), words
+    assert words.endswith("device=cuda,  p=2)"), words
+    first, second = (
+        summed_up([("0", f"Layer({words})")]) for words in ("{'a', 'b'}, p=2", "{'b', 'a'}, p=2")
+    )
+    assert first[0] == second[0]
+    assert words_of_function(Broken()).endswith("Broken()")
+    assert words_of_function(max) == "builtins.max"
+    renamed = type("Loss", (), {"__module__": "__mp_main__", "__call__": max})
+    assert words_of_function(renamed()) == "__main__.Loss"
+
+
 def test_tied_weights_of_two_processes_that_begin_apart_are_refused_without_place(two):
     for kind, text in two.all("process_tasks.tied_begin", False):
         assert kind == "RanksError"
@@ -131,6 +189,28 @@ def test_the_schedule_of_ranks_gives_the_gradients_and_losses_of_torchs(two, los
 @pytest.mark.parametrize("scale_grads", [True, False])
 def test_gradients_of_several_steps_add_up(two, scale_grads):
     assert max(two.all("process_tasks.as_torch", "a function that sums", scale_grads, 2)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("how", "wrong", "kind", "text"),
+    [
+        ("step", 0, "BatchError", "arg_mbs has 3 entries, but the plan has 4 microbatches"),
+        ("no_grad", 0, "FuncpipeError", "call schedule.eval there"),
+        ("keywords", 1, "TypeError", "'int' object is not iterable"),
+    ],
+)
+def test_wrong_arguments_of_a_schedule_are_told_and_the_next_batches_fit(
+    two, how, wrong, kind, text
+):
+    """A loop that goes on after the error must not give batch k + 1 to run k of the others."""
+    heard = two.all("process_tasks.arguments_refused", how)
+    assert (kind, text) == (heard[wrong][2][0], heard[wrong][2][2][-len(text) :])
+    other = heard[1 - wrong].pop(2)
+    assert ("PeerError", wrong) == other[:2]
+    assert text in other[2]
+    heard[wrong].pop(2)
+    for loss, plain in heard[0] + heard[1]:
+        assert loss == pytest.approx(plain)
 
 
 def test_each_replica_gets_the_losses_of_its_own_microbatches(two):
@@ -261,6 +341,56 @@ def test_a_class_that_this_process_has_sent_comes_back():
     globals()["Sent"] = Local
     data = pack(Local(3))
     assert unpack(data) == Local(3)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("values", [(0.1, None), (0.1, 0.5)])
+def test_ranks_with_another_max_norm_are_refused_before_any_steps(two, values, scaled):
+    """Each rank would clip by another factor."""
+    for error, kept, apart in two.all("process_tasks.clipped_otherwise", values, scaled):
+        assert error[0] == "RanksError", error
+        assert all(f"fp.step(max_norm={value})" in error[1] for value in values), error
+        assert kept
+        assert apart < 1e-6
+
+
+def test_ranks_may_write_one_max_norm_as_an_int_and_a_float(two):
+    for error, kept, _ in two.all("process_tasks.clipped_otherwise", (1, 1.0), False):
+        assert error is None
+        assert not kept
+
+
+def test_gradients_of_one_rank_without_their_result_are_refused(two):
+    """Each rank would clip by the norm of its own stages."""
+    model = process_tasks.net(0)
+    x, target = process_tasks.rows(8)
+    F.mse_loss(model(x), target).backward()
+    want = float(torch.nn.utils.get_total_norm([leaf.grad for leaf in model.parameters()]))
+    for number, (refused, kept, norms, alone) in enumerate(
+        two.all("process_tasks.steps_of_bare_gradients")
+    ):
+        for kind, text in refused:
+            assert kind == "PlanError"
+            assert f"grads has None for stages [{1 - number}], which other ranks have" in text
+            assert "give the result" in text
+        assert kept
+        assert norms == pytest.approx([want, want])
+        assert alone == [4.0] * 4
+
+
+def test_a_save_on_one_rank_is_refused_on_all(tmp_path):
+    """Rank 1 has never saved, so it does not know the class of what rank 0 sends."""
+    pool = Pool(2)
+    try:
+        found = pool.all("process_tasks.saves_on_one_rank", str(tmp_path))
+    finally:
+        pool.end()
+    for (kind, text), losses, plain in found:
+        assert kind == "RanksError"
+        assert "the ranks make different calls: rank 0 is at what a checkpoint has" in text
+        assert "rank 1 is at the start of a run" in text
+        assert losses == pytest.approx([plain] * 2)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_class_that_only_one_process_makes_travels_where_the_plans_code_names_it(two):

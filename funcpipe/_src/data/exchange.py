@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 
 def lies_over(tensor: Any, processes: Sequence[int]) -> bool:
@@ -94,3 +95,7 @@ def claimed_by(path: str, members: Collection[int]) -> tuple[int, ...]:
             return others
         found = store.compare_set(key, found, mine).decode()
     return ()
+
+
+open_pipelines: WeakSet[Any] = WeakSet()
+"""The open `ranks` of this process whose stages are divided among several processes."""

@@ -26,6 +26,7 @@ from funcpipe._src.data.declared import (
     keywords_of,
 )
 from funcpipe._src.data.exchange import entire
+from funcpipe._src.data.identity import words_of_function
 from funcpipe._src.data.out import Out
 
 StageFn: TypeAlias = Callable[..., Any]
@@ -101,6 +102,11 @@ class Bindable(ABC):
     def parts(self) -> Iterable[Stage]:
         """The stages that a composition calls."""
         return ()
+
+    def described(self) -> Iterable[tuple[str, str]]:
+        """Return (path, words) of the layers, equal in all processes of a program; see
+        `identity`."""
+        return [entry for part in self.parts() for entry in part.described()]
 
     def origins(self) -> Iterable[Origin]:
         """Return the models whose copies compute in this stage."""
@@ -305,6 +311,12 @@ class Stage:
     def layers(self) -> set[str]:
         """Return the paths of a module stage's layers; an empty set for a plain function."""
         return set(self.fn.layers()) if isinstance(self.fn, Bindable) else set()
+
+    def described(self) -> Iterable[tuple[str, str]]:
+        """Return (path, words) of the layers; for a plain function, its name."""
+        if isinstance(self.fn, Bindable):
+            return self.fn.described()
+        return [("", words_of_function(self.fn))]
 
     def origins(self) -> Iterable[Origin]:
         """Return the models whose copies compute in this stage."""

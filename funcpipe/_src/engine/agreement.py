@@ -7,7 +7,7 @@ process has to be told of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -16,7 +16,11 @@ import torch
 from funcpipe._src.batch.microbatch import parts_of
 from funcpipe._src.batch.shares import Weighed, settled
 from funcpipe._src.core.errors import BatchError, RanksError, raise_all
+from funcpipe._src.core.remembered import Remembered
+from funcpipe._src.core.shown import named, stages_words
+from funcpipe._src.data.identity import described_callable, summed_up
 from funcpipe._src.data.plan import Plan
+from funcpipe._src.data.stage import Stage, names_of
 
 START = "the start of a run"
 """The topic of the first exchange of a run."""
@@ -47,6 +51,7 @@ class Word(NamedTuple):
         of_target, rows_unclear: for ready-made microbatches, as in `Uncut`.
         is_new: whether the process has parameters that no run has compared with other processes.
         batch: in the first run, a hash of each tensor of the batch, by its location and shape.
+        functions: the words of `functions_of`.
     """
 
     plan: str
@@ -66,6 +71,7 @@ class Word(NamedTuple):
     rows_unclear: bool = False
     is_new: bool = False
     batch: Mapping[str, str] = {}
+    functions: Mapping[str, Sequence[str]] = {}
 
 
 class Agreed(NamedTuple):
@@ -145,6 +151,7 @@ def agree(
             some=True,
         )
         faults += _other_batches(group, of)
+    faults += _other_functions([(name, word.functions) for name, word in said])
     for rank in range(size):
         faults += _differences(
             said[rank::size], f"trained leaves of rank {rank}", lambda word: word.trained
@@ -270,6 +277,55 @@ def _other_batches(said: Sequence[tuple[str, Word]], of: str) -> list[str]:
     return faults
 
 
+def functions_of(plan: Plan, stages: Iterable[int]) -> dict[str, Sequence[str]]:
+    """Return words about the functions that a process with these stages calls, by their places.
+
+    Only the processes with a stage compare its words, because the others may have another function
+    in its place. The loss belongs to the last stage.
+    """
+    stages = [*stages]
+    labels = names_of(plan.stages)
+    words: dict[str, Sequence[str]] = {
+        f"the layers of {labels[stage]}": _of_stage(plan.stages[stage]) for stage in stages
+    }
+    return {**words, **(_of_loss(plan) if plan.num_stages - 1 in stages else {})}
+
+
+def _loss_words(plan: Plan) -> dict[str, tuple[str, ...]]:
+    functions = {"the loss": plan.loss, "weight=": plan.weight}
+    return {
+        name: summed_up(described_callable(each))
+        for name, each in functions.items()
+        if each is not None
+    }
+
+
+_of_loss: Remembered[Plan, dict[str, tuple[str, ...]]] = Remembered(_loss_words)
+_of_stage: Remembered[Stage, tuple[str, ...]] = Remembered(
+    lambda stage: summed_up(stage.described())
+)
+
+
+def _other_functions(said: Sequence[tuple[str, Mapping[str, Sequence[str]]]]) -> list[str]:
+    """List the functions that differ from an earlier process with the same stage."""
+    known: dict[str, tuple[str, Sequence[str]]] = {}
+    faults: list[str] = []
+    for process, functions in said:
+        for place, words in functions.items():
+            first, others = known.setdefault(place, (process, words))
+            if words[0] == others[0]:  # the digests
+                continue
+            own = ", ".join([each for each in words[1:] if each not in others])
+            other = ", ".join([each for each in others[1:] if each not in words])
+            faults.append(
+                f"{place}: {process} has {own or 'no such layer'}, {first} has "
+                f"{other or 'no such layer'}"
+                if own or other
+                else f"{place}: {process} has other layers than {first}, or in another order"
+            )
+    return faults
+
+
 def _layouts(words: Sequence[Word], marked: bool) -> tuple[tuple[Any, ...], ...]:
     """For each tie, the layout of each member. Raises RanksError where members differ."""
     out: list[tuple[Any, ...]] = []
@@ -302,9 +358,19 @@ def alike(plan: Plan, rank_of: Sequence[int]) -> dict[str, str]:
         "the version of funcpipe": own,
         "the version of torch": str(torch.__version__),
         "the plan's schedule": f"{plan.schedule!r}",
+        "the plan's stages": stages_words(stage.name for stage in plan.stages),
+        "the plan's options": _options(plan),
         "the plan": plan.fingerprint,
         "the ranks of the lanes": str([*rank_of]),
     }
+
+
+def _options(plan: Plan) -> str:
+    """Return the options of a plan in words."""
+    rules = f"outputs={plan.outputs}, merge={plan.merge!r}, train={plan.train}"
+    slots = f"spare_slots={plan.spare_slots}, slices={plan.slices}, carry={plan.carry}"
+    loss = "no loss" if plan.loss is None else "a loss"
+    return f"{rules}, {slots}, {named(len(plan.ties), 'tie')}, {loss}"
 
 
 def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
@@ -315,12 +381,22 @@ def refuse_others(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> No
         if "refused" in each
     ]
     raise_all("not all ranks run the plan:", refused, RanksError)
-    faults = [
-        f"{name}: {process} has {each['same'].get(name)}, {names[0]} has {value}"
-        for name, value in said[0]["same"].items()
-        for process, each in zip(names, said, strict=True)
-        if each["same"].get(name) != value
-    ]
+    faults: list[str] = []
+    for process, each in zip(names, said, strict=True):
+        other = {
+            name: (each["same"].get(name), value)
+            for name, value in said[0]["same"].items()
+            if each["same"].get(name) != value
+        }
+        if len(other) > 1:
+            other.pop("the plan", None)  # a hash, which the other differences explain
+        faults += [
+            f"{name}: {process} has {own}, {names[0]} has {first}"
+            for name, (own, first) in other.items()
+        ]
+    faults += _other_functions(
+        [(name, each.get("functions", {})) for name, each in zip(names, said, strict=True)]
+    )
     raise_all("the ranks do not fit together:", faults, RanksError)
 
 

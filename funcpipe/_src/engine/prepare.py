@@ -25,7 +25,7 @@ from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.stage import names_of
 from funcpipe._src.devices.stream import Place
-from funcpipe._src.engine.agreement import Agreed, Word, weights_of_all
+from funcpipe._src.engine.agreement import Agreed, Word, functions_of, weights_of_all
 from funcpipe._src.engine.arguments import Given, check_arguments
 from funcpipe._src.engine.mail import Mailbox
 from funcpipe._src.engine.options import RunOptions
@@ -228,6 +228,7 @@ def _word(given: Given) -> Word:
         rows_unclear=uncut.rows_unclear,
         is_new=compares and part.compared.has_new(leaf for row in leaves for leaf in row),
         batch=digests,
+        functions=functions_of(plan, given.stages) if part.replicas > 1 else {},
     )
 
 

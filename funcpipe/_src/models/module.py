@@ -10,7 +10,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ from funcpipe._src.core.torch_names import (
 )
 from funcpipe._src.core.tree import Tree, map_tensors
 from funcpipe._src.core.words import similar
+from funcpipe._src.data.identity import words_of_layers
 from funcpipe._src.data.stage import Bindable, Stage, checked_names, normalise
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.copying import copied, copied_around
@@ -378,6 +379,10 @@ class ModuleFn(PartFn):
     def give_back(self, idle: ModuleCopy) -> None:
         """Keep a released copy for the next run."""
         self._idle.append(idle)
+
+    def described(self) -> Iterable[tuple[str, str]]:
+        """The module and its submodules, in words."""
+        return words_of_layers(self.skeleton.named_modules())
 
     def layers(self) -> list[str]:
         """The paths of all submodules without children."""

@@ -163,6 +163,10 @@ class _Travelling(Bindable):
         """The layers of the inner stage."""
         return self.stage.layers()
 
+    def described(self) -> Iterable[tuple[str, str]]:
+        """The layers of the inner stage, in words."""
+        return self.stage.described()
+
     def origins(self) -> Iterable[Origin]:
         """The models of the inner stage."""
         return self.stage.origins()

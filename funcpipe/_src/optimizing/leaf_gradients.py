@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.sparse_gradients import added
 from funcpipe._src.core.tree import Tree, at, flatten, leaves, locations
+from funcpipe._src.data.exchange import open_pipelines
 from funcpipe._src.stages.explain import described
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
@@ -53,6 +54,27 @@ def apart(params: Tree, grads: Tree) -> list[str]:
     return lines[:8] or [
         f"params is a {kinds[0]}, grads a {kinds[1]}, with the same leaves in other containers"
     ]
+
+
+def refuse_one_rank(name: str, grads: Tree, params: Tree = None) -> None:
+    """Raise PlanError for the gradients of one rank, whose norm would leave out other ranks.
+
+    A function may have None as its parameters, so None is refused only while ranks are open.
+    """
+    trees = grads if params is None else params
+    if not open_pipelines or not (isinstance(grads, tuple) and isinstance(trees, (tuple, list))):
+        return
+    missing = [
+        stage
+        for stage, (tree, gradients) in enumerate(zip(trees, grads, strict=False))
+        if tree is None and gradients is None
+    ]
+    if missing:
+        raise PlanError(
+            f"grads has None for stages {missing}, which other ranks have, so the norm would be "
+            f"of this rank alone; give the result of the run: {name}. For gradients that you "
+            "changed, give dataclasses.replace(result, grads=grads)"
+        )
 
 
 def misfits(params: Tree, grads: Tree) -> list[str]:

@@ -13,12 +13,19 @@ from torch.nn.utils import get_total_norm
 from funcpipe._src.data.exchange import Exchange, alone, entire, lies_over, numbers
 
 
-def norm_of(gradients: list[tuple[int, Tensor]], exchange: Exchange) -> Tensor:
-    """Return the 2-norm of the gradients of all processes. Each gradient comes with its stage."""
+def norm_of(
+    gradients: list[tuple[int, Tensor]],
+    exchange: Exchange,
+    about: str = "the norm of the gradients",
+) -> Tensor:
+    """Return the 2-norm of the gradients of all processes. Each gradient comes with its stage.
+
+    ``about`` names the call. Processes that name other calls raise RanksError.
+    """
     if exchange == alone:
         return _total([numbers(gradient) for _, gradient in gradients])
     norms = on_host([local_norm(stage, gradient, exchange) for stage, gradient in gradients])
-    return norm_of_norms(exchange("the norm of the gradients", norms), exchange)
+    return norm_of_norms(exchange(about, norms), exchange)
 
 
 LocalNorm: TypeAlias = tuple[int, bool, Tensor]

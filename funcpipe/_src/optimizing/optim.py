@@ -35,6 +35,7 @@ from funcpipe._src.optimizing.leaf_gradients import (
     by_leaf,
     distinct,
     misfits,
+    refuse_one_rank,
     taken_by,
 )
 from funcpipe._src.optimizing.norms import norm_of
@@ -68,7 +69,7 @@ def step(
         params: the trees that were given to the run.
         grads: a `Result` of a run with backwards, or of `accumulate`. Or a tree of gradients with
             the structure of ``params``, None for a leaf without gradient, of a run without loss
-            scale. `step` does not write to gradients.
+            scale and without `ranks`. `step` does not write to gradients.
         max_norm: the largest norm. Larger gradients are scaled down to this norm. The norm is over
             all stages, also over leaves that the optimizer does not have. None, the default: no
             clipping.
@@ -86,7 +87,9 @@ def step(
         PlanError: the result has no gradients, or its run has already stepped; ``params`` and
             ``grads`` differ in structure; a gradient has another shape, type or device than its
             parameter; no leaf of the optimizer has a gradient; the optimizer needs a closure, such
-            as LBFGS, or sparse gradients; or an option has a wrong value.
+            as LBFGS, or sparse gradients; an option has a wrong value; or `ranks` are open and
+            ``params`` and ``grads`` lack the stages of other ranks.
+        RanksError: the ranks give different ``max_norm``, or make other calls. Nothing has stepped.
     """
     exchange = grads.exchange if isinstance(grads, Result) else alone
     # Tell errors: otherwise the other ranks would go on, one step ahead of this one.
@@ -113,6 +116,8 @@ def _step(
                 "again; leave fp.step out, or run a schedule without step_params"
             )
         grads, ties, scale = _of_result(grads, ties, scaler)
+    else:
+        refuse_one_rank("fp.step(optimizer, params, result)", grads, params)
     if structure(params) != structure(grads):
         named_leaves(params)  # raises a better message if params are not trees of tensors
         raise PlanError(
@@ -152,7 +157,11 @@ def _stepped(
     if scale != 1.0:
         for entry in entries:
             entry.gradient = entry.gradient / scale
-    norm = norm_of([(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange)
+    norm = norm_of(
+        [(entry.stage, entry.gradient) for entry in entries if entry.counts],
+        exchange,
+        _about("the norm of the gradients", max_norm),
+    )
     if optimizer is not None and (scale == 1.0 or bool(norm.isfinite())):
         apply_gradients(optimizer, stepped, norm, max_norm)
     return norm
@@ -193,7 +202,9 @@ def _scaler_step(
     try:
         for entry in stepped:
             entry.leaf.grad = entry.gradient = entry.gradient.clone()
-        _unscale(scaler, optimizer, entries, stepped, exchange)
+        about = _about("the scaler's unscaling", max_norm)
+        finite = exchange.finite(about, [entry.gradient for entry in entries])
+        _unscale(scaler, optimizer, entries, stepped, finite=finite)
         norm = norm_of(
             [(entry.stage, entry.gradient) for entry in entries if entry.counts], exchange
         )
@@ -205,6 +216,11 @@ def _scaler_step(
         for entry in stepped:
             entry.leaf.grad = None
     return norm
+
+
+def _about(subject: str, max_norm: float | None) -> str:
+    """Name an exchange with its ``max_norm``, so that ranks with different ones raise RanksError."""
+    return f"{subject} for fp.step(max_norm={None if max_norm is None else float(max_norm)})"
 
 
 def _writable(gradient: Tensor, optimizer: torch.optim.Optimizer, *, clips: bool) -> Tensor:
@@ -227,7 +243,7 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
 
     Args:
         grads: a `Result`, whose ties and loss scale are used. Or a tuple with one tree per stage,
-            None for a leaf without gradient.
+            None for a leaf without gradient. With `ranks`, all ranks call this with a `Result`.
         ties: groups of (stage, path) with equal gradients, for a tuple of trees. The first of each
             group counts.
 
@@ -235,13 +251,14 @@ def global_norm(grads: Tree | Result, *, ties: Ties = ()) -> Tensor:
         A 0-dim tensor on the device of the first gradient.
 
     Raises:
-        PlanError: a tie names a leaf that does not exist, the result has no gradients, or ``grads``
-            is not a tree.
+        PlanError: a tie names a leaf that does not exist, the result has no gradients, ``grads`` is
+            not a tree, or `ranks` are open and ``grads`` lacks the stages of other ranks.
     """
     if isinstance(grads, Result):
         exchange = grads.exchange
         grads, ties, scale = _of_result(grads, ties, None)
         return norm_of(distinct(grads, ties), exchange) / scale
+    refuse_one_rank("fp.global_norm(result)", grads)
     return norm_of(distinct(grads, ties), alone)
 
 
@@ -379,14 +396,14 @@ def _unscale(
     optimizer: torch.optim.Optimizer | None,
     entries: list[LeafGradient],
     stepped: list[LeafGradient],
-    exchange: Exchange,
+    *,
+    finite: bool,
 ) -> None:
     """Divide all gradients by the scale. Gradients of the optimizer's leaves are divided in place.
 
     A scaler looks for inf and NaN only in gradients of the optimizer's leaves. But all stages step
-    or none does. So if another gradient is not finite, one gradient of the optimizer gets a NaN.
+    or none does. So if any gradient is not ``finite``, one gradient of the optimizer gets a NaN.
     """
-    finite = exchange.finite("the scaler's unscaling", [entry.gradient for entry in entries])
     if optimizer is None:  # the scalers of all ranks must see the same steps, so use a dummy leaf
         nothing = torch.zeros(1, requires_grad=True)
         nothing.grad = torch.full((1,), 0.0 if finite else float("nan"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funcpipe._src.core.errors import FuncpipeError, PeerError, PlanError, RunTimeout
 from funcpipe._src.core.tree import Tree
-from funcpipe._src.data.exchange import Exchange
+from funcpipe._src.data.exchange import Exchange, open_pipelines
 from funcpipe._src.data.lowered import Lowered
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.program import LaneProgram
@@ -57,7 +57,7 @@ from funcpipe._src.processes.surroundings import (
     refuse_other_devices,
 )
 from funcpipe._src.processes.team import Team
-from funcpipe._src.processes.wire_format import pack_message, unpack_message
+from funcpipe._src.processes.wire_format import pack_message, unpack_message, unpack_tree
 from funcpipe._src.replicas.replicas import GiveSums, Replicas, Sharding, Told
 from funcpipe._src.replicas.same_numbers import ComparedLeaves
 from funcpipe._src.replicas.spread import cuts_of, whole_of
@@ -133,6 +133,8 @@ class Ranks(Lanes):
     def __enter__(self) -> Self:
         with Telling(self._failed):
             self._open()
+        if self.size > 1:
+            open_pipelines.add(self)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -143,6 +145,7 @@ class Ranks(Lanes):
 
     def close(self) -> None:
         """End all threads and connections, and tell the other ranks that this rank has closed."""
+        open_pipelines.discard(self)
         self._end_team(told=True)
         super().close()
 
@@ -307,12 +310,13 @@ class Ranks(Lanes):
             self._at = f"at {about} ({self.runs})"
             sent = pack_message(self.runs, about, mine)
             known = [unpack_message(data) for data in self._open().exchange(sent)]
-            self._over = about == agreement.END
             self._at = f"{'' if self._turn.locked() else f'{OUTSIDE}, '}after {about} ({self.runs})"
-        if len({(run, what) for run, what, _ in known}) > 1:
-            self.runs = max(run for run, *_ in known)
-            raise agreement.other_places(known, self.names)
-        return [given for *_, given in known]
+            if len({(run, what) for run, what, _ in known}) > 1:
+                self.runs = max(run for run, *_ in known)
+                raise agreement.other_places(known, self.names)
+            values = [unpack_tree(data) for *_, data in known]
+            self._over = about == agreement.END
+        return values
 
     def agree(self, word: agreement.Word, limit: int) -> agreement.Agreed:
         """Exchange the facts of all ranks, and return the facts that follow from them."""
@@ -504,7 +508,8 @@ class Ranks(Lanes):
     def _hello(self) -> dict[str, Any]:
         """Return the facts of this process that the others need."""
         same, devices = agreement.alike(self.plan, self.rank_of), identities_of(self, self.plan)
-        return {"same": same, "machine": machine(), "devices": devices}
+        functions = agreement.functions_of(self.plan, self.stages if self.replicas > 1 else ())
+        return {"same": same, "functions": functions, "machine": machine(), "devices": devices}
 
     def _doing(self) -> tuple[bool, str]:
         """Return whether a lane is in an action, and what all lanes do, for tables in errors."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from funcpipe._src.data.losses import ALIKE, Weighing
 from funcpipe._src.data.plan import Plan
 from funcpipe._src.data.result import Result
 from funcpipe._src.data.stage import Stage
-from funcpipe._src.engine.options import Executor
+from funcpipe._src.engine.execute import LaneExecutor
+from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.run import run
 from funcpipe._src.lower.plan import make_plan
 from funcpipe._src.optimizing.leaf_gradients import by_leaf
@@ -50,7 +52,7 @@ class RankSchedule:
     def __init__(
         self,
         plan: Plan,
-        executor: Executor,
+        executor: LaneExecutor,
         params: Sequence[Tree],
         state: Sequence[Tree] | None,
         seed: int | None,
@@ -146,16 +148,19 @@ class RankSchedule:
         Raises:
             BatchError: a whole batch and microbatches are given, or the lists differ in length.
             FuncpipeError: gradients are disabled.
+            PeerError: another rank failed, also in its arguments.
         """
-        if not torch.is_grad_enabled():
-            raise FuncpipeError(
-                "schedule.step computes gradients, but is called under torch.no_grad(); call "
-                "schedule.eval there"
-            )
-        batch = _batch(self.plan, args, target, feeds, arg_mbs, kwarg_mbs, target_mbs)
-        plan = self._plan_of(outputs=return_outputs, keywords=loss_kwargs is not None)
-        seed = None if self.seed is None else fold_in(self.seed, self.steps)
-        result = self._run(plan, batch, loss_kwargs, seed)
+        with self._telling():
+            if not torch.is_grad_enabled():
+                raise FuncpipeError(
+                    "schedule.step computes gradients, but is called under torch.no_grad(); call "
+                    "schedule.eval there"
+                )
+            plan = self._plan_of(outputs=return_outputs, keywords=loss_kwargs is not None)
+            batch = _batch(self.plan, args, target, feeds, arg_mbs, kwarg_mbs, target_mbs)
+            given = _given(plan, batch, loss_kwargs)
+            seed = None if self.seed is None else fold_in(self.seed, self.steps)
+        result = self._run(plan, given, batch[-1], seed)
         self.state, self.steps = result.state, self.steps + 1
         factor = 1.0 if self.scale_grads or result.weight is None else result.weight
         with torch.no_grad():
@@ -186,15 +191,17 @@ class RankSchedule:
         Computes no gradients and changes no state. Arguments are as in `step`. Without targets,
         pass ``compute_loss=False`` on all ranks; then ``losses`` becomes empty.
         """
-        batch = _batch(self.plan, args, target, feeds, arg_mbs, kwarg_mbs, target_mbs)
         keywords = loss_kwargs if compute_loss else None
-        plan = self._plan_of(
-            backward=False,
-            loss=compute_loss,
-            outputs=return_outputs,
-            keywords=keywords is not None,
-        )
-        result = self._run(plan, batch, keywords, None)
+        with self._telling():
+            plan = self._plan_of(
+                backward=False,
+                loss=compute_loss,
+                outputs=return_outputs,
+                keywords=keywords is not None,
+            )
+            batch = _batch(self.plan, args, target, feeds, arg_mbs, kwarg_mbs, target_mbs)
+            given = _given(plan, batch, keywords)
+        result = self._run(plan, given, batch[-1], None)
         _put_own(result, losses)
         return result.outputs
 
@@ -228,23 +235,26 @@ class RankSchedule:
             self._plans[key] = _with_keywords(made) if keywords else made
         return self._plans[key]
 
-    def _run(
-        self,
-        plan: Plan,
-        batch: tuple[Any, Any, dict[str, Any]],
-        keywords: Mapping[str, Any] | None,
-        seed: int | None,
-    ) -> Result:
-        inputs, target, feeds = batch
-        if keywords is not None:
-            target = _beside(target, Replicate(dict(keywords)))
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        """Return a context for the work before a run, which sends errors inside to the other ranks.
+
+        An error counts as this run. Otherwise a loop that goes on after the error would give its
+        next batch to the present run of the other ranks.
+        """
+        try:
+            yield
+        except Exception:
+            with self._executor.running(RunOptions()):
+                raise
+
+    def _run(self, plan: Plan, given: Any, feeds: dict[str, Any], seed: int | None) -> Result:
         options: dict[str, Any] = {
             "state": self.state,
             "feeds": feeds or None,
             "seed": seed,
             "executor": self._executor,
         }
-        given = inputs if plan.loss is None else (inputs, target)
         self.result = run(plan, self.params, given, **options)
         return self.result
 
@@ -304,6 +314,16 @@ def _batch(
         None if target_mbs is None else Microbatches(target_mbs),
         {name: Microbatches([entry[name] for entry in kwarg_mbs or ()]) for name in names},
     )
+
+
+def _given(
+    plan: Plan, batch: tuple[Any, Any, dict[str, Any]], keywords: Mapping[str, Any] | None
+) -> Any:
+    """Return the batch for `run`."""
+    inputs, target, _ = batch
+    if keywords is not None:
+        target = _beside(target, Replicate(dict(keywords)))
+    return inputs if plan.loss is None else (inputs, target)
 
 
 def _arguments(args: Any) -> Any:

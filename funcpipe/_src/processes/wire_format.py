@@ -255,14 +255,26 @@ def pack_message(run: int, about: str, tree: Tree) -> bytes:
     return _MESSAGE.pack(run, len(topic)) + topic + (b"" if tree is None else pack(tree))
 
 
-def unpack_message(data: bytes) -> tuple[int, str, Tree]:
-    """Return the number of the run, the topic, and the tree. Raises PlanError for other bytes."""
+def unpack_message(data: bytes) -> tuple[int, str, bytes]:
+    """Return the number of the run, the topic, and the bytes for `unpack_tree`.
+
+    Raises PlanError for other bytes.
+    """
     try:
         run, length = _MESSAGE.unpack_from(data)
         topic, rest = data[_MESSAGE.size :][:length].decode(), data[_MESSAGE.size + length :]
     except (struct.error, UnicodeDecodeError) as error:
         raise PlanError(f"a message from another process is damaged: {error}") from None
-    return run, topic, unpack(rest) if rest else None
+    return run, topic, rest
+
+
+def unpack_tree(data: bytes) -> Tree:
+    """Return the tree of a message. Raises PlanError for other bytes.
+
+    Only messages with one topic are decoded: for another topic, another process may send classes
+    that this process does not know.
+    """
+    return unpack(data) if data else None
 
 
 def _read(layout: TensorLayout | NumberLayout, data: bytes) -> Any:

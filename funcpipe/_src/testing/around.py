@@ -43,6 +43,10 @@ class HookedFn(Bindable):
         """The parts of the stage."""
         return self.stage.fn.parts() if isinstance(self.stage.fn, Bindable) else ()
 
+    def described(self) -> Iterable[tuple[str, str]]:
+        """The layers of the stage, in words."""
+        return self.stage.described()
+
     def origins(self) -> Iterable[Origin]:
         """The models of the stage."""
         return self.stage.origins()

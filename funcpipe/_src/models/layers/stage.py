@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self, cast
@@ -30,6 +30,7 @@ from funcpipe._src.core.tree import (
     map_tensors,
     under_transform,
 )
+from funcpipe._src.data.identity import words_of_layers
 from funcpipe._src.data.stage import Out
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.layers.find import TRACED, Layers, within
@@ -118,16 +119,29 @@ class LayersFn(ModuleFn):
         """Make a private copy that runs the stage."""
         return LayersCopy(self)
 
+    def described(self) -> Iterable[tuple[str, str]]:
+        """The modules that only this stage runs, in words."""
+        roots = self._roots()
+        modules = self.skeleton.named_modules()
+        return words_of_layers(
+            (path, layer) for path, layer in modules if any(within(path, root) for root in roots)
+        )
+
     def layers(self) -> list[str]:
         """The paths of the modules that only this stage runs. Shared modules would give two
         stages the same name and draws."""
+        roots = self._roots()
+        return [path for path in super().layers() if any(within(path, root) for root in roots)]
+
+    def _roots(self) -> list[str]:
+        """Return the paths of the largest modules that only this stage runs."""
         cut = self.cut
         roots = list(cut.names[self.first : self.last])
         roots += cut.entry if self.first == 0 else ()
         roots += (
             [root for root in cut.exit if root not in cut.entry] if self.last == len(cut) else []
         )
-        return [path for path in super().layers() if any(within(path, root) for root in roots)]
+        return roots
 
 
 class LayersCopy(ModuleCopy):

@@ -7,7 +7,7 @@ and devices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.torch_names import OpOverload, schema
 from funcpipe._src.core.tree import Tree, flatten
+from funcpipe._src.data.identity import words_of_function
 from funcpipe._src.data.stage import Out
 from funcpipe._src.models.attributes import ModuleAttributes
 from funcpipe._src.models.module import PartFn
@@ -214,6 +215,27 @@ class GraphFn(PartFn):
 
     def __repr__(self) -> str:
         return "traced graph"
+
+    def described(self) -> Iterable[tuple[str, str]]:
+        """The calls of the graph with their flags and fractions.
+
+        Whole numbers are left out: they may depend on the size of the example.
+        """
+        for node in self.module.graph.nodes:
+            if node.op not in ("call_function", "call_module"):
+                continue
+            call = node.op == "call_function"
+            target = node.target if call else self.module.get_submodule(node.target)
+            target = target.op if isinstance(target, Draw) else target
+            given = [*node.args, *node.kwargs.values()]
+            options = [repr(each) for each in given if isinstance(each, (bool, float, str))]
+            # "aten::gelu" for aten.gelu.default
+            name = (
+                str(target).rpartition(".")[0].replace(".", "::")
+                if isinstance(target, OpOverload)
+                else words_of_function(target)
+            )
+            yield "", f"{name}({', '.join(options)})"
 
     def bind(self, params: Any, state: Any) -> BoundGraph:
         """Bind the function to its parameters. The graph itself keeps nothing, so all runs share
