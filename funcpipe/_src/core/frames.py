@@ -83,7 +83,7 @@ def region_of(frame: FrameType) -> Region | None:
         return Region(frame.f_locals[frame.f_code.co_varnames[0]], (id(own), own))
     if frame.f_code is _FIRST or frame.f_code is _AGAIN:
         # The ctx of the autograd.Function. A later frame may get the id again, but torch computes a
-        # reentrant region to its end, so a second recomputation is never taken for an unfinished one.
+        # reentrant region to its end, so a finished recomputation is not taken for a new one.
         again = frame.f_code is _AGAIN
         return Region(frame.f_locals[frame.f_code.co_varnames[0]], id(frame) if again else None)
     # A frame that calls the function has a generator, which made a new recompute_fn for the region.
