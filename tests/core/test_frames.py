@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from funcpipe._src.core.frames import MODULE_CALL, REGIONS, frames, own_dict
+from funcpipe._src.core.frames import MODULE_CALL, REGIONS, frames, own_dict, region_of
 
 
 class Thing:
@@ -77,3 +77,55 @@ def test_a_decorated_function_is_a_region():
     except TypeError:
         pytest.skip("torch 2.15 is the first that has this form")
     assert torch.equal(curried(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_has_one_identity_in_all_its_computations(use_reentrant):
+    """Also the same function in two regions; each recomputation is told from the others."""
+    seen = []
+
+    def look(x):
+        seen.append([region for frame in frames() if (region := region_of(frame))])
+        return x.exp()
+
+    region = lambda x: checkpoint(look, x, use_reentrant=use_reentrant)
+    x = torch.ones(2, requires_grad=True)
+    y = region(region(x)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert [1] * 6 == [len(regions) for regions in seen]
+    first, second, *again = [region for regions in seen for region in regions]
+    assert first.identity is not second.identity
+    assert None is first.repetition is second.repetition
+    order = [second, first, second, first]
+    for one, other in zip(order, again, strict=True):
+        assert one.identity is other.identity
+        assert other.repetition is not None
+    if not use_reentrant:  # the id of a frame may come again
+        assert again[0].repetition != again[2].repetition
+    del one, other, again, order, second
+    identity = weakref.ref(first.identity)
+    del first, y, seen[:]
+    gc.collect()
+    assert identity() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_inner_region_is_a_new_one_in_a_recomputation(use_reentrant):
+    seen = []
+
+    def look(x):
+        seen.append([region for frame in frames() if (region := region_of(frame))])
+        return x.exp()
+
+    def outer(x):
+        return checkpoint(look, x * 1, use_reentrant=False).exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(outer, x, use_reentrant=use_reentrant).sum().backward()
+    forward, in_recomputation, *_ = seen
+    assert forward[1].identity is in_recomputation[1].identity
+    assert forward[0].identity is not in_recomputation[0].identity
+    assert [True, True, True, False] == [
+        region.repetition is None for region in (*forward, *in_recomputation)
+    ]

@@ -4,6 +4,7 @@ right all the same."""
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import funcpipe
 from funcpipe._src.core import torch_lookup
 from funcpipe._src.core import torch_names as names
+from funcpipe._src.core.frames import frames
 from funcpipe._src.core.torch_lookup import MissingName, attribute, private
 
 PACKAGE = Path(funcpipe.__file__).parent
@@ -280,6 +282,20 @@ def what_a_region_keeps() -> None:
     assert torch.equal(tensor, x)
     assert [] == list(names.inputs_of_region(None))
     assert [] == list(names.inputs_of_region(lambda: pair))
+
+
+@probe("run_again")
+def who_computes_a_region_again() -> None:
+    """a torch.utils.checkpoint region that draws random numbers is refused in the backward."""
+    code = inspect.unwrap(names.run_again).__code__
+    around: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        around.append(any(frame.f_code is code for frame in frames()))
+        return x.exp()
+
+    checkpoint(look, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert [False, True] == around
 
 
 @probe("top_saved_hooks", "pop_saved_hooks", "push_saved_hooks")

@@ -177,7 +177,7 @@ def test_a_draw_that_ends_a_region_is_checked_all_the_same():
     x = torch.ones(4, requires_grad=True)
     with (
         pytest.raises(fp.DrawError, match="'other' draws random numbers in the backward"),
-        KeyedDraws(keys, 0, {}, 0, {"part": 1}),
+        KeyedDraws(keys, 0, {}, 0, {}),
         torch.autograd.graph.saved_tensors_hooks(enough, enough),
     ):
         torch.native_dropout(x, 0.5, True)

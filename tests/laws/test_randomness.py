@@ -439,26 +439,3 @@ def test_a_function_that_checkpoint_decorates_replays_its_draws():
         plan = fp.make_plan(stages, fp.schedules.fill_drain(1, 2), loss=F.mse_loss, devices="cpu")
         found.append(fp.run(plan, ones(1), batch, seed=0))
     assert_same_result(*found)
-
-
-def test_draws_inside_and_outside_of_a_region_are_refused():
-    """One path cannot be replayed if only some of its draws are computed again; nor from two
-    regions."""
-    region = lambda h: checkpoint(lambda z: F.dropout(torch.tanh(z), 0.5), h, use_reentrant=False)
-    draw = lambda z: F.dropout(torch.tanh(z), 0.5)
-    for body in (
-        lambda p, x: region(F.dropout(x * p, 0.5)),
-        lambda p, x: F.dropout(region(x * p), 0.5),
-        lambda p, x: region(region(x * p)),
-        lambda p, x: checkpoint(
-            draw, checkpoint(draw, x * p, use_reentrant=False), use_reentrant=False
-        ),
-    ):
-        plan = fp.make_plan(
-            [fp.stage(body, name="a")],
-            fp.schedules.fill_drain(1, 2),
-            loss=F.mse_loss,
-            devices="cpu",
-        )
-        with pytest.raises(fp.StageError, match=r"checkpoint.*remat"):
-            fp.run(plan, ones(1), (torch.randn(4, 4), torch.zeros(4, 4)), seed=0)

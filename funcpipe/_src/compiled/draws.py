@@ -74,7 +74,7 @@ class Watch(WatchingMode):
             numbers = f" {_digest(args[0])}" if func is torch.ops.aten.lift_fresh.default else ""
             self.steps.append(f"{func} {_words(args)} {_words(kwargs)}{numbers}")
         if draws(func, args, kwargs, out):
-            layer, _, _ = locate(self.places)
+            layer = locate(self.places)
             part = SCOPE.get()
             # The same key as in an eager stage, so compiled and eager stages draw the same numbers.
             key = (id(part), layer)

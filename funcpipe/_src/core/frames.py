@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, FrameType, GeneratorType
+from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
 from torch import nn
+
+from funcpipe._src.core.torch_names import run_again
 
 MODULE_CALL: CodeType = nn.Module.__call__.__code__
 """The code object of a module's call."""
@@ -49,3 +51,44 @@ def own_dict(frame: FrameType) -> dict[Any, Any]:
     call = inspect.getargvalues(frame)
     assert call.keywords is not None
     return call.locals[call.keywords]
+
+
+class Region(NamedTuple):
+    """A ``torch.utils.checkpoint`` region that a frame runs.
+
+    Attributes:
+        identity: an object that all computations of the region share, and no other region has. It
+            lives as long as the region can be computed again.
+        repetition: a value that identifies this recomputation among those of the region. None: the
+            frame runs the region for the first time.
+    """
+
+    identity: Any
+    repetition: Any
+
+
+_GLOBALS: dict[str, Any] = torch.utils.checkpoint.__dict__
+_REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction
+_FIRST: CodeType = _REENTRANT.forward.__code__
+_AGAIN: CodeType = _REENTRANT.backward.__code__
+_RUN_AGAIN: CodeType | None = getattr(inspect.unwrap(run_again), "__code__", None)
+
+
+def region_of(frame: FrameType) -> Region | None:
+    """Return the region that a frame runs. None: the frame belongs to no region."""
+    if frame.f_globals is not _GLOBALS:
+        return None
+    if frame.f_code is _RUN_AGAIN:
+        own = own_dict(frame)  # in the value, so that no later dict gets its id
+        return Region(frame.f_locals[frame.f_code.co_varnames[0]], (id(own), own))
+    if frame.f_code is _FIRST or frame.f_code is _AGAIN:
+        # The ctx of the autograd.Function. A later frame may get the id again, but torch computes a
+        # reentrant region to its end, so a finished recomputation is not taken for a new one.
+        again = frame.f_code is _AGAIN
+        return Region(frame.f_locals[frame.f_code.co_varnames[0]], id(frame) if again else None)
+    # A frame that calls the function has a generator, which made a new recompute_fn for the region.
+    for value in frame.f_locals.values():
+        if isinstance(value, GeneratorType) and value.gi_frame is not None:
+            function = value.gi_frame.f_locals.get("recompute_fn")
+            return None if function is None else Region(function, None)
+    return None

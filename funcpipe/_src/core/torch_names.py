@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 version: Callable[[Tensor], int] = attribute(
     Tensor, "_version", lost="writes in place would not be seen"
 )
-"""The number of writes to a tensor; no public function returns it. Inference tensors have no
-count."""
+"""The number of writes to a tensor, which no public function returns; inference tensors have none."""
 
 is_zero_tensor: Callable[[Tensor], bool] = private(
     "torch.Tensor._is_zerotensor",
@@ -186,6 +185,13 @@ def inputs_of_region(unpack_hook: Any) -> Iterator[tuple[Any, Tensor]]:
             yield from zip(handles, node.saved_tensors, strict=True)
 
 
+run_again: Callable[..., Any] = private(
+    "torch.utils.checkpoint._run_fn_with_dynamo_disabled",
+    instead=Nothing,
+    lost="torch.utils.checkpoint regions that draw random numbers are refused in backwards",
+)
+"""The function through which torch computes a region again. Without it: one that no frame runs."""
+
 top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
     private(
         f"torch._C._autograd._{verb}_saved_tensors_default_hooks",
@@ -286,8 +292,7 @@ _unwrapped: Callable[[Tensor], Tensor] = private(
 
 
 def innermost_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor inside all wrappers of torch.func's transforms. Without the names: the
-    tensor itself."""
+    """Return the tensor inside all wrappers of torch.func. Without the names: the tensor itself."""
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
     return tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from funcpipe._src.core.errors import DrawError, PlanError
-from funcpipe._src.core.frames import REGIONS, frames, own_dict
+from funcpipe._src.core.frames import frames, region_of
 from funcpipe._src.core.torch_names import schema
 from funcpipe._src.data.stage import SCOPE, Stage
 from funcpipe._src.stages.drawing import CatchDraws, MeanOverTargets
@@ -137,16 +138,55 @@ class Keys:
         return {id(part) for part in parts if any(counts[path] > 1 for path in part.layers())}
 
 
+class RegionDraws:
+    """The draws of a ``torch.utils.checkpoint`` region, which a recomputation repeats in order.
+
+    Attributes:
+        draws: the operation and the generator's seed of each draw.
+        repetition: the recomputation that ran last.
+        repeated: the number of draws which that recomputation has repeated.
+    """
+
+    __slots__ = ("draws", "repeated", "repetition")
+
+    def __init__(self) -> None:
+        self.draws: list[tuple[Any, int]] = []
+        self.repetition: Any = None
+        self.repeated = 0
+
+    def next_seed(self, repetition: Any) -> int:
+        """Return the seed of the next draw of a recomputation; 0 if the forward drew no more."""
+        if self.repetition != repetition:
+            # Torch may have ended an earlier recomputation before its last draw.
+            self.repetition, self.repeated = repetition, 0
+        return self.draws[self.repeated][1] if self.repeated < len(self.draws) else 0
+
+    def is_repeated_by(self, func: Any) -> bool:
+        """Count a draw of the recomputation. Return whether it repeats a draw of the forward."""
+        self.repeated += 1
+        return self.repeated <= len(self.draws) and self.draws[self.repeated - 1][0] is func
+
+
 class KeyedDraws(CatchDraws):
     """A context in which random operations of one action use generators seeded by their keys.
 
     Attributes:
         counts: the number of draws so far, by path.
-        replays: in a recomputation, the number of draws within ``torch.utils.checkpoint`` regions,
-            by path. None: this is not a recomputation.
+        regions: the draws of each ``torch.utils.checkpoint`` region, by a weak reference to its
+            `Region.identity`.
+        in_backward: whether only the recomputation of a region may draw.
     """
 
-    __slots__ = ("counts", "keys", "means", "microbatch", "places", "regions", "replays", "stage")
+    __slots__ = (
+        "counts",
+        "in_backward",
+        "keys",
+        "means",
+        "microbatch",
+        "places",
+        "regions",
+        "stage",
+    )
 
     def __init__(
         self,
@@ -154,12 +194,12 @@ class KeyedDraws(CatchDraws):
         stage: int,
         places: Mapping[int, str],
         microbatch: int,
-        replays: Mapping[str, int] | None = None,
+        regions: dict[weakref.ref[Any], RegionDraws] | None = None,
     ) -> None:
         self.keys, self.stage, self.places, self.microbatch = keys, stage, places, microbatch
-        self.replays = replays
+        self.in_backward = regions is not None
         self.counts: dict[str, int] = {}
-        self.regions: dict[str, Any] = {}
+        self.regions = {} if regions is None else regions
         self.means: list[MeanOverTargets] | None = None
 
     def forget(self) -> None:
@@ -169,12 +209,9 @@ class KeyedDraws(CatchDraws):
     def replay(self) -> KeyedDraws | None:
         """Return the context for a backward that repeats draws; None: no checkpoint region
         drew."""
-        replays = {
-            path: self.counts[path] for path, region in self.regions.items() if region is not None
-        }
         return (
-            KeyedDraws(self.keys, self.stage, self.places, self.microbatch, replays)
-            if replays
+            KeyedDraws(self.keys, self.stage, self.places, self.microbatch, self.regions)
+            if self.regions
             else None
         )
 
@@ -200,67 +237,71 @@ class KeyedDraws(CatchDraws):
 
         Count the draw only if the generator has moved: attention without dropout draws nothing.
         """
-        layer, region, depth = locate(self.places)
-        path = self._path(layer)
-        nth = self.counts.get(path, 0)
-        if self.replays is not None:  # a recomputation within a backward
-            nth %= self.replays.get(path, 1)
-        generator.manual_seed(self.keys.number(path, nth, self.microbatch))
+        layer = locate(self.places)
+        path = self.keys.path(self.stage, layer)
+        regions, repeated, seed = self._regions()
+        if repeated is None:
+            seed = self.keys.number(path, self.counts.get(path, 0), self.microbatch)
+        generator.manual_seed(seed)
         start = generator.get_state()
         try:
             return call()
         finally:  # torch ends a recomputed region by an exception as soon as it has its values
             if not torch.equal(generator.get_state(), start):
-                self._check(func, layer, path, region, depth)
-                self.counts[path] = self.counts.get(path, 0) + 1
+                if repeated is None:
+                    self.keys.claim(self.stage, layer, func)
+                    self.counts[path] = self.counts.get(path, 0) + 1
+                elif not repeated.is_repeated_by(func):
+                    self._refuse(func, path, repeated)
+                for region in regions:
+                    self.regions.setdefault(region, RegionDraws()).draws.append((func, seed))
 
-    def _path(self, layer: str) -> str:
-        """Return the path of a draw.
+    def _regions(self) -> tuple[list[weakref.ref[Any]], RegionDraws | None, int]:
+        """Return the checkpoint regions that run for the first time, and the draws and the next
+        seed of the region that runs again.
 
-        A recomputation runs outside the composition's part that drew first, so its path may lack
-        the part's name. Then use the only known path that fits.
+        A recomputation runs its inner regions for the first time, because each call of
+        ``checkpoint`` is a new region. In a forward, a recomputation of an unknown region is
+        around the whole run.
         """
-        path = self.keys.path(self.stage, layer)
-        if self.replays is None or path in self.replays:
-            return path
-        names = {part.name for part in self.keys.stages[self.stage].simple()}
-        like = [
-            known
-            for known in self.replays
-            if (known.endswith(f".{layer}") if layer else known in names)
-        ]
-        return like[0] if len(like) == 1 else path
+        regions: list[weakref.ref[Any]] = []
+        for frame in frames():
+            region = region_of(frame)
+            if region is None:
+                continue
+            key = weakref.ref(region.identity)
+            if region.repetition is None:
+                regions.append(key)
+                continue
+            known = self.regions.get(key) or (RegionDraws() if self.in_backward else None)
+            if known is not None:
+                return regions, known, known.next_seed(region.repetition)
+            break
+        return regions, RegionDraws() if self.in_backward else None, 0
 
-    def _check(self, func: Any, layer: str, path: str, region: Any, depth: int) -> None:
-        """Raise DrawError for a draw without a key, or that a backward could not repeat."""
-        if self.replays is not None:
-            if path not in self.replays:
-                raise DrawError(
-                    f"{path!r} draws random numbers in the backward of stage {self.stage}; only "
-                    "what torch.utils.checkpoint computes again may draw there"
-                )
-            return
-        self.keys.claim(self.stage, layer, func)
-        if depth > 1 or self.regions.setdefault(path, region) is not region:
+    def _refuse(self, func: Any, path: str, repeated: RegionDraws) -> None:
+        """Raise DrawError for a draw in a backward that repeats no draw of the forward."""
+        if repeated.repetition is None:
             raise DrawError(
-                f"{path!r} draws random numbers both within a torch.utils.checkpoint region and "
-                "outside it, or in several regions, so the recomputation could not repeat the "
-                f"draws; use fp.schedules.remat instead of checkpoint for stage {self.stage}"
+                f"{path!r} draws random numbers in the backward of stage {self.stage}; only what "
+                "torch.utils.checkpoint computes again may draw there"
             )
+        raise DrawError(
+            f"torch.utils.checkpoint computes a region of stage {self.stage} again, and {path!r} "
+            f"draws other random numbers there than in the forward ({func}); make the region do "
+            "the same in each call, or use fp.schedules.remat instead of checkpoint"
+        )
 
 
-def locate(places: Mapping[int, str]) -> tuple[str, Any, int]:
-    """Find the layer that draws, the innermost checkpoint region around it, and the number of
-    regions."""
-    layer: str | None = None
-    regions: list[Any] = []
+def locate(places: Mapping[int, str]) -> str:
+    """Find the innermost layer that draws, in the Python stack; "" for none."""
     for frame in frames():
         code = frame.f_code
-        if code in REGIONS:
-            regions.append(own_dict(frame))
-        elif layer is None and code.co_argcount and code.co_varnames[0] == "self":
+        if code.co_argcount and code.co_varnames[0] == "self":
             layer = places.get(id(frame.f_locals.get("self")))
-    return layer or "", regions[0] if regions else None, len(regions)
+            if layer is not None:
+                return layer
+    return ""
 
 
 @contextmanager
