@@ -306,7 +306,7 @@ class Aliased(nn.Module):
     [
         lambda model: fp.from_module(model),
         lambda model: fp.split(nn.Sequential(model, nn.Linear(4, 4)), 2),
-        lambda model: fp.split(model, 2, example=torch.ones(2, 4)),
+        lambda model: fp.split(nn.Sequential(model, nn.Linear(4, 4)), 2, example=torch.ones(2, 4)),
     ],
     ids=["from_module", "split", "traced"],
 )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # -- tensors
-# -------------------------------------------------------------------------------
 
 version: Callable[[Tensor], int] = attribute(
     Tensor, "_version", lost="writes in place would not be seen"
@@ -117,7 +116,6 @@ copy_all: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = private(
 """Copy many tensors of a device with one kernel. Without it: one by one."""
 
 # -- autograd's graphs
-# -------------------------------------------------------------------------------
 
 run_backward: Callable[..., Any] = private(
     "torch.autograd.Variable._execution_engine.run_backward",
@@ -204,7 +202,6 @@ top_saved_hooks, pop_saved_hooks, push_saved_hooks = (
 `fp.Pipe` raises under hooks."""
 
 # -- modes, dispatcher, operations
-# -------------------------------------------------------------------------------
 
 if not TYPE_CHECKING:
     TorchDispatchMode = private(
@@ -370,7 +367,6 @@ BINDINGS: Sequence[tuple[str, Any]] = [
 operation itself."""
 
 # -- tensors without numbers, and torch's compiler
-# -------------------------------------------------------------------------------
 
 FakeTensor: type[Any] = private(
     "torch._subclasses.fake_tensor.FakeTensor",
@@ -464,7 +460,6 @@ def clear_workspaces() -> None:
 
 
 # -- modules
-# -------------------------------------------------------------------------------
 
 _module = nn.Module()
 _TABLES = "tensors could not be put into modules"
