@@ -284,6 +284,14 @@ def what_a_region_keeps() -> None:
     assert [] == list(names.inputs_of_region(lambda: pair))
 
 
+@probe("in_forward_mode")
+def levels_of_forward_mode() -> None:
+    """dual tensors of the caller would lose their tangents."""
+    assert not names.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert names.in_forward_mode()
+
+
 @probe("run_again")
 def who_computes_a_region_again() -> None:
     """a torch.utils.checkpoint region that draws random numbers is refused in the backward."""

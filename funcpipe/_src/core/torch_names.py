@@ -270,8 +270,7 @@ FORWARD_MODE: Sequence[tuple[Any, str]] = [
         "__init__",
     ),
 ]
-"""(owner, attribute) of the functions through which all forward-mode derivatives begin. Without
-them: the public function, and None as an owner."""
+"""(owner, attribute) of the functions that begin forward-mode derivatives. Without: None."""
 
 
 def in_forward_mode() -> bool:

@@ -95,7 +95,8 @@ def from_module(
 
     Raises:
         PlanError: the argument is not a module, has uninitialised parameters or cannot be copied;
-            a buffer shares memory with a parameter; stashes and pops do not match; or the forward does not have the keyword ``carry``.
+            a buffer shares memory with a parameter; stashes and pops do not match; or the forward
+            does not have the keyword ``carry``.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(
