@@ -1,4 +1,4 @@
-"""Find the values that a function captures, names that were rebound since, and modules it calls."""
+"""Find the values that a function captures, rebound names, and the modules and attributes it reads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from typing import Any
 from torch import nn
 
 from funcpipe._src.core.torch_names import children_of
+
+_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
+"""Packages whose functions and objects are not searched."""
+
+_FEW = 100
+"""The most entries of a container that `attribute_reads` searches."""
 
 
 def captured_values(fn: Any) -> dict[str, Any]:
@@ -102,17 +108,9 @@ def attribute_reads(fn: Any) -> tuple[set[str], dict[int, nn.Module]]:
     return names, modules
 
 
-_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "optree", "funcpipe"}
-"""Packages whose functions are not followed."""
-
-
 def is_foreign(value: Any) -> bool:
-    """Return whether a function or a class is of one of the packages that are not followed."""
+    """Return whether a function or a class is of a package that is not searched."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] in _OTHERS
-
-
-_FEW = 100
-"""The most entries of a container that are followed."""
 
 
 def _attributes(code: CodeType) -> set[str]:

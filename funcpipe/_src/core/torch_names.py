@@ -270,7 +270,7 @@ FORWARD_MODE: Sequence[tuple[Any, str]] = [
         "__init__",
     ),
 ]
-"""(owner, attribute) of the functions that begin forward-mode derivatives. Without: None."""
+"""(owner, attribute) of functions that begin forward-mode derivatives. Without: None as owner."""
 
 
 def in_forward_mode() -> bool:

@@ -64,6 +64,7 @@ class Lanes(LaneExecutor):
         self._cores = cores()
         self._workers: list[Worker] = []
         self._running: Sequence[Execution] = ()
+        """The executions whose lanes may still run."""
         self._busy = threading.Lock()
         self._process = os.getpid()
         self.closed = False

@@ -198,7 +198,8 @@ def _units(module: nn.Module, flat: bool) -> list[Unit]:
         )
         raise PlanError(
             "only an nn.Sequential can be cut by counting its layers; got "
-            f"{type(module).__name__}: {reason}. To cut other models, use fp.split(model, num_stages, example=example)"
+            f"{type(module).__name__}: {reason}. To cut other models, use fp.split(model, "
+            "num_stages, example=example)"
         )
     faults = [
         f"the Sequential itself has {kind}, which stages would not run; register them on a layer"
