@@ -48,7 +48,7 @@ _PLAIN = (
 """Types that are compared by equality. All other values are the same only if they are the same
 object."""
 
-_OPAQUE = (
+OPAQUE = (
     *(str, bytes, int, float, complex, type, torch.Size, torch.dtype, torch.device, Enum),
     *(
         FunctionType,
@@ -203,11 +203,11 @@ class ModuleAttributes:
 
     def _walk(self, value: Any, place: str, name: str, uses: AttributeUses) -> None:
         """Record the contents of a value, and of values inside."""
-        if value is None or issubclass(type(value), _OPAQUE) or id(value) in self.seen:
+        if value is None or issubclass(type(value), OPAQUE) or id(value) in self.seen:
             return
         # Equality compares a flat tuple, so its contents need no record.
         if isinstance(value, (tuple, frozenset)) and all(
-            each is None or isinstance(each, _OPAQUE) for each in value
+            each is None or isinstance(each, OPAQUE) for each in value
         ):  # pyright: ignore[reportUnknownVariableType]
             return
         if isinstance(value, nn.Module):
@@ -222,7 +222,7 @@ class ModuleAttributes:
             self.empty.append((place, name, uses, value))
         # Objects of torch and of this package change their attributes themselves.
         elif not type(value).__module__.startswith(("torch.", "funcpipe.")):
-            self._table(place, name, uses, partial(_contents, value))
+            self._table(place, name, uses, partial(contents_of, value))
 
     def _table(
         self, place: str, name: str, uses: AttributeUses, contents: Callable[[], Any]
@@ -237,7 +237,7 @@ class ModuleAttributes:
         if name:
             for key, value in now.items():
                 if self.all_names or key not in uses.written:
-                    self._walk(value, _inside(place, key), name, uses)
+                    self._walk(value, inside(place, key), name, uses)
 
     # -- looking
     # -------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class ModuleAttributes:
             for key in dict.fromkeys((*table.keys, *now)):
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
                 if not _same(old, new) and self._counts(table, key, old):
-                    yield Change(_inside(table.place, key), table.name or key, table.uses, old, new)
+                    yield Change(inside(table.place, key), table.name or key, table.uses, old, new)
         for place, name, uses, container in self.empty:
             if container:
                 yield Change(place, name, uses, type(container)(), container)
@@ -344,7 +344,7 @@ def _no_tensor() -> None:
     """Stand in for the weak reference to a parameter that is None."""
 
 
-def _contents(value: Any) -> Mapping[Any, Any]:
+def contents_of(value: Any) -> Mapping[Any, Any]:
     """Return the contents of a container or an object, by key or name."""
     if isinstance(value, dict):
         return value  # pyright: ignore[reportUnknownVariableType]
@@ -403,7 +403,7 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version(tensor)
 
 
-def _inside(place: str, key: Any) -> str:
+def inside(place: str, key: Any) -> str:
     if isinstance(key, str) and key.isidentifier():
         return f"{place}.{key}" if place else key
     return f"{place}[{key!r}]"

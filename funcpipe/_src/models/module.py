@@ -11,6 +11,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -46,6 +47,7 @@ from funcpipe._src.models.norms.written_buffers import (
     version,
 )
 from funcpipe._src.models.shared_memory import refuse_shared_memory
+from funcpipe._src.models.shared_objects import NOTHING_SHARED, refuse_left
 from funcpipe._src.models.skip_scope import carrying
 from funcpipe._src.models.skippable import Skips, skips_of
 
@@ -124,10 +126,15 @@ def stage_of(
     spread: bool = True,
     carry: str = "",
     origin: ModuleAttributes | None = None,
+    shared: Mapping[str, str] = NOTHING_SHARED,
 ) -> tuple[Stage, Params, State]:
-    """Do the work of `from_module` with known skips. ``spread=False``: a tuple is one argument."""
+    """Do the work of `from_module` with known skips.
+
+    ``spread=False``: a tuple is one argument. ``shared`` is of `shared_places`.
+    """
     skeleton = Skeleton(module, origin)
     fn = ModuleFn(skeleton, skips, set(skeleton.canonical), spread=spread, carry=carry)
+    fn.shared = shared
     return fn.part(
         named_tensors(module),
         name,
@@ -332,7 +339,11 @@ class ModuleFn(PartFn):
         looked: the modes (training or not) in which a forward was already checked for writes into
             buffers.
         left: numbers that the last run left in attributes of its copy, by their places.
+        shared: the places of objects that layers of other stages share, with these layers.
+        watched: the modes in which a forward was already checked for writes into such objects.
     """
+
+    shared: Mapping[str, str] = NOTHING_SHARED
 
     def __init__(
         self, skeleton: Skeleton, skips: Skips, names: Set[str], *, spread: bool, carry: str = ""
@@ -353,6 +364,7 @@ class ModuleFn(PartFn):
             path: running for path, running in skeleton.norms.items() if running.mean in names
         }
         self.looked: set[bool] = set()
+        self.watched: set[bool] = set()
         self.left: dict[str, Any] = {}
         self._idle: list[ModuleCopy] = []
 
@@ -459,10 +471,15 @@ class ModuleCopy:
         for norm in self.norms:
             norm.begin(collects=collects)
         before = self.versions if self.numbers else [version(buffer) for _, buffer in self.buffers]
-        if not self.buffers or (self.numbers and train in self.owner.looked):
-            y, stash = self._run(x, extras)
-        else:
-            y, stash = self._run_checked(x, extras)
+        shared, watched = self.owner.shared, self.owner.watched
+        watches = bool(shared) and train not in watched and torch.is_grad_enabled()
+        with refuse_left({"": self.module}, shared) if watches else _nothing:
+            if not self.buffers or (self.numbers and train in self.owner.looked):
+                y, stash = self._run(x, extras)
+            else:
+                y, stash = self._run_checked(x, extras)
+        if watches:
+            watched.add(train)
         if self.norms:  # a forward may return a buffer
             y, stash = map_tensors(with_numbers, (y, stash))
         seen = {norm.path: norm.end() for norm in self.norms}
@@ -532,6 +549,9 @@ class ModuleCopy:
             norm.release()
         if not changes and all([*table] == names for table, names in self.tables):
             self.owner.give_back(self)
+
+
+_nothing = nullcontext()
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

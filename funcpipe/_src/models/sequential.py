@@ -21,6 +21,7 @@ from funcpipe._src.models.copying import copied
 from funcpipe._src.models.module import Params, State, refuse_lazy, stage_of
 from funcpipe._src.models.norms.norm_layers import is_deferrable
 from funcpipe._src.models.shared_memory import refuse_shared_memory
+from funcpipe._src.models.shared_objects import shared_places
 from funcpipe._src.models.skippable import Skips, skips_of
 
 
@@ -142,6 +143,7 @@ def cut_sequential(
         parts[0].register_buffer(name, buffer)
     declared = [skips_of(part) for part in parts]
     attributes = ModuleAttributes(module) if origin else None
+    layers = {unit.path: unit.module for unit in units}
     stages: list[tuple[Stage, Params, State]] = []
     for number, (part, skips) in enumerate(zip(parts, declared, strict=True)):
         later = {name for other in declared[number + 1 :] for name in other.pop}
@@ -151,9 +153,10 @@ def cut_sequential(
         crossing = Skips(stash, skips.pop, {}, skips.inside)
         first, last = rows[number][0].path, rows[number][-1].path
         name = first if first == last else f"{first}-{last}"
-        stages.append(
-            stage_of(part, crossing, name=name, deferred=deferred, spread=False, origin=attributes)
-        )
+        options: dict[str, Any] = {"deferred": deferred, "spread": False, "origin": attributes}
+        # Each position has its own copy, so a stage's own layers count as others, too.
+        shared = shared_places({unit.path: unit.module for unit in rows[number]}, layers)
+        stages.append(stage_of(part, crossing, name=name, shared=shared, **options))
     return tuple(stages)
 
 

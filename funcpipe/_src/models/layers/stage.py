@@ -45,6 +45,7 @@ from funcpipe._src.models.layers.unknown import (
     unknown_like,
 )
 from funcpipe._src.models.module import ModuleCopy, ModuleFn, Params, Skeleton, State
+from funcpipe._src.models.shared_objects import refuse_left, shared_places
 from funcpipe._src.models.skippable import Skips
 from funcpipe._src.models.traced.signature import as_call
 
@@ -59,6 +60,8 @@ class LayersFn(ModuleFn):
         cut: the blocks, and the modules before and after them.
         first, last: the stage's blocks, without ``last``.
         verified: (training, with gradients) for each mode in which a forward was verified.
+        shared_by_blocks: the places of objects in this stage's blocks that blocks of other stages
+            share, with these blocks.
         caches: makes the caches of slices. None: the stage runs whole sequences only.
     """
 
@@ -83,6 +86,9 @@ class LayersFn(ModuleFn):
             alias for alias in shape.canonical if self._has_tensor(alias, table=alias in tables)
         }
         super().__init__(shape, skips, aliases, spread=True)
+        blocks = {name: shape.module.get_submodule(name) for name in cut.names}
+        own = {name: blocks.pop(name) for name in cut.names[first:last]}
+        self.shared_by_blocks = shared_places(own, blocks)
 
     @property
     def sliceable(self) -> bool:
@@ -337,11 +343,15 @@ class LayersCopy(ModuleCopy):
             return call(*args, **kwargs)
         if number == 0:
             self._begin()
-        out = (
-            call(*args, **kwargs)
-            if self.side_outputs is None
-            else self.side_outputs.block(call, args, kwargs)
-        )
+        shared, path = self.owner.shared_by_blocks, self.cut.names[number]
+        checks = bool(shared) and self.is_first_call and torch.is_grad_enabled()
+        block = {path: self.module.get_submodule(path)} if checks else {}
+        with refuse_left(block, shared, f"; or {TRACED}") if checks else nullcontext():
+            out = (
+                call(*args, **kwargs)
+                if self.side_outputs is None
+                else self.side_outputs.block(call, args, kwargs)
+            )
         self.at = number + 1
         if self.at == self.last < len(self.cut):
             self._refuse_region()

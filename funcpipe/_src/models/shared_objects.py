@@ -1,0 +1,127 @@
+"""Refuse activations that a layer leaves in a Python object which another stage's layers share.
+
+Stages compute with copies of their layers. So a layer of another stage would read the content that
+the object had when the stages were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcpipe._src.core.errors import PlanError
+from funcpipe._src.core.torch_names import TABLES
+from funcpipe._src.models.attribute_uses import uses_of
+from funcpipe._src.models.attributes import OPAQUE, contents_of, inside
+
+NOTHING_SHARED: Mapping[str, str] = {}
+"""The places of layers that share no objects."""
+
+
+def shared_places(own: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the places of objects in some layers that other layers share, with the other layer.
+
+    Args:
+        own, others: layers by their paths. A layer may be in both: then it shares all its objects
+            with itself only.
+    """
+    found: dict[int, dict[str, str]] = {}
+    for path, layer in {**others, **own}.items():
+        for place, value in _objects(layer, path):
+            found.setdefault(id(value), {}).setdefault(path, place)
+    return {
+        place: next(other for other in by_layer if other != path)
+        for by_layer in found.values()
+        if len(by_layer) > 1
+        for path, place in by_layer.items()
+        if path in own and any(other in others and other != path for other in by_layer)
+    }
+
+
+def _objects(layer: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that a layer's forward could write to, each once: the modules inside, and
+    the objects and containers in their attributes, at any depth."""
+    seen: set[int] = set()
+    for local, module in layer.named_modules():
+        root = ".".join(filter(None, (path, local)))
+        yield root, module
+        table = {key: value for key, value in vars(module).items() if key not in TABLES}
+        todo = [(inside(root, key), value) for key, value in table.items()]
+        while todo:
+            place, value = todo.pop()
+            kind = type(value)
+            if (
+                value is None
+                or issubclass(kind, (*OPAQUE, Tensor, nn.Module))
+                or kind.__module__.startswith(("torch.", "funcpipe."))
+                or id(value) in seen
+            ):
+                continue
+            seen.add(id(value))
+            yield place, value
+            todo += [(inside(place, key), each) for key, each in contents_of(value).items()]
+
+
+@contextmanager
+def refuse_left(
+    layers: Mapping[str, nn.Module], shared: Mapping[str, str], remedy: str = ""
+) -> Generator[None]:
+    """Return a context for a forward, which refuses values that it leaves in shared objects.
+
+    Only tensors with a graph count: tables and masks that a layer computes once are the same in
+    every copy.
+
+    Args:
+        layers: the layers of the stage's copy, by path.
+        shared: the places of `shared_places`.
+        remedy: a further remedy, for the error.
+
+    Raises:
+        PlanError: names the place and the other layer.
+    """
+    objects = {
+        place: value
+        for path, layer in layers.items()
+        for place, value in _objects(layer, path)
+        if place in shared
+    }
+    before = {place: dict(_table(value)) for place, value in objects.items()}
+    yield
+    for place, value in objects.items():
+        for key, new in _table(value).items():
+            if new is not before[place].get(key) and any(map(_has_graph, _tensors(new))):
+                raise PlanError(
+                    f"a forward leaves an activation in {inside(place, key)!r}, an object that "
+                    f"{shared[place]!r} shares, but layers have copies of the object, so "
+                    f"{shared[place]!r} would read an old value. Pass the activation on: return "
+                    f"it with the output, or stash it and pop it (fp.models.skippable){remedy}"
+                )
+
+
+def _table(value: Any) -> Mapping[Any, Any]:
+    """Return the contents of an object; of a module, the attributes that its own forward does not
+    write."""
+    if not isinstance(value, nn.Module):
+        return contents_of(value)
+    written = uses_of(type(value)).written
+    return {
+        key: each
+        for key, each in vars(value).items()
+        if key not in written and not key.startswith("_")
+    }
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    """Yield the tensors in a value, at any depth of plain containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in contents_of(value).values():
+            yield from _tensors(each)
