@@ -549,6 +549,61 @@ def several_batches_of_replicas(rank, size, kind):
     return wrong, walks
 
 
+def chosen(params, x):
+    """A stage that uses one leaf only for positive inputs, and one leaf never."""
+    y = x @ params["both"]
+    return torch.tanh(y @ params["one"] if x[0, 0] > 0 else y).abs() * x[:, :1].sign()
+
+
+def unused_leaves_of_replicas(rank, size, kind):
+    """Steps after runs, in schedules and over several batches, where replicas use other leaves.
+
+    Returns what is wrong, and the parameters of this rank.
+    """
+    torch.manual_seed(1)
+    start = tuple({name: torch.randn(6, 6) for name in ("both", "one", "never")} for _ in range(2))
+    schedule = fp.schedules.one_f_one_b(2, 2)
+    steps = fp.schedules.step_params(
+        fp.schedules.reduce_grads(schedule) if kind == "reduced" else schedule
+    )
+    plan, stepping = (
+        fp.make_plan([fp.stage(chosen)] * 2, one, loss=F.mse_loss, devices="cpu")
+        for one in (schedule, steps)
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with fp.ranks(plan, mesh, dp="dp", timeout=20.0) as ranks:
+        rows, want = [], []
+        for _ in range(3):
+            params = fp.place(plan, fresh(start), ranks, shard=kind == "sharded")
+            rows.append((params, torch.optim.AdamW(fp.leaves(params), lr=0.05, weight_decay=0.5)))
+        x = torch.rand(4, 6) + 0.1
+        signs = [1.0 if ranks.replica else -1.0, -1.0, 1.0, -1.0]
+        batches = [(sign * x, x) for sign in signs]
+        for number, batch in enumerate(batches):
+            params, optimizer = rows[0]
+            result = fp.run(plan, params, batch, executor=ranks)
+            names = {"never"} if number % 2 == 0 else {"one", "never"}
+            want += [] if names == {name for _, name in result.unused} else [result.unused]
+            fp.step(optimizer, params, result)
+            fp.run(stepping, rows[1][0], batch, optimizer=rows[1][1], executor=ranks)
+        for pair in (batches[:2], batches[2:]):
+            fp.run_batches(stepping, rows[2][0], pair, optimizer=rows[2][1], executor=ranks)
+        first = everything_of(*rows[0])
+        wrong = [way for way in (1, 2) if not same(first, everything_of(*rows[way]))]
+        (stage,) = ranks.stages
+        mine, before = rows[0][0][stage], start[stage]
+        whole = {
+            name: leaf.full_tensor() if kind == "sharded" else leaf for name, leaf in mine.items()
+        }
+        wrong += [] if torch.equal(before["never"], whole["never"]) else ["never"]
+        wrong += ["one"] if torch.equal(before["one"], whole["one"]) else []
+        face = ranks.schedule(rows[0][0])
+        face.step(*batches[1][:1] if 0 in ranks.stages else (), target=x)
+        grads = {name for name, leaf in mine.items() if leaf.grad is not None}
+        wrong += [] if grads == {"both"} else [grads]
+    return want + wrong, {name: leaf.detach().clone() for name, leaf in whole.items()}
+
+
 def goes_on(rank, size):
     """When the first lane begins its second batch, and when the last one ends its step of the
     first."""

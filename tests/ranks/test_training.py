@@ -201,3 +201,12 @@ def test_a_replica_whose_targets_are_all_ignored(pools):
     is so."""
     for wrong in pools(2).all("ignored"):
         assert [] == wrong
+
+
+@pytest.mark.parametrize("kind", ["plain", "reduced", "sharded"])
+def test_leaves_that_only_some_replicas_use(pools, kind):
+    """A leaf is stepped on all replicas if any uses it, and on none otherwise, as by DDP."""
+    found = pools(4).all("unused_leaves_of_replicas", kind)
+    assert 4 * [[]] == [wrong for wrong, _ in found]
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert same(one[1], other[1])

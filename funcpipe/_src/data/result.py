@@ -439,7 +439,8 @@ class Result:
         grads: one tree per stage, structured as the params. None for leaves that are not trainable,
             zeros for unused leaves. The whole is None without backwards, and after `run_batches`,
             which uses the gradients up.
-        unused: (stage, path) of each trainable leaf that no backward reached.
+        unused: (stage, path) of each trainable leaf that no backward reached. A tied leaf is unused
+            only if all its stages leave it unused. `step` does not change unused leaves.
         state: the new state, a tuple with one tree for each stage.
         outputs: the outputs of the last stage, merged over the microbatches; None unless the plan
             returns outputs.

@@ -29,10 +29,16 @@ def unused_leaves(ready: Prepared, stages: Iterable[int] | None = None) -> list[
 
 
 def unused_in_all(ready: Prepared, unused: Iterable[Sequence[UnusedLeaf]]) -> list[UnusedLeaf]:
-    """Return the leaves that no backward of any replica reached, from the lists of all
-    processes."""
+    """Return the leaves that no backward of any replica reached, from the lists of all processes.
+
+    A tied leaf is unused only if all members of its tie are: each gets the sum over all.
+    """
     counts = Counter(leaf for leaves in unused for leaf in leaves)
-    return [leaf for leaf, count in counts.items() if count == ready.part.replicas]
+    found = [leaf for leaf, count in counts.items() if count == ready.part.replicas]
+    names = {(stage, name) for stage, _, name in found}
+    groups = [{(stage, repr(key)) for stage, key in group} for group in ready.plan.ties]
+    used = {member for group in groups if not group <= names for member in group}
+    return [leaf for leaf in found if (leaf[0], leaf[2]) not in used]
 
 
 def unused_keys(ready: Prepared, unused: Sequence[UnusedLeaf]) -> tuple[tuple[int, Any], ...]:

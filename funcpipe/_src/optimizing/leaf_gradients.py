@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from funcpipe._src.core.errors import PlanError
 from funcpipe._src.core.sparse_gradients import added
-from funcpipe._src.core.tree import Tree, at, flatten, leaves, locations
-from funcpipe._src.data.exchange import open_pipelines
+from funcpipe._src.core.tree import Tree, at, flatten, leaves, locations, paths
+from funcpipe._src.data.exchange import entire, numbers, open_pipelines
+from funcpipe._src.data.result import Result
 from funcpipe._src.stages.explain import described
+from funcpipe._src.stages.trainable import key_of
 
 Ties = Sequence[Sequence[tuple[int, Any]]]
 
@@ -30,6 +32,7 @@ class LeafGradient:
         sums: the gradients that the sum already contains, see `sums_of`.
         counts: whether the gradient counts in the norm. False for further copies of a tied
             parameter.
+        reached: whether a backward reached the leaf. Otherwise the gradient is zeros.
     """
 
     leaf: Tensor
@@ -37,6 +40,16 @@ class LeafGradient:
     stage: int
     sums: set[int]
     counts: bool
+    reached: bool
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the optimizer must step the leaf.
+
+        As in torch, a leaf without a gradient keeps its value and its optimizer state. But a caller
+        may have added to the zeros of the run.
+        """
+        return self.reached or bool(entire(numbers(self.gradient).any()))
 
 
 def apart(params: Tree, grads: Tree) -> list[str]:
@@ -127,11 +140,30 @@ def taken_by(
     return taken
 
 
-def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
+def numbers_of(params: Tree, unused: Sequence[tuple[int, Any]]) -> set[tuple[int, int]]:
+    """Return leaves that are given as (stage, path) as (stage, leaf number)."""
+    if not isinstance(params, (tuple, list)):  # the caller has merged the trees of all stages
+        return set()
+    numbers: dict[tuple[int, Any], int] = {}
+    for stage in {stage for stage, _ in unused} & {*range(len(params))}:
+        keys = map(key_of, paths(params[stage]))
+        numbers |= {(stage, key): number for number, key in enumerate(keys)}
+    return {(leaf[0], numbers[leaf]) for leaf in unused if leaf in numbers}
+
+
+def of_result(params: Tree, result: Result) -> list[LeafGradient]:
+    """Return the leaves with a gradient in a result, each once."""
+    return by_leaf(params, result.grads, result.ties, numbers_of(params, result.unused))
+
+
+def by_leaf(
+    params: Tree, grads: Tree, ties: Ties, unused: Collection[tuple[int, int]] = ()
+) -> list[LeafGradient]:
     """Return the leaves with a gradient, each once.
 
     If a tensor appears twice in one stage, its gradients are added here. If it appears in two
-    stages, it is tied, and each place already has the sum over all places.
+    stages, it is tied, and each place already has the sum over all places. ``unused`` has the
+    leaves that no backward reached, as (stage, leaf number).
     """
     sums = sums_of(grads, ties)
     counted = counted_elsewhere(grads, ties)
@@ -140,16 +172,20 @@ def by_leaf(params: Tree, grads: Tree, ties: Ties) -> list[LeafGradient]:
     for stage, (tree, grad_tree) in enumerate(
         zip(params, grads, strict=True) if per_stage else [(params, grads)]
     ):
-        for leaf, gradient in zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True):
+        pairs = zip(flatten(tree)[0], flatten(grad_tree)[0], strict=True)
+        for number, (leaf, gradient) in enumerate(pairs):
             if not isinstance(leaf, Tensor) or gradient is None:
                 continue
+            reached = (stage, number) not in unused
             key = sums.get(id(gradient), id(gradient))
             entry = entries.get(id(leaf))
             if entry is None:
-                entries[id(leaf)] = LeafGradient(leaf, gradient, stage, {key}, key not in counted)
+                entry = LeafGradient(leaf, gradient, stage, {key}, key not in counted, reached)
+                entries[id(leaf)] = entry
             elif entry.stage == stage and key not in entry.sums:
                 entry.gradient = added(entry.gradient, gradient)
                 entry.sums.add(key)
+            entry.reached |= reached
             counted.add(key)
     return list(entries.values())
 

@@ -35,6 +35,7 @@ from funcpipe._src.optimizing.leaf_gradients import (
     by_leaf,
     distinct,
     misfits,
+    numbers_of,
     refuse_one_rank,
     taken_by,
 )
@@ -52,7 +53,8 @@ def step(
 ) -> Tensor:
     """Make one step of a torch optimizer with the gradients of a run.
 
-    `step` reads the gradients, the ties and the loss scale from the result. After a run with
+    `step` reads the gradients, the ties and the loss scale from the result. As in torch, the leaves
+    in ``result.unused`` keep their values and their optimizer state. After a run with
     ``loss_scale``, `step` divides the gradients by the scale. If any gradient of any stage is then
     inf or NaN, no parameter changes. Every ``.grad`` of ``params`` is None afterwards. With
     `ranks`, all ranks call `step`, each with an optimizer of its own leaves, and the norm is the
@@ -68,7 +70,7 @@ def step(
             change. None on a rank of `ranks` without trained leaves.
         params: the trees that were given to the run.
         grads: a `Result` of a run with backwards, or of `accumulate`. Or a tree of gradients with
-            the structure of ``params``, None for a leaf without gradient, of a run without loss
+            the structure of ``params``, None for a leaf that is not stepped, of a run without loss
             scale and without `ranks`. `step` does not write to gradients.
         max_norm: the largest norm. Larger gradients are scaled down to this norm. The norm is over
             all stages, also over leaves that the optimizer does not have. None, the default: no
@@ -108,13 +110,14 @@ def _step(
     exchange: Exchange,
 ) -> Tensor:
     """Make the step after `step` has checked its options."""
-    scale = 1.0
+    scale, unused = 1.0, ()
     if isinstance(grads, Result):
         if grads.norm is not None:
             raise PlanError(
                 "the run has already stepped (its schedule has S), so its result cannot be stepped "
                 "again; leave fp.step out, or run a schedule without step_params"
             )
+        unused = grads.unused
         grads, ties, scale = _of_result(grads, ties, scaler)
     else:
         refuse_one_rank("fp.step(optimizer, params, result)", grads, params)
@@ -126,8 +129,9 @@ def _step(
                 apart(params, grads),
             )
         )
+    entries = by_leaf(params, grads, ties, numbers_of(params, unused))
     try:
-        return _stepped(optimizer, params, grads, ties, scale, max_norm, scaler, exchange)
+        return _stepped(optimizer, params, entries, scale, max_norm, scaler, exchange)
     except FuncpipeError:
         raise
     except Exception:  # torch refuses a ``.grad`` that does not fit, but does not name the leaf
@@ -139,15 +143,13 @@ def _step(
 def _stepped(
     optimizer: torch.optim.Optimizer | None,
     params: Tree,
-    grads: Tree,
-    ties: Ties,
+    entries: list[LeafGradient],
     scale: float,
     max_norm: float | None,
     scaler: torch.amp.GradScaler | None,
     exchange: Exchange,
 ) -> Tensor:
     """Step the optimizer, and return the norm of the gradients."""
-    entries = by_leaf(params, grads, ties)
     stepped = held_of(optimizer, entries) if entries or exchange == alone else []
     optimizer = optimizer if stepped else None
     for leaf in leaves(params):
@@ -177,7 +179,7 @@ def apply_gradients(
 
     Does not write to the gradients: an optimizer that may write gets copies.
     """
-    entries = taken_by(optimizer, entries)
+    entries = taken_by(optimizer, [entry for entry in entries if entry.is_step])
     try:
         for entry in entries:
             entry.leaf.grad = _writable(entry.gradient, optimizer, clips=max_norm is not None)
@@ -199,6 +201,8 @@ def _scaler_step(
 ) -> Tensor:
     """Make the step with a scaler, and return the norm. Gradients are copied, because the scaler
     writes to them."""
+    stepped = [entry for entry in stepped if entry.is_step]
+    optimizer = optimizer if stepped else None  # torch's scaler refuses a step without gradients
     try:
         for entry in stepped:
             entry.leaf.grad = entry.gradient = entry.gradient.clone()

@@ -27,7 +27,7 @@ from funcpipe._src.data.exchange import alone
 from funcpipe._src.data.result import Result
 from funcpipe._src.engine.prepare import Prepared
 from funcpipe._src.engine.unused import UnusedLeaf, unused_leaves
-from funcpipe._src.optimizing.leaf_gradients import LeafGradient, by_leaf
+from funcpipe._src.optimizing.leaf_gradients import LeafGradient, by_leaf, of_result
 from funcpipe._src.optimizing.norms import LocalNorm, local_norm, norm_of, norm_of_norms, on_host
 from funcpipe._src.optimizing.optim import apply_gradients, held_of, refuse_unheld, steps_by_leaf
 from funcpipe._src.optimizing.undo import Undo
@@ -93,6 +93,7 @@ class Stepping:
 
     Attributes:
         stepped: the stages that lanes have stepped.
+        postponed: the ids of their leaves that wait until it is known whether a replica used them.
         late: whether the loss returned weights, which were unknown before.
         early: the stages that lanes can step during the run.
         settings: the settings of the optimizer's groups for this run. None: their present settings.
@@ -107,6 +108,7 @@ class Stepping:
         self.undo, self.spends = undo or Undo(self.optimizer), spends
         self.settings: Settings | None = None
         self.stepped: set[int] = set()
+        self.postponed: set[int] = set()
         self.late = False
         self.early: frozenset[int] = frozenset()
         self._spent: dict[int, _Spent] = {}
@@ -133,8 +135,13 @@ class Stepping:
             return
         tree, spread = self.ready.params[stage], self.ready.spread.get(stage)
         row = sums if spread is None else spread.as_given(sums)
-        entries = self._scaled(by_leaf((tree,), (unflatten(flatten(tree)[1], row),), ()))
-        self._step(entries)
+        unused = {(0, number) for _, number, _ in unused_leaves(self.ready, [stage])}
+        grads = unflatten(flatten(tree)[1], row)
+        entries = self._scaled(by_leaf((tree,), (grads,), (), unused))
+        if self.ready.part.replicas > 1:
+            # Another replica may have used these leaves. The end of the run knows.
+            self.postponed |= {id(entry.leaf) for entry in entries if not entry.reached}
+        self._step([entry for entry in entries if entry.reached])
         self.stepped.add(stage)
         if self.spends:
             norms = [local_norm(stage, entry.gradient, self.ready.part.others) for entry in entries]
@@ -171,10 +178,10 @@ class Stepping:
         Steps are undone if gradients are clipped, not finite, or were weighted late.
         """
         assert result.grads is not None
-        params, grads = self.ready.params, result.grads
+        params = self.ready.params
         if self.late:
             self.ready.plan.stages[-1].seen.late = True
-        entries = self._scaled(by_leaf(params, grads, result.ties))
+        entries = self._scaled(of_result(params, result))
         norm = norm_of(
             [(entry.stage, entry.gradient) for entry in entries if entry.counts], result.exchange
         )
@@ -187,7 +194,13 @@ class Stepping:
         if skips or not held:
             return replace(result, norm=norm)
         if self.early and not clips:
-            self._step([entry for entry in held if entry.stage not in self.stepped])
+            self._step(
+                [
+                    entry
+                    for entry in held
+                    if entry.stage not in self.stepped or id(entry.leaf) in self.postponed
+                ]
+            )
             setattr(self.optimizer, STEPPED, True)
         else:
             if self.early:
@@ -229,7 +242,8 @@ class Stepping:
         """The facts of this process's steps for the other processes."""
         spent = [self._spent[stage] for stage in self.ready.bounds if stage in self._spent]
         norms = on_host([norm for each in spent for norm in each.norms])
-        return Steps(norms, self.stepped == {*self.ready.bounds} and (self._moved or not norms))
+        complete = self.stepped == {*self.ready.bounds} and not self.postponed
+        return Steps(norms, complete and (self._moved or not norms))
 
     def settled(self, result: Result, everyone: Sequence[Steps]) -> Result | None:
         """Return the result with its norm, or None if all processes must undo the steps."""

@@ -22,7 +22,7 @@ from funcpipe._src.engine.execute import LaneExecutor
 from funcpipe._src.engine.options import RunOptions
 from funcpipe._src.engine.run import run
 from funcpipe._src.lower.plan import make_plan
-from funcpipe._src.optimizing.leaf_gradients import by_leaf
+from funcpipe._src.optimizing.leaf_gradients import of_result
 from funcpipe._src.stages.rng import fold_in
 
 
@@ -164,11 +164,11 @@ class RankSchedule:
         self.state, self.steps = result.state, self.steps + 1
         factor = 1.0 if self.scale_grads or result.weight is None else result.weight
         with torch.no_grad():
-            for leaf, gradient in [
-                (entry.leaf, entry.gradient)
-                for entry in by_leaf(self.params, result.grads, result.ties)
-            ]:
-                gradient = gradient if factor == 1.0 else gradient * factor
+            for entry in of_result(self.params, result):
+                if not entry.reached:  # stays None, so that the optimizer does not step the leaf
+                    continue
+                leaf = entry.leaf
+                gradient = entry.gradient if factor == 1.0 else entry.gradient * factor
                 leaf.grad = gradient if leaf.grad is None else add_gradient(leaf.grad, gradient)
         _put_own(result, losses)
         return result.outputs
