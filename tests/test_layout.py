@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import pkgutil
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TypeGuard
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
 SOURCE = PACKAGE / "_src"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TEXTS = {path: path.read_text() for path in FILES}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What each folder of _src may import besides itself, from the bottom up. The four folders of a run
 # (engine, optimizing, replicas, processes) import each other: they are one layer.
@@ -76,7 +79,7 @@ STANDARD = 560
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -91,11 +94,27 @@ def folder_of(module: str) -> str:
     return ".".join(folders)
 
 
+def for_each_file(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a check of each file, because thousands of small tests take long."""
+
+    def test() -> None:
+        faults: dict[str, str] = {}
+        for path in FILES:
+            try:
+                check(path)
+            except AssertionError as error:
+                faults[str(path.relative_to(PACKAGE))] = str(error)
+        assert {} == faults
+
+    test.__doc__ = check.__doc__
+    return test
+
+
 def folder(path: Path) -> str:
     return folder_of("funcpipe." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each_file
 def test_imports_go_down(path):
     """A folder imports only the folders below it, and no public module."""
     if path.parent == PACKAGE:
@@ -126,19 +145,18 @@ def test_folders_are_small():
     assert {} == {str(where): n for where, n in count.items() if n > FILES_OF_A_FOLDER}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each_file
 def test_lines_are_at_most_100_columns(path):
     """No line is kept from the formatter; text that it cannot wrap is wrapped by hand.
 
     Pragmas may stand behind a line. Lines of texts (examples in docstrings, help with columns) may
     have 125 columns, because a line break would change what they say.
     """
-    text = path.read_text()
-    lines = text.split("\n")
+    lines = TEXTS[path].split("\n")
     assert not [line for line in lines if "fmt: " in line]
     texts = {
         number
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -154,7 +172,7 @@ def test_no_line_of_a_test_is_kept_from_the_formatter():
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each_file
 def test_foreign_imports(path):
     """Only core/tree.py imports optree; schedules, lower and view never import torch; no plotting
     or solver."""
@@ -256,12 +274,11 @@ def names_used(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 KNOWN = names_used(TREES[NAMES])
 OURS = set[str]().union(*(own_names(tree) for path, tree in TREES.items() if path != NAMES))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each_file
 def test_private_names_of_torch_stand_in_one_file(path):
     """Nobody else imports, reads, overrides or spells a private name of torch."""
     if path == NAMES:
@@ -293,12 +310,11 @@ def test_a_private_name_of_torch_is_seen(code):
     assert private_names_of_torch(ast.parse(code), OURS, KNOWN)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@for_each_file
 def test_files_have_one_idea(path):
     """A file is short and its first line says what it is about."""
-    text = path.read_text()
-    assert text.count("\n") <= STANDARD
-    first = ast.get_docstring(ast.parse(text))
+    assert TEXTS[path].count("\n") <= STANDARD
+    first = ast.get_docstring(TREES[path])
     assert first
     assert len(first.splitlines()[0]) <= 100
 
