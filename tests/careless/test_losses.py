@@ -488,3 +488,78 @@ def test_a_loss_with_a_state_of_its_own_is_refused(loss):
     with pytest.raises(fp.BatchError, match="in a second call with the same rows .* keeps a state"):
         fp.run(plan_of(loss), numbers(), (x, target))
     fp.run(plan_of(loss, weight=len), numbers(), (x, target))
+
+
+def right(y, t):
+    return (y.argmax(1) == t.argmax(1)).to(y.dtype)
+
+
+def masked(y, t):
+    mask = t[:, 0] > 0
+    return ((y - t).square().mean(1) * mask).sum(), mask.sum()
+
+
+METRICS = {
+    "accuracy": lambda y, t: (F.mse_loss(y, t), right(y, t).mean()),
+    "accuracy as a number": lambda y, t: (F.mse_loss(y, t), right(y, t).mean().item()),
+    "another loss": lambda y, t: (F.mse_loss(y, t), F.l1_loss(y, t).detach()),
+}
+MEANS_WITH_WEIGHTS = {
+    "rows": lambda y, t: (F.mse_loss(y, t), len(y)),
+    "elements": lambda y, t: fp.Loss(F.mse_loss(y, t), t.numel()),
+    "a mask": lambda y, t: (masked(y, t)[0] / masked(y, t)[1], masked(y, t)[1]),
+}
+PAIRS = {
+    "rows": lambda y, t: (F.mse_loss(y, t, reduction="sum"), t.numel()),
+    "a mask": masked,
+    "each microbatch alike": lambda y, t: (F.mse_loss(y, t), 1.0),
+    "each microbatch with a row that counts": lambda y, t: (
+        masked(y, t)[0] / masked(y, t)[1].clamp(min=1),
+        (t[:, 0] > 0).any(),
+    ),
+    "zeros": lambda y, t: (0 * y.sum(), len(y)),
+    "rows that are compared": lambda y, t: ((y @ y.T).logsumexp(1).sum(), len(y)),
+    "a metric beside": lambda y, t: fp.Loss(
+        F.mse_loss(y, t, reduction="sum"), t.numel(), aux=right(y, t).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_in_the_place_of_the_weight_is_refused(name, compiled):
+    """The loss of the batch would be divided by the accuracy."""
+    if compiled and "number" in name:
+        pytest.skip("a compiled loss cannot return a number of Python")
+    stages = [fp.compile_stage(stage) for stage in STAGES] if compiled else STAGES
+    with pytest.raises(fp.BatchError, match=r"second value is a mean over rows.*aux=metric"):
+        fp.run(plan_of(METRICS[name], stages=stages), numbers(), (f64(48, 3), f64(48, 3)))
+
+
+@pytest.mark.parametrize("name", MEANS_WITH_WEIGHTS)
+def test_a_mean_in_the_place_of_the_sum_is_refused(name):
+    x, target = f64(48, 3), f64(48, 3)
+    loss = MEANS_WITH_WEIGHTS[name]
+    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\).*mean \* weight, weight"):
+        fp.run(plan_of(loss), numbers(), (x, target))
+
+    def mended(y, t):
+        mean, weight = loss(y, t)[:2]
+        return mean * weight, weight
+
+    result = fp.run(plan_of(mended), numbers(), (x, target))
+    params = numbers()
+    torch.testing.assert_close(result.loss, loss(x * params[0] + params[1], target)[0])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_other_pairs_are_taken_as_they_are(name):
+    """Weights that do not add up may be meant."""
+    x, target = f64(12, 3), f64(12, 3)
+    result = fp.run(plan_of(PAIRS[name]), numbers(), (x, target))
+    params = numbers()
+    parts = zip(x.chunk(4), target.chunk(4), strict=True)
+    pairs = [PAIRS[name](rows * params[0] + params[1], t) for rows, t in parts]
+    total = sum(float(pair[1]) for pair in pairs)
+    torch.testing.assert_close(result.loss, sum(pair[0] for pair in pairs) / total)
+    assert result.weight == total

@@ -1,4 +1,4 @@
-"""Find losses that are not means over rows, and that state no weight."""
+"""Find losses that are not means over rows and state no weight, and pairs that are not (sum, weight)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ _ATEN = torch.ops.aten
 _SELECTIONS = {_ATEN.masked_select.default, _ATEN.nonzero.default}
 _ROWS = 4
 """The most rows that `why_not_mean` computes with."""
+_ROWS_OF_PAIRS = 32
+"""The same for pairs (sum, weight): an accuracy of few rows is often 0."""
 _MOST = 2**22
 """The most numbers that `why_not_mean` converts to double precision: 32 MiB."""
 _REMEDY = (
@@ -113,13 +115,21 @@ def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
 
 
 def why_not_mean(
-    fn: Callable[..., Any], y: Tree, target: Tree, weight: float | None, *, in_model: bool = False
+    fn: Callable[..., Any],
+    y: Tree,
+    target: Tree,
+    weight: float | None,
+    *,
+    pair: bool = False,
+    in_model: bool = False,
 ) -> str:
     """Return why a loss is not a mean over rows, found by three calls with a few rows; or "".
 
     The loss of some rows must be the mean of the losses of the first rows and of the others, in
-    proportion to the rows. Sums, root means, and losses that compare rows fail. No check takes
-    place if some tensor is not cut along its first axis, or if the loss cannot take these rows.
+    proportion to the rows. Sums, root means, and losses that compare rows fail. A pair (sum,
+    weight) fails if it is (mean, weight), or if its weight is a mean over rows, such as an
+    accuracy. No check takes place if some tensor is not cut along its first axis, or if the loss
+    cannot take these rows.
 
     Args:
         fn: the loss.
@@ -127,6 +137,7 @@ def why_not_mean(
             numbers, such as the shape of an absent value, stays whole.
         weight: the rows of the microbatch, times the length of its slice. None: its weight is
             known, so only sums are found.
+        pair: whether the loss returns (sum, weight).
         in_model: whether ``fn`` is the last stage of a model that computes its own loss. Then
             tensors with another length than the first one, such as position embeddings, stay
             whole.
@@ -138,7 +149,7 @@ def why_not_mean(
     if not rows or (weight or rows) % rows:
         return ""
     numbers = sum(leaf.numel() for leaf in tensors) // rows
-    most = max(2, min(rows, _ROWS, _MOST // max(1, numbers)))
+    most = max(2, min(rows, _ROWS_OF_PAIRS if pair else _ROWS, _MOST // max(1, numbers)))
     is_small = most * numbers <= _MOST
     is_rough = bool(autocasting()) or any(
         leaf.is_floating_point() and leaf.itemsize < 4 for leaf in tensors
@@ -149,22 +160,24 @@ def why_not_mean(
     # Not compiled: other numbers of rows and double precision would compile the loss again.
     eager = uncompiled(fn)
 
-    def value(few: list[Any], start: int, stop: int, count_of: int | None) -> float:
+    def value(few: list[Any], start: int, stop: int, count_of: int | None) -> _Value:
         # Copies, because a loss may work in place.
         parts = [
             leaf[start:stop].clone() if cut else leaf for leaf, cut in zip(few, is_cut, strict=True)
         ]
         parts = [stop - start if type(leaf) is int and leaf == count_of else leaf for leaf in parts]
         loss = read_loss(eager(*unflatten(spec, parts)))[1]
-        if loss.weight is not None:
-            raise ValueError("a loss with a weight is no mean")
-        return loss.sum.item()
+        if (loss.weight is not None) is not pair:
+            raise ValueError("the loss returns another form for a few rows")
+        return loss.sum.item(), float(loss.weight or 0)
 
     def compare(count_of: int | None) -> str:
         """Compare a few rows with their parts. Ints equal to ``count_of`` are numbers of rows."""
         # Some losses need two rows, such as the mean of the two hardest rows. Others need single
-        # precision, such as a loss with a layer of its own.
-        tries = [(most, 1, is_small), (_ROWS, 2, is_small), (most, 1, False), (_ROWS, 2, False)]
+        # precision, such as a loss with a layer of its own. A pair may leave out a single row.
+        first = most // 2 if pair else 1
+        tries = [(most, first, is_small), (_ROWS, 2, is_small), (most, first, False)]
+        tries.append((_ROWS, 2, False))
         for count, first, exact in tries:
             with suppress(Exception), torch.no_grad():
                 few = [
@@ -173,9 +186,10 @@ def why_not_mean(
                 ]
                 whole = value(few, 0, count, count_of)
                 parts = value(few, 0, first, count_of), value(few, first, count, count_of)
-                reason = _difference(whole, parts, (count, first), 1e-6 if exact else single)
+                difference = _pair_difference if pair else _difference
+                reason = difference(whole, parts, (count, first), 1e-6 if exact else single)
                 if reason and (again := value(few, 0, count, count_of)) != whole:
-                    return _STATEFUL.format(whole, again)
+                    return _STATEFUL.format(whole[0], again[0])
                 return reason
         return ""
 
@@ -185,7 +199,7 @@ def why_not_mean(
     reason = compare(rows if in_model else None)
     if reason and not in_model and any(type(leaf) is int and leaf == rows for leaf in leaves):
         reason = compare(rows)
-    if weight is None and not reason.startswith(_SUM):
+    if weight is None and not reason.startswith(_SUM) and not pair:
         return ""
     remedy = "make_plan(weight=lambda target: len(target))"
     if not any(isinstance(leaf, Tensor) for leaf in flatten(target)[0]):
@@ -202,18 +216,22 @@ _STATEFUL = (
 )
 
 
+_Value: TypeAlias = tuple[float, float]
+"""The loss of some rows, or its sum and its weight."""
+
+
 def _difference(
-    whole: float, parts: tuple[float, float], rows: tuple[int, int], tolerance: float
+    whole_value: _Value, parts: tuple[_Value, _Value], rows: tuple[int, int], tolerance: float
 ) -> str:
     """Return the message about a loss that is not the mean of its parts; "" if it is.
 
     Args:
-        whole: the loss of all rows.
+        whole_value: the loss of all rows.
         parts: the loss of the first rows, and of the others.
         rows: the number of all rows, and of the first rows.
         tolerance: the rounding error, relative to the parts.
     """
-    (first, others), (count, cut) = parts, rows
+    (whole, _), ((first, _), (others, _)), (count, cut) = whole_value, parts, rows
     mean, error = (cut * first + (count - cut) * others) / count, abs(first) + abs(others)
     error *= tolerance
     # A mean of NaN and another number is NaN: the deviation of a single row is no part of a mean.
@@ -234,6 +252,38 @@ def _difference(
         "the batch would be another number. Return the mean over rows, or (sum, weight). To "
         "average this loss over microbatches as it is, state their weights: {remedy}"
     )
+
+
+def _pair_difference(
+    whole: _Value, parts: tuple[_Value, _Value], rows: tuple[int, int], tolerance: float
+) -> str:
+    """Return the message about a pair that is certainly not (sum, weight); "" otherwise.
+
+    Other weights that do not add up may be meant, such as 1 for each microbatch. Arguments are as
+    in `_difference`.
+    """
+    (total, weight), ((first, w_first), (others, w_others)), (count, cut) = whole, parts, rows
+
+    def equal(one: float, other: float, *terms: float) -> bool:
+        return abs(one - other) <= tolerance * sum(map(abs, terms))
+
+    mean_weight = (cut * w_first + (count - cut) * w_others) / count
+    if equal(weight, mean_weight, w_first, w_others) and not equal(w_first, w_others, w_first):
+        return (
+            "the loss returned two values, which are read as (sum, weight), but the second value is "
+            f"a mean over rows: {weight:.6g} for {count} rows, {w_first:.6g} and {w_others:.6g} "
+            "for the parts. To return a metric beside the loss, return fp.Loss(loss, aux=metric)"
+        )
+    adds_up = equal(total, first + others, first, others)
+    weighed = first * w_first, others * w_others
+    weights_add_up = equal(weight, w_first + w_others, weight)
+    if weights_add_up and not adds_up and equal(total * weight, sum(weighed), *weighed):
+        return (
+            "the loss returned (mean, weight), but two values are read as (sum, weight): the first "
+            f"is {total:.6g} for {count} rows, {first:.6g} and {others:.6g} for the parts. Return "
+            "(mean * weight, weight)"
+        )
+    return ""
 
 
 def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:

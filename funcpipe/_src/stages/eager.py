@@ -347,22 +347,22 @@ class EagerBound:
         return total, loss
 
     def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:
-        """Check the first call of a loss: it is a mean over rows, or at least no sum if its weights
-        are known. Raises BatchError."""
+        """Check the first call of a loss, as `why_not_mean` does. Raises BatchError."""
         self.unproven = False
         assert self.loss is not None
         assert self.shares is not None
         assert args.target is not None
         rows = None if self.shares.explicit else self.shares.weight(args.microbatch)
-        if loss.weight is None:
-            if self.guessed:
+        pair = loss.weight is not None
+        if not (pair and self.shares.explicit):
+            if self.guessed and not pair:
                 refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
             y_tree, target = (open_border(border, grad=False)[0] for border in (y, args.target))
             with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
-                if _has_scalar(y_tree) and not self.stage.carry:
+                if _has_scalar(y_tree) and not (self.stage.carry or pair):
                     reason = self._why_stage_is_no_mean(args, target, rows)
                 else:
-                    reason = why_not_mean(self.loss, y_tree, target, rows)
+                    reason = why_not_mean(self.loss, y_tree, target, rows, pair=pair)
             if reason and not draws.counts:  # a random loss is another number in each call
                 raise BatchError(reason)
         note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
