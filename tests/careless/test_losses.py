@@ -563,3 +563,30 @@ def test_other_pairs_are_taken_as_they_are(name):
     total = sum(float(pair[1]) for pair in pairs)
     torch.testing.assert_close(result.loss, sum(pair[0] for pair in pairs) / total)
     assert result.weight == total
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss])
+def test_a_loss_of_torch_that_compares_rows_by_accident_is_refused(kind, reduction, compiled):
+    """``[B, 1]`` against ``[B]`` is ``[B, B]``."""
+    stages = [fp.compile_stage(stage) for stage in STAGES] if compiled else STAGES
+    plan = plan_of(kind(reduction=reduction), stages=stages)
+    x, target = f64(12, 1), f64(12)
+    match = r"broadcasts the output \[3, 1\] against the target \[3\].*target.unsqueeze\(-1\)"
+    with pytest.raises(fp.BatchError, match=match):
+        fp.run(plan, numbers(), (x, target))
+    assert_exact(kind(reduction=reduction), x, target[:, None], plan)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_of_torch_that_broadcasts_within_rows_is_exact():
+    assert_exact(nn.MSELoss(), f64(12, 5), f64(12, 1))
+
+
+@pytest.mark.parametrize("name", MEANS_WITH_WEIGHTS)
+def test_a_mean_in_the_place_of_the_sum_is_refused_with_one_microbatch(name):
+    loss = MEANS_WITH_WEIGHTS[name]
+    with pytest.raises(fp.BatchError, match=r"returned \(mean, weight\)"):
+        fp.run(plan_of(loss, count=1), numbers(), (f64(48, 3), f64(48, 3)))

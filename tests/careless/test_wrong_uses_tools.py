@@ -509,3 +509,13 @@ def test_the_helpers_for_tests_say_what_they_take():
     ):
         with pytest.raises(fp.PlanError, match=told):
             call()
+
+
+def test_arguments_in_the_wrong_place():
+    layers, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(3, 2)
+    with pytest.raises(fp.PlanError, match=r"profile takes the layers first"):
+        fp.models.profile(x, layers)
+    params = ({"w": torch.ones(2, requires_grad=True)},)
+    optimizer = torch.optim.SGD(fp.leaves(params), lr=0.1)
+    with pytest.raises(fp.PlanError, match=r"got one tensor \(a loss\?\).*params, result\)"):
+        fp.step(optimizer, params, torch.ones(()))

@@ -64,7 +64,8 @@ def load(
 
     The number of stages and processes may differ from the run that saved. `load` writes the numbers
     into the parameters in place, so the model and its optimizer see the numbers. `load` also
-    restores tensors of the model that no stage uses. State is returned as new trees. Parameters on
+    restores tensors of the model that no stage uses. It does not change your state or the model's
+    buffers: continue with ``loaded.state``. Parameters on
     the meta device are returned as new tensors, for the stages of this process.
 
     >>> import tempfile

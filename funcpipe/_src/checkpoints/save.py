@@ -207,7 +207,7 @@ def save(
             },
             written=written,
         )
-        headers: list[SaveHeader] = group.exchange("what a checkpoint has", header)
+        headers: list[SaveHeader] = group.exchange("fp.save: the contents of a checkpoint", header)
     first = headers[: len(headers) // group.replicas]  # of the replica that writes
     _refuse(target, headers, first)  # all processes have all headers, so each raises by itself
     manifest = Manifest(

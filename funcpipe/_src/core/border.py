@@ -67,6 +67,10 @@ class Border:
                 "y.clone()"
             )
 
+    def shapes(self) -> list[Any]:
+        """Return the shapes of the leaves; None for a leaf without a shape."""
+        return [getattr(leaf, "shape", None) for leaf in self.leaves]
+
     def tree(self) -> Tree:
         """Return the tree."""
         return unflatten(self.spec, self.leaves)

@@ -156,6 +156,9 @@ def named_leaves(tree: Tree) -> list[tuple[str, Tensor]]:
 def leaves(tree: Tree) -> list[Tensor]:
     """Return the tensors of a tree, each once, for example for an optimizer of ``torch.optim``.
 
+    None and values that are not tensors are left out. So the leaves of params and of gradients may
+    differ in number: to pair them, use the names of `named_leaves`.
+
     >>> w = torch.zeros(2)
     >>> len(fp.leaves(({"w": w, "tied": w}, {"steps": 3, "b": torch.ones(1)})))
     2

@@ -477,6 +477,11 @@ class Cost:
         layers = sum(counts)
         if not counts or any(count < 1 for count in counts):
             raise ScheduleError(f"sizes must be positive numbers; got {counts}")
+        rows = {len(row) for name, row in self._rows().items() if name != "comm"}
+        if len(rows) == 1 and rows != {layers}:
+            raise ScheduleError(
+                f"sizes {counts} add up to {layers} layers, but the cost has {rows.pop()}"
+            )
         self.check_stages(layers)
         ends = list(accumulate(counts))
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -533,7 +538,8 @@ class Cost:
             if skip.pop >= num_stages
         ]
         raise_all(
-            f"a cost needs one number, or one for each of {num_stages} stages:",
+            f"a cost needs one number, or one for each of {num_stages} stages (for a cost of layers: "
+            "cost.group(sizes)):",
             faults,
             ScheduleError,
         )

@@ -70,9 +70,9 @@ def make_plan(
             (tokens, class weights), return ``(sum, weight)`` or a `Loss`, or define a method
             ``weigh(inputs, target) -> number``, or give ``weight``. If your loss is an
             ``nn.Module`` with ``reduction="sum"``, its results are added. None: no loss.
-        weight: ``target -> number``, called before any forward. The number divides the loss's sum
-            over a microbatch; for losses that are sums, the total divides the sum of the batch.
-            Takes precedence over the weight of the loss itself. None: the weight of the loss.
+        weight: ``target -> number``, called before any forward: the weight of a microbatch, such as
+            the number of rows or tokens that its mean is over. If losses are sums, the sum over all
+            microbatches is divided by the sum of all weights. Takes precedence over the weight of the loss itself. None: the weight of the loss.
         ties: groups of ``(stage, path)`` that are one parameter. Their gradients are summed, and
             each member gets the sum. Ties of stages from `split` are known and need not be given.
         train: the value for stages that take ``train`` (dropout, batch norm). None: True if the

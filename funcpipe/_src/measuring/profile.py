@@ -118,6 +118,10 @@ def profile(
         StageError: a layer failed. The message names the layer and its input.
     """
     refuse_transforms("profile")
+    if isinstance(layers, Tensor):
+        raise PlanError(
+            "profile takes the layers first, profile(layers, example); got a tensor as layers"
+        )
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential):
         layers = split(layers, policy=_each_unit, example=example, check=False)
     example, feeds = (

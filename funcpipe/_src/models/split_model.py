@@ -133,11 +133,12 @@ class Split:
                 out[name] = tree[key].detach()
         title = (
             "merge needs the trees of all stages, but other ranks have some of them; call "
-            "fp.save(path, split, params, ranks=ranks) on all ranks, and fp.load(path, split) in "
-            "one process, whose split.state_dict() is complete:"
+            "fp.save(path, split, params, state=state, ranks=ranks) on all ranks, then loaded = "
+            "fp.load(path, split) and split.merge(loaded.params, loaded.state) in one process:"
         )
         raise_all(title, absent)
-        raise_all("these are not the trees of this split:", faults)
+        title = "these are not the trees of this split; give merge(params, state):"
+        raise_all(title, faults, most=8)
         return out
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -123,6 +123,11 @@ def _step(
         refuse_one_rank("fp.step(optimizer, params, result)", grads, params)
     if structure(params) != structure(grads):
         named_leaves(params)  # raises a better message if params are not trees of tensors
+        if isinstance(grads, Tensor) and not isinstance(params, Tensor):
+            raise PlanError(
+                "fp.step takes the result of the run, or its gradients; got one tensor (a loss?): "
+                "fp.step(optimizer, params, result)"
+            )
         raise PlanError(
             bullets(
                 "params and grads differ in structure; give params and result of the same run:",

@@ -16,6 +16,7 @@ from funcpipe._src.core.torch_names import WatchingMode, uncompiled
 from funcpipe._src.core.tree import Tree, flatten, tensors_in, unflatten
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
+from funcpipe._src.stages.bound import Shares
 from funcpipe._src.stages.context import autocasting
 from funcpipe._src.stages.drawing import MeanOverTargets
 
@@ -92,19 +93,16 @@ class WatchDivisors(WatchingMode):
         (self._constants if constant else self._computed).extend(tensors_in(out))
         return out
 
-    @classmethod
-    def of(cls, loss: Callable[..., Any], rows: float, *, guessed: bool) -> WatchDivisors | None:
-        """Return a watch for the next call of a loss, with some rows.
-
-        None: an earlier call has passed, with as many rows or with two.
-        """
-        passed, before = _passed.get((id(loss), guessed), (lambda: None, 0))
-        return None if passed() is loss and before >= min(rows, 2) else cls(guessed=guessed)
-
     def check(self, loss: Loss) -> None:
         """Raise BatchError if the loss returned a mean with such a division or selection."""
         if self.found and self.guessed and loss.weight is None:
             raise BatchError(f"the loss returned a mean that {self.found}, {_REMEDY}")
+
+
+def has_passed(loss: Callable[..., Any], rows: float, *, guessed: bool) -> bool:
+    """Return whether a call of a loss has passed all checks, with as many rows or with two."""
+    passed, before = _passed.get((id(loss), guessed), (lambda: None, 0))
+    return passed() is loss and before >= min(rows, 2)
 
 
 def note_passed(fn: Callable[..., Any], rows: float, *, guessed: bool) -> None:
@@ -284,6 +282,35 @@ def _pair_difference(
             "(mean * weight, weight)"
         )
     return ""
+
+
+def why_broadcast(fn: Callable[..., Any], y: Tree, target: Tree, shares: Shares) -> str:
+    """Return why a loss of torch whose weights are rows is no mean or sum over rows; or "".
+
+    If output and target have different shapes, such as ``[B, 1]`` and ``[B]``, torch compares each
+    row with all other rows of the microbatch.
+    """
+    if len(shares.parts) < 2 or not (isinstance(y, Tensor) and isinstance(target, Tensor)):
+        return ""
+
+    def mean(y: Tensor, target: Tensor) -> Any:
+        return fn(y, target) / len(y) if shares.summed else fn(y, target)
+
+    if not y.dim() or not why_not_mean(mean, y, target, float(len(y))):
+        return ""
+    return (
+        f"the loss compares rows with each other: torch broadcasts the output {list(y.shape)} "
+        f"against the target {list(target.shape)}. Give both one shape, with target.unsqueeze(-1) "
+        "or y.squeeze(-1)"
+    )
+
+
+def has_scalar(y: Tree) -> bool:
+    """Return whether an output contains a floating number, such as a loss, that has no rows."""
+    return any(
+        isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
+        for leaf in flatten(y)[0]
+    )
 
 
 def _rows(leaf: Tensor, count: int, *, exact: bool) -> Tensor:

@@ -42,6 +42,7 @@ from funcpipe._src.core.tree import (
 from funcpipe._src.data.losses import read_loss
 from funcpipe._src.data.result import Loss
 from funcpipe._src.data.stage import CARRY, Out, Stage, carried, side_loss
+from funcpipe._src.stages import divisors
 from funcpipe._src.stages.bound import (
     Cotangents,
     ForwardReport,
@@ -51,7 +52,6 @@ from funcpipe._src.stages.bound import (
     StageOut,
 )
 from funcpipe._src.stages.context import autocasting, no_autocast
-from funcpipe._src.stages.divisors import WatchDivisors, note_passed, refuse_left_out, why_not_mean
 from funcpipe._src.stages.drawing import CatchDraws
 from funcpipe._src.stages.explain import explain
 from funcpipe._src.stages.foreign import (
@@ -102,11 +102,13 @@ class EagerBound:
         )
         self.loss, self.shares, self._phase = loss, shares, ""
         self.guessed = loss is not None and shares is not None and shares.guessed
-        self.watched: WatchDivisors | None = None
-        if loss is not None and shares is not None and shares.unproven:
-            rows = 2.0 if shares.explicit else shares.weight(0)
-            self.watched = WatchDivisors.of(loss, rows, guessed=shares.guessed)
-        self.unproven = self.watched is not None  # whether `check_mean` must still run
+        self.watched: divisors.WatchDivisors | None = None
+        self.unproven = self.passed = False  # whether `check_mean` must run, and has passed before
+        if loss is not None and shares is not None:
+            rows, self.unproven = 2.0 if shares.explicit else shares.weight(0), True
+            self.passed = divisors.has_passed(loss, rows, guessed=shares.guessed)
+            if shares.unproven and not self.passed:
+                self.watched = divisors.WatchDivisors(guessed=shares.guessed)
         # Whether this is the stage's first run in this mode.
         self.is_first_run = train not in stage.seen.kept
         # The second graph contains the leaves of the first one, and tensors that the stage kept
@@ -235,7 +237,7 @@ class EagerBound:
         BatchError."""
         means, self.drawing.means = self.drawing.means, []
         if out.report.loss is not None and out.report.loss.weight is None:
-            refuse_left_out(means or ())
+            divisors.refuse_left_out(means or ())
 
     def evaluate(self, args: StageArgs, *, keep: bool) -> StageOut:
         """Run a forward in the present grad mode, without keyed draws. `compile` traces this."""
@@ -337,8 +339,9 @@ class EagerBound:
                 total, loss = read_loss(value)
                 self.watched.check(loss)
                 self.watched = None
-                if type(total) is Tensor:  # a trace has no numbers: the program is checked later
-                    self.check_mean(y, args, loss)
+            # A trace has no numbers: the program is checked later.
+            if self.unproven and type(total) is Tensor:
+                self.check_mean(y, args, loss)
         except Exception as error:
             explain(error, {"y": y.tree(), "target": target.tree()})
             raise
@@ -347,25 +350,31 @@ class EagerBound:
         return total, loss
 
     def check_mean(self, y: Border, args: StageArgs, loss: Loss) -> None:
-        """Check the first call of a loss, as `why_not_mean` does. Raises BatchError."""
-        self.unproven = False
+        """Check the first call of a loss in a run, unless it passed before. Raises BatchError."""
+        self.unproven, shares, pair = False, self.shares, loss.weight is not None
+        assert shares is not None
         assert self.loss is not None
-        assert self.shares is not None
         assert args.target is not None
-        rows = None if self.shares.explicit else self.shares.weight(args.microbatch)
-        pair = loss.weight is not None
-        if not (pair and self.shares.explicit):
-            if self.guessed and not pair:
-                refuse_left_out(self.drawing.means or ())  # first, because it knows the reason
-            y_tree, target = (open_border(border, grad=False)[0] for border in (y, args.target))
-            with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
-                if _has_scalar(y_tree) and not (self.stage.carry or pair):
-                    reason = self._why_stage_is_no_mean(args, target, rows)
-                else:
-                    reason = why_not_mean(self.loss, y_tree, target, rows, pair=pair)
-            if reason and not draws.counts:  # a random loss is another number in each call
-                raise BatchError(reason)
-        note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
+        known = not (pair or shares.unproven)
+        if shares.explicit and (pair or known):
+            return
+        if y.shapes() == args.target.shapes() if known else self.passed:
+            return
+        rows = None if shares.explicit else shares.weight(args.microbatch)
+        if self.guessed and not pair:  # first, because it knows the reason
+            divisors.refuse_left_out(self.drawing.means or ())
+        y_tree, target = (open_border(border, grad=False)[0] for border in (y, args.target))
+        with KeyedDraws(self.keys, self.index, self.fn.places, args.microbatch) as draws:
+            if known:
+                reason = divisors.why_broadcast(self.loss, y_tree, target, shares)
+            elif pair or self.stage.carry or not divisors.has_scalar(y_tree):
+                reason = divisors.why_not_mean(self.loss, y_tree, target, rows, pair=pair)
+            else:
+                reason = self._why_stage_is_no_mean(args, target, rows)
+        if reason and not draws.counts:  # a random loss is another number in each call
+            raise BatchError(reason)
+        if not known:
+            divisors.note_passed(self.loss, 2.0 if rows is None else rows, guessed=self.guessed)
 
     def _why_stage_is_no_mean(self, args: StageArgs, target: Tree, rows: float | None) -> str:
         """Return `why_not_mean` for a stage that computes the loss, or a part of it, itself.
@@ -387,7 +396,7 @@ class EagerBound:
         x, *others = (open_border(b, grad=False)[0] for b in (args.x, *args.skips, *args.feeds))
         skips = dict(zip(stage.pop, others, strict=False))
         feeds = dict(zip(stage.feeds, others[len(args.skips) :], strict=True))
-        return why_not_mean(value, (x, skips, feeds), target, rows, in_model=True)
+        return divisors.why_not_mean(value, (x, skips, feeds), target, rows, in_model=True)
 
     def _check_stash(self, stash: Any) -> None:
         allowed = {*self.stage.stash, *self.stage.offers}
@@ -534,8 +543,6 @@ class EagerBound:
         factor = self.shares.part(microbatch) / float(weight)
         return torch.full_like(total, factor * self.shares.loss_scale) if factor else None
 
-    # -- the end
-
     def rebase(self, state: Tree | None) -> None:
         """Begin the next batch with stepped parameters. The aliases share their memory."""
         self.params.rebase()
@@ -550,11 +557,3 @@ class EagerBound:
         self.params.release()
         self.state = None
         self.stage.seen.kept.add(self.train)
-
-
-def _has_scalar(y: Tree) -> bool:
-    """Return whether an output contains a floating number, such as a loss, that has no rows."""
-    return any(
-        isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
-        for leaf in flatten(y)[0]
-    )
