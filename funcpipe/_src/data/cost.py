@@ -477,12 +477,9 @@ class Cost:
         layers = sum(counts)
         if not counts or any(count < 1 for count in counts):
             raise ScheduleError(f"sizes must be positive numbers; got {counts}")
-        rows = {len(row) for name, row in self._rows().items() if name != "comm"}
-        if len(rows) == 1 and rows != {layers}:
-            raise ScheduleError(
-                f"sizes {counts} add up to {layers} layers, but the cost has {rows.pop()}"
-            )
-        self.check_stages(layers)
+        self.check_stages(
+            layers, f"sizes {counts} add up to {layers} layers, but the cost differs:"
+        )
         ends = list(accumulate(counts))
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
 
@@ -525,8 +522,8 @@ class Cost:
             return max(self.comm[min(stage, to) : max(stage, to)])
         return self.comm
 
-    def check_stages(self, num_stages: int) -> None:
-        """Raise ScheduleError if a sequence does not have one number per stage."""
+    def check_stages(self, num_stages: int, title: str = "") -> None:
+        """Raise ScheduleError, under a title, if a sequence lacks one number per stage."""
         faults: list[str] = []
         for name, row in self._rows().items():
             if len(row) != num_stages - (name == "comm"):
@@ -537,12 +534,8 @@ class Cost:
             for skip in self.skips
             if skip.pop >= num_stages
         ]
-        raise_all(
-            f"a cost needs one number, or one for each of {num_stages} stages (for a cost of layers: "
-            "cost.group(sizes)):",
-            faults,
-            ScheduleError,
-        )
+        one = f"a cost needs one number, or one for each of {num_stages} stages"
+        raise_all(title or f"{one} (of layers: cost.group(sizes)):", faults, ScheduleError)
 
 
 def _is_skip(row: tuple[Any, ...]) -> bool:

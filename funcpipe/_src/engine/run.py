@@ -44,8 +44,8 @@ def run(
     """Run a plan on one batch, and return losses, gradients, new state and outputs.
 
     Results are bit-identical to `run_sequential`, for all schedules, devices and executors, and
-    with remat, if ``threads_per_lane`` is the same. A run without ``optimizer`` does not write to your tensors. On the CPU, `run` raises
-    PlanError if a stage writes to its params.
+    with remat, if ``threads_per_lane`` is the same. A run without ``optimizer`` does not write to
+    your tensors. On the CPU, `run` raises PlanError if a stage writes to its params.
 
     >>> double = fp.stage(lambda w, x: x * w)
     >>> schedule = fp.schedules.one_f_one_b(2, 2)

@@ -72,7 +72,8 @@ def make_plan(
             ``nn.Module`` with ``reduction="sum"``, its results are added. None: no loss.
         weight: ``target -> number``, called before any forward: the weight of a microbatch, such as
             the number of rows or tokens that its mean is over. If losses are sums, the sum over all
-            microbatches is divided by the sum of all weights. Takes precedence over the weight of the loss itself. None: the weight of the loss.
+            microbatches is divided by the sum of all weights. Takes precedence over the weight of
+            the loss itself. None: the weight of the loss.
         ties: groups of ``(stage, path)`` that are one parameter. Their gradients are summed, and
             each member gets the sum. Ties of stages from `split` are known and need not be given.
         train: the value for stages that take ``train`` (dropout, batch norm). None: True if the

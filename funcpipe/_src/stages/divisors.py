@@ -1,4 +1,4 @@
-"""Find losses that are not means over rows and state no weight, and pairs that are not (sum, weight)."""
+"""Find losses that are not means over rows and state no weight, and wrong (sum, weight)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def why_not_mean(
     # Not compiled: other numbers of rows and double precision would compile the loss again.
     eager = uncompiled(fn)
 
-    def value(few: list[Any], start: int, stop: int, count_of: int | None) -> _Value:
+    def value(few: list[Any], start: int, stop: int, count_of: int | None) -> _SumAndWeight:
         # Copies, because a loss may work in place.
         parts = [
             leaf[start:stop].clone() if cut else leaf for leaf, cut in zip(few, is_cut, strict=True)
@@ -214,12 +214,15 @@ _STATEFUL = (
 )
 
 
-_Value: TypeAlias = tuple[float, float]
+_SumAndWeight: TypeAlias = tuple[float, float]
 """The loss of some rows, or its sum and its weight."""
 
 
 def _difference(
-    whole_value: _Value, parts: tuple[_Value, _Value], rows: tuple[int, int], tolerance: float
+    whole_value: _SumAndWeight,
+    parts: tuple[_SumAndWeight, _SumAndWeight],
+    rows: tuple[int, int],
+    tolerance: float,
 ) -> str:
     """Return the message about a loss that is not the mean of its parts; "" if it is.
 
@@ -253,7 +256,10 @@ def _difference(
 
 
 def _pair_difference(
-    whole: _Value, parts: tuple[_Value, _Value], rows: tuple[int, int], tolerance: float
+    whole: _SumAndWeight,
+    parts: tuple[_SumAndWeight, _SumAndWeight],
+    rows: tuple[int, int],
+    tolerance: float,
 ) -> str:
     """Return the message about a pair that is certainly not (sum, weight); "" otherwise.
 
