@@ -15,6 +15,19 @@ import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
+IMPORTED_ONCE = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "funcpipe",
+    "funcpipe.testing",
+]
+"""What the tasks need: the server that forks the processes has it, so no process imports it."""
 
 
 def within(seconds: float) -> float:
@@ -47,7 +60,7 @@ class Pool:
         self.size, self.whole = size, True
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "funcpipe"])
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self.ends, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()

@@ -4,6 +4,7 @@ small, or raises."""
 import contextlib
 import copy
 import ctypes
+import functools
 import gc
 import os
 import random
@@ -109,6 +110,13 @@ def everything():
     return stages, params, ((), torch.zeros(6, dtype=torch.float64), (), ())
 
 
+@functools.cache
+def everything_compiled():
+    """The stages of `everything` as programs, which a process traces once for several tests."""
+    stages, _, _ = everything()
+    return tuple(map(fp.compile_stage, stages))
+
+
 def loss_with_aux(y, target):
     return fp.Loss(F.mse_loss(y, target), aux={"largest": y.abs().max(), "rows": len(y)})
 
@@ -149,26 +157,39 @@ def owners(lanes, size):
     return None if lanes % size == 0 else [lane % size for lane in range(lanes)]
 
 
+def alone(plan, params, state, count):
+    """The result of one process for so many rows."""
+    x, target, scale = batch(count)
+    return fp.run_sequential(
+        plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count
+    )
+
+
 def bits(rank, size, numbers, rows):
-    """Runs of every schedule whose number is given, against one process."""
+    """Runs of every schedule whose number is given, against one process.
+
+    One process has the same results over all schedules: the ranks take turns to check that.
+    """
     stages, params, state = everything()
-    wrong = []
-    for number in numbers:
-        schedule = schedules(4, 4)[number]
-        options = {
-            "loss": loss_with_aux,
-            "outputs": True,
-            "devices": "cpu",
-            "spare_slots": number % 3,
-        }
-        plan = fp.make_plan(stages, schedule, **options)
+    options = {"loss": loss_with_aux, "outputs": True, "devices": "cpu"}
+    wrong, all_of = [], schedules(4, 4)
+    first_plan = fp.make_plan(stages, all_of[numbers[0]], **options)
+    wants = {count: alone(first_plan, params, state, count) for count in rows}
+    for turn, number in enumerate(numbers):
+        schedule = all_of[number]
+        plan = fp.make_plan(stages, schedule, **options, spare_slots=number % 3)
         with fp.ranks(plan, lanes=owners(plan.num_devices, size), timeout=30.0) as ranks:
             own = fp.place(plan, params, ranks)
             for count in rows:
                 x, target, scale = batch(count)
-                want = fp.run_sequential(
-                    plan, params, (x, target), state=state, feeds={"scale": scale}, seed=count
-                )
+                want = wants[count]
+                if turn % size == rank:
+                    wrong += [
+                        f"{schedule.name} {count} rows, one process: {name}"
+                        for name in differences(
+                            want, alone(plan, params, state, count), range(4), last=True
+                        )
+                    ]
                 first, last = 0 in ranks.stages, 3 in ranks.stages
                 given = (x if first else None, target if last else None) if first or last else None
                 feeds = {"scale": scale} if 1 in ranks.stages else None
@@ -655,7 +676,7 @@ def stepping_replicas(rank, size, kind, rows):
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
         stages, schedule = (
-            tuple(map(fp.compile_stage, stages)),
+            everything_compiled(),
             fp.schedules.zero_bubble(4, 4, num_devices=2),
         )
     if kind == "sharded":
@@ -1281,7 +1302,7 @@ def replicated(rank, size, kind, rows):
     if kind == "late":  # it knows no weights for side losses
         stages = (*stages[:1], without_side(stages[1]), *stages[2:])
     if kind == "compiled":
-        stages = tuple(map(fp.compile_stage, stages))
+        stages = everything_compiled()
         schedule = fp.schedules.zero_bubble(4, 4, num_devices=2)
     if kind == "reduced":
         schedule = fp.schedules.reduce_grads(schedule)

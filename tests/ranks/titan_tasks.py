@@ -3,7 +3,6 @@
 `train` does not know which of the two it has. `torch_parts` and `funcpipe_parts` make the schedule.
 """
 
-import copy
 import inspect
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -31,7 +30,9 @@ from torch.distributed.tensor.parallel import (
 
 import funcpipe as fp
 
-VOCABULARY, WIDTH, LAYERS, LENGTH, MICROBATCHES, ROWS = 32, 16, 8, 6, 8, 16
+VOCABULARY, WIDTH, LAYERS, LENGTH, MICROBATCHES, ROWS = 32, 16, 4, 6, 8, 16
+"""Models have four layers; eight where there are eight stages."""
+
 IGNORED = -100
 TORCH = {
     "1f1b": Schedule1F1B,
@@ -69,10 +70,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A model in torchtitan's form: a part deletes the modules that other stages have."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(layers)})
         self.norm, self.output = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -115,7 +116,8 @@ def part_of(stage: int, count: int, tp: DeviceMesh | None, sequence: bool = Fals
     With ``sequence``, tensor parallelism also cuts the sequence, and borders are DTensors.
     """
     torch.manual_seed(0)
-    part, share = copy.deepcopy(Decoder()), LAYERS // count
+    layers = max(LAYERS, count)
+    part, share = Decoder(layers), layers // count
     for name in [*part.layers]:
         if int(name) // share != stage:
             del part.layers[name]

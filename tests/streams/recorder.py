@@ -13,10 +13,12 @@ wait is for nothing.
 
 from __future__ import annotations
 
+import functools
+import linecache
 import re
+import sys
 import threading
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -42,14 +44,33 @@ class Point(NamedTuple):
 
 
 def _site() -> str:
-    stack = traceback.extract_stack(limit=12)
-    shared = "/streams.py"  # every stage of an overlap waits and records in there
-    batches = [
-        f for f in stack if "/_src/prefetch/" in f.filename and not f.filename.endswith(shared)
-    ]
-    run = re.compile(r"/_src/(engine|stages|devices|optimizing|replicas|processes)/")
-    frames = batches or [f for f in stack if run.search(f.filename)]
-    return f"{frames[-1].name}: {frames[-1].line}"
+    found, frame = None, sys._getframe()
+    for _ in range(12):
+        if frame is None:
+            break
+        kind = _kind_of(frame.f_code.co_filename)
+        if kind == "batches":
+            found = frame
+            break
+        if kind == "run" and found is None:
+            found = frame
+        frame = frame.f_back
+    assert found is not None
+    code = found.f_code
+    line = linecache.getline(code.co_filename, found.f_lineno).strip()
+    return f"{code.co_name}: {line}"
+
+
+RUN = re.compile(r"/_src/(engine|stages|devices|optimizing|replicas|processes)/")
+
+
+@functools.cache
+def _kind_of(filename: str) -> str:
+    """The part of the runtime that a file belongs to: the innermost frame of batches counts first."""
+    # Every stage of an overlap waits and records in streams.py.
+    if "/_src/prefetch/" in filename and not filename.endswith("/streams.py"):
+        return "batches"
+    return "run" if RUN.search(filename) else ""
 
 
 class Stream:
@@ -340,6 +361,10 @@ class Recorder(StreamBackend):
     def block(self, tensor: torch.Tensor) -> Block:
         """The block of a tensor; memory from before the record is nobody's."""
         self.reap()
+        return self._block(tensor)
+
+    def _block(self, tensor: torch.Tensor) -> Block:
+        """The same after `reap`."""
         at = address(tensor)
         if at not in self.blocks:
             self.blocks[at] = Block(f"{tuple(tensor.shape)} of the caller", None, None)
@@ -360,10 +385,15 @@ class Recorder(StreamBackend):
 
     def reap(self) -> None:
         """Blocks whose last tensor died go back to the stream that they came from."""
-        for at, block in list(self.blocks.items()):
-            for key, ref in list(block.storages.items()):
-                if ref.expired():
-                    del block.storages[key]
+        expired = torch.UntypedStorage._expired  # `StorageWeakRef.expired`, which is called often
+        gone = [
+            (at, block, key)
+            for at, block in self.blocks.items()
+            for key, ref in block.storages.items()
+            if expired(ref.cdata)
+        ]
+        for at, block, key in gone:
+            del block.storages[key]
             if not block.storages:
                 self._free(at)
 
@@ -455,7 +485,9 @@ class _Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         with recorder.lock:
             inputs = _tensors((args, kwargs))
-            before = [(tensor, recorder.block(tensor), address(tensor)) for tensor in inputs]
+            if inputs:
+                recorder.reap()
+            before = [(tensor, recorder._block(tensor), address(tensor)) for tensor in inputs]
             out = func(*args, **kwargs)
             self._note(func, before, _tensors(out))
         return out

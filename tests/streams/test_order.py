@@ -3,6 +3,7 @@ vector clocks."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
@@ -121,6 +122,19 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=RO
     return call()
 
 
+@functools.cache
+def in_one_process(net, schedule):
+    """The result without devices, which is the same for all of them and for all executors."""
+    parts, params, state = net()
+    g = torch.Generator().manual_seed(1)
+    x, target, scale = (torch.randn(ROWS, 4, generator=g) for _ in range(3))
+    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
+    feeds = {"scale": scale} if net is stages else None
+    return fp.run_sequential(
+        plan, params, (x, target), state=state, feeds=feeds, seed=1, threads_per_lane=1
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "executor"),
@@ -136,18 +150,10 @@ def go(recorder, net, schedule, where, *, executor="serial", half=False, rows=RO
 def test_everything_is_in_order(net, schedule, place, executor, backend):
     """No read before its write, no write before a read, no memory or slot given out while it is in
     use; and the bits."""
-    parts, params, state = net()
-    g = torch.Generator().manual_seed(1)
-    x, target, scale = (torch.randn(ROWS, 4, generator=g) for _ in range(3))
-    plan = fp.make_plan(parts, schedule, loss=F.mse_loss, devices="cpu")
-    feeds = {"scale": scale} if net is stages else None
-    expected = fp.run_sequential(
-        plan, params, (x, target), state=state, feeds=feeds, seed=1, threads_per_lane=1
-    )
     recorder = backend()
     result = go(recorder, net, schedule, PLACES[place], executor=executor)
     assert recorder.finish() == []
-    assert_same_result(expected, result)
+    assert_same_result(in_one_process(net, schedule), result)
     assert len(recorder.points) > 10
 
 
@@ -328,7 +334,8 @@ def test_every_wait_is_needed(backend):
 
     A wait for a value must be missed every time, unless its stream knew already what it waited for.
     A wait for a slot may be implied by the gradient that came back meanwhile, and what guards
-    memory or joins the caller may have a stand-in in one plan; in some plan it must be missed.
+    memory or joins the caller may have a stand-in in one plan; in some plan it must be missed, and
+    then the others are not asked.
     """
     spared: list[str] = []
     missed: dict[str, int] = {}
@@ -338,7 +345,8 @@ def test_every_wait_is_needed(backend):
         assert whole.finish() == [], name
         for number, point in enumerate(whole.points):
             missed.setdefault(point.site, 0)
-            if not point.news:
+            alone = point.site.startswith(ALONE)
+            if not point.news or (missed[point.site] and not alone):
                 continue
             recorder = backend(number)
             with suppress(Missed):
@@ -346,7 +354,7 @@ def test_every_wait_is_needed(backend):
                 recorder.finish()
             if recorder.faults:
                 missed[point.site] += 1
-            elif point.site.startswith(ALONE):
+            elif alone:
                 spared.append(f"{name}, {number}: {point}")
     assert spared == []
     assert [site for site, count in missed.items() if not count] == []
