@@ -360,11 +360,13 @@ class Recorder(StreamBackend):
 
     def reap(self) -> None:
         """Blocks whose last tensor died go back to the stream that they came from."""
+        expired = torch.UntypedStorage._expired  # asked of every block before every operation
         for at, block in list(self.blocks.items()):
-            for key, ref in list(block.storages.items()):
-                if ref.expired():
-                    del block.storages[key]
-            if not block.storages:
+            storages = block.storages
+            gone = [key for key, ref in storages.items() if expired(ref.cdata)]
+            for key in gone:
+                del storages[key]
+            if not storages:
                 self._free(at)
 
     def freed(self, tensor: torch.Tensor) -> None:
