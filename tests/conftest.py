@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: a fixed seed; threads that must not outlive a test, and Ctrl-C,
 which must."""
 
+import gc
 import os
 import re
 import signal
@@ -32,6 +33,16 @@ def pytest_configure(config):
     cuda``."""
     if not re.search(r"(?<!not )\bcuda\b", config.getoption("-m")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+gc.disable()  # importing makes no garbage worth a search; see `pytest_collection_finish`
+
+
+def pytest_collection_finish():
+    """The collector comes back. It leaves out what was there before the first test: millions of
+    objects of imported modules, which it would look at in every full search."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

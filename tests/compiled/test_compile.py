@@ -345,6 +345,13 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
     assert sum(kept[1]) < sum(kept[0]) or kind == "linear"
 
 
+@functools.cache
+def pair_and_programs(kind, recompute):
+    """A pair, and its stages as programs; traced once for all families."""
+    found = pair(kind)
+    return *found, compiled(found[0], recompute=recompute)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "family",
@@ -359,8 +366,7 @@ def test_the_least_cut_is_no_more_than_what_is_kept_without(kind):
 def test_peaks_are_as_simulated(kind, family, recompute, monkeypatch):
     """The most bytes that residuals hold on each device: what `simulate` says of the programs' own
     bytes, within 5 %."""
-    stages, params, state, batch = pair(kind)
-    made = compiled(stages, recompute=recompute)
+    _, params, state, batch, made = pair_and_programs(kind, recompute)
     schedule = family(3, 4)
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, devices="cpu")
     options = {"state": state, "seed": 1, "executor": "serial", "threads_per_lane": 1}

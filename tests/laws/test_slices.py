@@ -1,6 +1,8 @@
 """Slices: a sequence in pieces, each reading what those before it left, gives what it gives as a
 whole."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,13 @@ def sliced(num_stages, num_microbatches, num_slices):
     return [*plain, *again, *away, S.delay(plain[1], group=2), S.reduce_grads(plain[5])]
 
 
+@functools.cache
+def compiled_chain():
+    """The chain, whose programs all schedules use: they cut a batch into the same pieces."""
+    stages, _ = chain(CHAIN)
+    return [fp.compile_stage(stage) for stage in stages]
+
+
 def assert_plain(result, plain):
     """Those of plain autograd, to rounding."""
     loss, grads, _ = plain
@@ -51,7 +60,7 @@ def test_same_bits_as_the_oracle_and_as_autograd(schedule, compiled):
     written."""
     stages, params = chain(CHAIN)
     plain = whole(stages, params, *batch(7, 11))
-    made = [fp.compile_stage(stage) for stage in stages] if compiled else stages
+    made = compiled_chain() if compiled else stages
     plan = fp.make_plan(made, schedule, loss=F.mse_loss, outputs=True, devices="cpu")
     given_batch = batch(7, 11)
     before = snapshot((params, given_batch))

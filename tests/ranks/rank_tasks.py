@@ -1036,8 +1036,9 @@ def stepped(rank, size):
                 for key, leaf in alone[stage].items():
                     total = None
                     for want in wants:
-                        gradient = want.grads[stage][key]
-                        total = gradient if total is None else total + gradient
+                        if (stage, key) not in want.unused:  # else ``.grad`` stays None, as torch's
+                            gradient = want.grads[stage][key]
+                            total = gradient if total is None else total + gradient
                     if stage in ranks.stages and not same(own[stage][key].grad, total):
                         wrong.append(f"{step} {stage} {key}")
                     if total is not None:

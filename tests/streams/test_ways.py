@@ -3,6 +3,7 @@ and the bits."""
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -16,9 +17,10 @@ import funcpipe as fp
 S, M = 4, 4
 
 
+@functools.cache
 def of_each_kind():
     """Batch norm, an in-place activation, dropout; eager, checkpointed, compiled, and compiled to
-    compute again."""
+    compute again. All runs use the same: none writes into parameters or state."""
     torch.manual_seed(0)
     made = []
     for number in range(S):
@@ -29,7 +31,7 @@ def of_each_kind():
             fp.compile_stage(eager, backend="graph", recompute=keep) for keep in (False, True)
         ]
         made.append(((eager, again, *compiled), params, state))
-    return zip(*made, strict=True)
+    return tuple(zip(*made, strict=True))
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
