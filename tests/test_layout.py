@@ -6,6 +6,7 @@ import ast
 import builtins
 import collections
 import dataclasses
+import functools
 import pkgutil
 import re
 from collections.abc import Callable
@@ -21,8 +22,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "funcpipe"
 SOURCE = PACKAGE / "_src"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TEXTS = {path: path.read_text() for path in FILES}
-TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 # What each folder of _src may import besides itself, from the bottom up. The four folders of a run
 # (engine, optimizing, replicas, processes) import each other: they are one layer.
@@ -76,10 +75,16 @@ FILES_OF_A_FOLDER = 25
 STANDARD = 560
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax of a file; not at import, because both workers import this file."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -176,9 +181,9 @@ def test_folders_keep_to_their_lines():
     """The package does not grow unseen: who raises a limit lowers another one, with a reason in the
     commit."""
     lines: collections.Counter[str] = collections.Counter()
-    for path, text in TEXTS.items():
+    for path in FILES:
         parts = [part for part in path.relative_to(PACKAGE).parts[:-1] if part != "_src"]
-        lines[parts[0] if parts else "public modules"] += text.count("\n")
+        lines[parts[0] if parts else "public modules"] += path.read_text().count("\n")
     assert {} == {name: n for name, n in lines.items() if n > LINES[name]}
 
 
@@ -189,11 +194,11 @@ def test_lines_are_at_most_100_columns(path):
     Pragmas may stand behind a line. Lines of texts (examples in docstrings, help with columns) may
     have 125 columns, because a line break would change what they say.
     """
-    lines = TEXTS[path].split("\n")
+    lines = path.read_text().split("\n")
     assert not [line for line in lines if "fmt: " in line]
     texts = {
         number
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -263,15 +268,12 @@ def own_names(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def private_names_of_torch(tree: ast.AST, ours: set[str], known: set[str]) -> list[str]:
+def private_names_of_torch(tree: ast.AST) -> list[str]:
     """What a file has of torch's private names, by line.
 
-    Args:
-        tree: of the file.
-        ours: private names that the package defines.
-        known: private names that core/torch_names.py uses; these are torch's even in a string, for
-            getattr.
+    Names that core/torch_names.py uses are torch's even in a string, for getattr.
     """
+    known, ours = known_and_ours()
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -311,8 +313,11 @@ def names_used(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-KNOWN = names_used(TREES[NAMES])
-OURS = set[str]().union(*(own_names(tree) for path, tree in TREES.items() if path != NAMES))
+@functools.cache
+def known_and_ours() -> tuple[set[str], set[str]]:
+    """The private names in core/torch_names.py, and those that the other files define."""
+    ours = (own_names(tree_of(path)) for path in FILES if path != NAMES)
+    return names_used(tree_of(NAMES)), set[str]().union(*ours)
 
 
 @for_each_file
@@ -320,7 +325,7 @@ def test_private_names_of_torch_stand_in_one_file(path):
     """Nobody else imports, reads, overrides or spells a private name of torch."""
     if path == NAMES:
         return
-    found = private_names_of_torch(TREES[path], OURS, KNOWN)
+    found = private_names_of_torch(tree_of(path))
     assert not found, (
         f"{path.name} uses private names of torch; give them an entry in core/torch_names.py: "
         f"{found}"
@@ -344,14 +349,14 @@ def test_private_names_of_torch_stand_in_one_file(path):
 )
 def test_a_private_name_of_torch_is_seen(code):
     """The test above can fail."""
-    assert private_names_of_torch(ast.parse(code), OURS, KNOWN)
+    assert private_names_of_torch(ast.parse(code))
 
 
 @for_each_file
 def test_files_have_one_idea(path):
     """A file is short and its first line says what it is about."""
-    assert TEXTS[path].count("\n") <= STANDARD
-    first = ast.get_docstring(TREES[path])
+    assert path.read_text().count("\n") <= STANDARD
+    first = ast.get_docstring(tree_of(path))
     assert first
     assert len(first.splitlines()[0]) <= 100
 
@@ -360,8 +365,8 @@ def test_a_class_has_a_name_of_its_own():
     """One word for one thing: no two classes or type aliases of the package share a name, hidden or
     not."""
     where: dict[str, list[str]] = collections.defaultdict(list)
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 where[node.name.lstrip("_")].append(path.name)
             elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
